@@ -1,0 +1,35 @@
+"""Data-parallel training for PyTorch: the same weights, bit for bit, on any number of workers.
+
+    import evenstep
+
+    with evenstep.Run(shards=8, seed=0) as run:
+        model, optimizer = run.prepare(model, optimizer)
+        for batch in run.batches(train_set, batch_size=256, epochs=3):
+            loss = run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+"""
+
+from evenstep.core.errors import (
+    CheckpointError,
+    ConfigError,
+    EvenstepError,
+    MismatchError,
+    NondeterminismError,
+    PeerError,
+    SilenceError,
+    UnsupportedError,
+)
+from evenstep.run.run import Run
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "EvenstepError",
+    "MismatchError",
+    "NondeterminismError",
+    "PeerError",
+    "Run",
+    "SilenceError",
+    "UnsupportedError",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,7 @@
+"""`python -m evenstep` is the command line."""
+
+import sys
+
+from evenstep.cli.main import main
+
+sys.exit(main())

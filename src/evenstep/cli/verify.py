@@ -1,0 +1,94 @@
+"""`evenstep verify`: run a script on several numbers of workers and compare every tensor after every step."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenstep.core.errors import ConfigError, EvenstepError
+
+__all__ = ["compare", "verify"]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one run left: digests by tensor name for every version, and the closing fingerprint."""
+
+    num_workers: int
+    steps: list[dict[str, str]]
+    fingerprint: str
+
+
+def verify(
+    script: Path, args: Sequence[str], counts: Sequence[int], steps: int | None, shards: int | None, timeout_s: float
+) -> int:
+    """Run the script once for each number of workers; print a table; return 0 if all agree, else 1.
+
+    Raises:
+        EvenstepError: A run failed, or took longer than `timeout_s`.
+        ConfigError: The script made no step.
+    """
+    with tempfile.TemporaryDirectory(prefix="evenstep-verify-") as folder:
+        traces = []
+        for number, count in enumerate(counts):
+            traces.append(_trace(Path(folder) / f"{number}.jsonl", script, args, count, steps, shards, timeout_s))
+            last = traces[-1]
+            print(f"{count:>3} workers  {len(last.steps) - 1:>5} steps  fingerprint {last.fingerprint}", flush=True)
+    differences = [text for trace in traces[1:] if (text := compare(traces[0], trace))]
+    for text in differences:
+        print(text)
+    if not differences:
+        print("all equal, at every step")
+    return 1 if differences else 0
+
+
+def _trace(
+    path: Path,
+    script: Path,
+    args: Sequence[str],
+    count: int,
+    steps: int | None,
+    shards: int | None,
+    timeout_s: float,
+) -> Trace:
+    variables = {**os.environ, "EVENSTEP_TRACE": str(path)}
+    if steps is not None:
+        variables["EVENSTEP_MAX_STEPS"] = str(steps)
+    command = [sys.executable, "-m", "evenstep", "run", "-n", str(count)]
+    command += ["--shards", str(shards)] if shards is not None else []
+    # The supervisor's workers die with it, so killing it on a timeout leaves nothing behind.
+    try:
+        done = subprocess.run(
+            [*command, str(script), *args], env=variables, text=True, capture_output=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise EvenstepError(f"{script} on {count} workers did not end within {timeout_s:g} s; see --timeout") from None
+    if done.returncode != 0:
+        raise EvenstepError(f"{script} on {count} workers ended with exit code {done.returncode}:\n{done.stderr.rstrip()}")
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [json.loads(line)["digests"] for line in lines]
+    if len(found) < 2:
+        raise ConfigError(f"{script} made no step on {count} workers; verify compares what run.step commits")
+    closing = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("fingerprint ")]
+    return Trace(count, found, closing[-1] if closing else "(the run was quiet)")
+
+
+def compare(a: Trace, b: Trace) -> str | None:
+    """The first step and the first tensor in which two runs differ, as a sentence; None if there is none."""
+    where = f"{a.num_workers} and {b.num_workers} workers differ"
+    for step, (left, right) in enumerate(zip(a.steps, b.steps, strict=False)):
+        different = [name for name in sorted(left.keys() | right.keys()) if left.get(name) != right.get(name)]
+        if different:
+            when = f"after step {step}" if step else "before the first step"
+            others = f", and in {len(different) - 1} more" if len(different) > 1 else ""
+            hint = "" if step else ": the initial weights are not seeded; build the model inside `with evenstep.Run(...)`"
+            return f"{where} {when}, first in '{different[0]}'{others}{hint}"
+    if len(a.steps) != len(b.steps):
+        return f"{where} in their number of steps: {len(a.steps) - 1} and {len(b.steps) - 1}"
+    if a.fingerprint != b.fingerprint:
+        return f"{where} at the end only: the script changed the state after its last step"
+    return None

@@ -1,0 +1,1 @@
+"""The lowest layer in Python: errors, configuration, the environment, fingerprints."""

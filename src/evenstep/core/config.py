@@ -1,0 +1,69 @@
+"""Arguments, environment and defaults become one frozen value. Argument beats environment beats default."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from evenstep.core.env import Environment
+from evenstep.core.errors import ConfigError
+
+__all__ = ["DEFAULT_SHARDS", "RunConfig"]
+
+DEFAULT_SHARDS = 8
+MAX_SHARDS = 256
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run was asked to be.
+
+    Attributes:
+        shards: K, the number of parts that every global batch is cut into. Part of the arithmetic.
+        seed: Fixes the order of samples and all randomness. Part of the arithmetic.
+        threads: Intra-op threads of every shard's computation. Part of the arithmetic.
+        device: "cpu", "cuda" or "cuda:N".
+        timeout_s: How long any wait for another worker may take.
+        quiet: Keep still: no progress bar and no closing fingerprint line.
+        on_nondeterminism: Whether an operation that torch knows to be non-deterministic raises or only warns.
+    """
+
+    shards: int
+    seed: int
+    threads: int
+    device: str
+    timeout_s: float
+    quiet: bool
+    on_nondeterminism: Literal["error", "warn"]
+
+    @classmethod
+    def resolve(cls, env: Environment, *, shards: int | None, **rest: object) -> "RunConfig":
+        """Merge what the script said with what the environment says, and check it.
+
+        Raises:
+            ConfigError: A value is out of range, or script and command line contradict each other.
+        """
+        if shards is not None and env.shards is not None and shards != env.shards:
+            raise ConfigError(
+                f"the command line says --shards {env.shards} but the script says Run(shards={shards}): "
+                "the number of shards is part of the arithmetic, so say it in one place only"
+            )
+        config = cls(shards=shards or env.shards or DEFAULT_SHARDS, **rest)  # type: ignore[arg-type]  # checked next
+        config.check(env)
+        return config
+
+    def check(self, env: Environment) -> None:
+        """Raise ConfigError for a value that makes no sense."""
+        for name, low, high in (("shards", 1, MAX_SHARDS), ("threads", 1, 1024)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name}={value!r}, expected a whole number from {low} to {high}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed!r}, expected a whole number from 0 to 2**63 - 1")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s!r}, expected a number of seconds above 0")
+        if self.on_nondeterminism not in ("error", "warn"):
+            raise ConfigError(f"on_nondeterminism={self.on_nondeterminism!r}, expected 'error' or 'warn'")
+        if env.num_workers > self.shards:
+            raise ConfigError(
+                f"{env.num_workers} workers but only {self.shards} shards: every worker needs one; "
+                f"use at most -n {self.shards}, or Run(shards={env.num_workers}) (which is another arithmetic)"
+            )

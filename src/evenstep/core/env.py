@@ -1,0 +1,93 @@
+"""The only place that reads or writes the process environment.
+
+The launcher hands a worker its place through `EVENSTEP_*`; under torchrun the place comes from torchrun's variables.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenstep.core.errors import ConfigError
+
+__all__ = ["Environment", "read", "torchrun_timeout_s", "worker_variables", "write"]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the surroundings of this process say about the run.
+
+    Attributes:
+        worker: This worker's number.
+        num_workers: How many workers there are.
+        shards: The number of shards asked for on the launcher's command line, if any.
+        segment_fd: The inherited file descriptor of the shared segment, if the launcher made one.
+        torchrun: Whether torchrun started this process.
+        events_fd: Where progress and errors are written as JSON lines for the launcher to show, if it listens.
+        trace: Where worker 0 writes a digest of every tensor after each step, for `evenstep verify`.
+        max_steps: After how many steps the batches end, for `evenstep verify --steps`.
+    """
+
+    worker: int = 0
+    num_workers: int = 1
+    shards: int | None = None
+    segment_fd: int | None = None
+    torchrun: bool = False
+    events_fd: int | None = None
+    trace: Path | None = None
+    max_steps: int | None = None
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, expected a whole number; unset it or mend it") from None
+
+
+def read() -> Environment:
+    """Read the environment of this process.
+
+    Raises:
+        ConfigError: A variable is not a number, or torchrun spans several machines.
+    """
+    trace = os.environ.get("EVENSTEP_TRACE")
+    common = {
+        "shards": _number("EVENSTEP_SHARDS"),
+        "events_fd": _number("EVENSTEP_EVENTS_FD"),
+        "trace": Path(trace) if trace else None,
+        "max_steps": _number("EVENSTEP_MAX_STEPS"),
+    }
+    worker = _number("EVENSTEP_WORKER")
+    if worker is not None:
+        num_workers, segment_fd = _number("EVENSTEP_WORKERS") or 1, _number("EVENSTEP_SEGMENT_FD")
+        return Environment(worker, num_workers, segment_fd=segment_fd, **common)  # type: ignore[arg-type]  # a plain dict of fields
+    rank, world = _number("RANK"), _number("WORLD_SIZE")
+    if rank is None or world is None or "MASTER_ADDR" not in os.environ:
+        return Environment(**common)  # type: ignore[arg-type]  # a plain dict of fields
+    if _number("LOCAL_WORLD_SIZE") not in (None, world):
+        raise ConfigError(
+            f"torchrun started {world} workers of which only {os.environ['LOCAL_WORLD_SIZE']} are on this machine; "
+            "evenstep runs on one machine so far: use --nnodes 1"
+        )
+    return Environment(rank, world, torchrun=True, **common)  # type: ignore[arg-type]  # a plain dict of fields
+
+
+def worker_variables(worker: int, num_workers: int, shards: int | None, segment_fd: int, events_fd: int) -> dict[str, str]:
+    """The variables that tell a worker its place; the inverse of `read`."""
+    variables = {
+        "EVENSTEP_WORKER": str(worker),
+        "EVENSTEP_WORKERS": str(num_workers),
+        "EVENSTEP_SEGMENT_FD": str(segment_fd),
+        "EVENSTEP_EVENTS_FD": str(events_fd),
+    }
+    if shards is not None:
+        variables["EVENSTEP_SHARDS"] = str(shards)
+    return variables
+
+
+def write(variables: dict[str, str]) -> None:
+    """Set variables in this process, for what it loads or starts from now on."""
+    os.environ.update(variables)

@@ -1,0 +1,68 @@
+"""The one error tree. Each class is a cause that a caller would treat differently; the CLI gives each its exit code."""
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "EvenstepError",
+    "MismatchError",
+    "NondeterminismError",
+    "PeerError",
+    "SilenceError",
+    "UnsupportedError",
+]
+
+
+class EvenstepError(Exception):
+    """The root of all errors that evenstep raises by itself."""
+
+    exit_code = 1
+
+
+class ConfigError(EvenstepError):
+    """An option, argument or environment variable does not make sense; nothing has been started."""
+
+    exit_code = 2
+
+
+class UnsupportedError(EvenstepError):
+    """A model, optimizer or tensor of a kind that evenstep cannot train exactly."""
+
+    exit_code = 3
+
+
+class NondeterminismError(EvenstepError):
+    """Something that the exactness rests on was changed under a run, such as the number of threads."""
+
+    exit_code = 4
+
+
+class MismatchError(EvenstepError):
+    """Two participants reached different exchanges, so adding what they offer would mix unrelated things."""
+
+    exit_code = 5
+
+
+class SilenceError(EvenstepError):
+    """A participant did not come to an exchange within the timeout."""
+
+    exit_code = 6
+
+
+class PeerError(EvenstepError):
+    """Another worker failed. Its own error, with its traceback, is the end of the message.
+
+    Attributes:
+        worker: The number of the worker that failed first.
+    """
+
+    exit_code = 7
+
+    def __init__(self, message: str, worker: int) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
+class CheckpointError(EvenstepError):
+    """A checkpoint is missing, torn, altered, or belongs to another model, seed or number of shards."""
+
+    exit_code = 8

@@ -1,0 +1,29 @@
+"""SHA-256 over names, shapes, dtypes and bytes of tensors, in name order."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["digest", "fingerprint"]
+
+
+def digest(name: str, tensor: Tensor) -> bytes:
+    """The SHA-256 of one named tensor."""
+    head = f"{name}|{tuple(tensor.shape)}|{str(tensor.dtype).removeprefix('torch.')}|"
+    sha = hashlib.sha256(head.encode())
+    if tensor.numel():
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        sha.update(flat.numpy().data)
+    return sha.digest()
+
+
+def fingerprint(tensors: Mapping[str, Tensor], values: Iterable[str] = ()) -> str:
+    """64 hex digits for named tensors and, after them, further plain values as text."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        sha.update(digest(name, tensors[name]))
+    for value in sorted(values):
+        sha.update(value.encode() + b"|")
+    return sha.hexdigest()

@@ -1,0 +1,1 @@
+"""Which samples a step sees, and how a worker loads those of its own shards."""

@@ -1,0 +1,168 @@
+"""How a worker gets the samples of its own shards: inline, or through loader processes with a bounded queue.
+
+Every sample is drawn with the random generators seeded by (seed, epoch, index), so an augmentation gives the same pixels
+whichever worker or loader process draws it. Sample code always runs with one intra-op thread.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from evenstep.core.errors import ConfigError
+from evenstep.data.order import Request
+from evenstep.engine.randomness import derive, preserved, seed_all
+from evenstep.native import core
+
+__all__ = ["Batch", "Loader", "cut_batch", "to_device"]
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One global batch as one worker has it: the sizes of all shards, the samples of its own.
+
+    Attributes:
+        epoch: Counted from 0.
+        number: The batch's number in its epoch.
+        sizes: The number of samples of every shard.
+        parts: The collated samples of this worker's shards, for those that have any.
+    """
+
+    epoch: int
+    number: int
+    sizes: list[int]
+    parts: dict[int, Any]
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+
+class _Parts(Dataset[Batch]):
+    """A data set of batches: a request in, this worker's parts of it out."""
+
+    def __init__(self, dataset: Any, span: range, seed: int, purpose: str, collate: Collate | None) -> None:
+        self._dataset, self._span, self._seed, self._purpose = dataset, span, seed, purpose
+        self._collate: Collate = collate or default_collate
+        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
+
+    def __getitem__(self, request: Request) -> Batch:
+        parts = {k: self._part(request.epoch, request.shards[k]) for k in self._span if request.shards[k]}
+        return Batch(request.epoch, request.number, request.sizes, parts)
+
+    def _part(self, epoch: int, indices: tuple[int, ...]) -> Any:
+        if self._tensors is not None:  # plain tensors have no randomness: take all rows at once
+            chosen = torch.tensor(indices)
+            return [tensor[chosen] for tensor in self._tensors]
+        samples = []
+        for index in indices:
+            seed_all(derive(self._purpose, self._seed, epoch, index))
+            samples.append(self._dataset[index])
+        return self._collate(samples)
+
+
+class Loader:
+    """Loads the parts of one worker.
+
+    Args:
+        dataset: Any map-style data set.
+        span: The shards of this worker.
+        seed: The run's seed.
+        purpose: Separates the random streams of training and evaluation.
+        collate: Makes a part from a list of samples; torch's `default_collate` if None.
+        loaders: How many loader processes; 0 loads inline.
+        prefetch: How many batches each loader process holds ready.
+        timeout_s: How long to wait for a loader process.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        span: range,
+        seed: int,
+        purpose: str,
+        *,
+        collate: Collate | None,
+        loaders: int,
+        prefetch: int,
+        timeout_s: float,
+    ) -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                f"the data set is a {type(dataset).__name__} without __getitem__ and __len__; expected a map-style one: "
+                "the order of samples is part of the result, so a stream has to be indexed first"
+            )
+        if loaders < 0 or prefetch < 1:
+            raise ConfigError(f"loaders={loaders}, prefetch={prefetch}; expected loaders >= 0 and prefetch >= 1")
+        self._parts = _Parts(dataset, span, seed, purpose, collate)
+        self._loaders, self._prefetch, self._timeout_s = loaders, prefetch, timeout_s
+
+    def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
+        """The batches, in order. Loader processes start at the first and end with the iterator, or with us."""
+        if self._loaders == 0:
+            for request in requests:
+                threads = torch.get_num_threads()
+                torch.set_num_threads(1)
+                try:
+                    with preserved():
+                        batch = self._parts[request]
+                finally:
+                    torch.set_num_threads(threads)
+                yield batch
+            return
+        yield from DataLoader(
+            self._parts,
+            batch_size=None,
+            sampler=requests,  # type: ignore[arg-type]  # any iterable of keys will do
+            num_workers=self._loaders,
+            prefetch_factor=self._prefetch,
+            collate_fn=_as_it_is,
+            worker_init_fn=_loader_begins,
+            timeout=self._timeout_s,
+            multiprocessing_context="fork",
+            generator=torch.Generator(),
+        )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _loader_begins(_: int) -> None:
+    core.die_with_parent()
+
+
+def to_device(value: Any, device: str) -> Any:
+    """Move every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return _rebuild(value, lambda item: to_device(item, device))
+
+
+def cut_batch(value: Any, first: int, end: int) -> Any:
+    """Rows [first, end) of every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return value[first:end]
+    return _rebuild(value, lambda item: cut_batch(item, first, end))
+
+
+def num_rows(value: Any) -> int | None:
+    """The length of the first dimension of the first tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.ndim else None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next((n for item in items if (n := num_rows(item)) is not None), None)
+
+
+def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return type(value)({key: change(item) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(change(item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(change(item) for item in value)
+    return value

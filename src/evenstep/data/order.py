@@ -1,0 +1,72 @@
+"""Which samples a step sees, in which shard: a pure function of seed, epoch and position."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from evenstep.core.errors import ConfigError
+from evenstep.engine.randomness import derive
+from evenstep.plan.placement import cut
+
+__all__ = ["Plan", "Request"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One global batch: the samples of every shard.
+
+    Attributes:
+        epoch: Counted from 0.
+        number: The batch's number in its epoch.
+        shards: The sample indices of each shard, in order; some may be empty.
+    """
+
+    epoch: int
+    number: int
+    shards: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of samples of every shard."""
+        return [len(indices) for indices in self.shards]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a data set becomes batches."""
+
+    num_samples: int
+    batch_size: int
+    num_shards: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ConfigError("the data set is empty; expected at least one sample")
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size!r}, expected a whole number above 0")
+        if self.drop_last and self.num_samples < self.batch_size:
+            raise ConfigError(
+                f"drop_last with {self.num_samples} samples and batch_size={self.batch_size} leaves no batch at all; "
+                "use a smaller batch_size, or drop_last=False: a short last batch is exact"
+            )
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in an epoch."""
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole + bool(rest and not self.drop_last)
+
+    def requests(self, epoch: int, first: int = 0) -> Iterator[Request]:
+        """The batches of an epoch, from number `first` on."""
+        order = range(self.num_samples)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(derive("order", self.seed, epoch))
+            order = torch.randperm(self.num_samples, generator=generator).tolist()
+        for number in range(first, self.num_batches):
+            indices = order[number * self.batch_size : (number + 1) * self.batch_size]
+            spans = cut(len(indices), self.num_shards)
+            yield Request(epoch, number, tuple(tuple(indices[a:b]) for a, b in spans))

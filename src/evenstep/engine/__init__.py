@@ -1,0 +1,1 @@
+"""Shards taking turns, gradients, owners, and the step as a transaction."""

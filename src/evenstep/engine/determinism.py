@@ -1,0 +1,83 @@
+"""What the exactness rests on in this process: set when a run begins, checked at every step, restored at its end."""
+
+import platform
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evenstep.core import env
+from evenstep.core.config import RunConfig
+from evenstep.core.errors import NondeterminismError
+
+__all__ = ["Determinism", "profile"]
+
+
+def profile(config: RunConfig) -> dict[str, Any]:
+    """What must be alike on all workers for their bits to agree."""
+    cuda = config.device.startswith("cuda")
+    return {
+        "shards": config.shards,
+        "seed": config.seed,
+        "threads": config.threads,
+        "device": torch.cuda.get_device_name(config.device) if cuda else "cpu",
+        "torch": torch.__version__,
+        "processor": torch.backends.cpu.get_cpu_capability() + " " + platform.machine(),
+    }
+
+
+@dataclass
+class Determinism:
+    """Pins threads and deterministic kernels for one run."""
+
+    config: RunConfig
+
+    def __post_init__(self) -> None:
+        self._before = (
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]  # a module property
+            torch.backends.cudnn.benchmark,
+        )
+        if self.config.device.startswith("cuda"):
+            env.write({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS sums in a fixed order only with this
+        torch.set_num_threads(self.config.threads)
+        torch.use_deterministic_algorithms(True, warn_only=self.config.on_nondeterminism == "warn")
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor
+        torch.backends.cudnn.benchmark = False
+        self._said = False
+
+    def check(self) -> None:
+        """Say so if user code changed what the bits rest on.
+
+        Raises:
+            NondeterminismError: Something was changed and the run was not told to only warn.
+        """
+        found = {
+            "torch.get_num_threads()": (torch.get_num_threads(), self.config.threads),
+            "torch.are_deterministic_algorithms_enabled()": (torch.are_deterministic_algorithms_enabled(), True),
+            "torch.backends.cudnn.benchmark": (torch.backends.cudnn.benchmark, False),
+        }
+        for what, (now, pinned) in found.items():
+            if now != pinned:
+                self._say(
+                    f"{what} is {now} but the run began with {pinned}: the bits of a step depend on it; "
+                    "leave it alone, or set Run(threads=...) or Run(on_nondeterminism='warn')"
+                )
+
+    def _say(self, message: str) -> None:
+        if self.config.on_nondeterminism == "error":
+            raise NondeterminismError(message)
+        if not self._said:
+            warnings.warn(message, stacklevel=4)
+        self._said = True
+
+    def restore(self) -> None:
+        """Give the process its own settings back."""
+        threads, enabled, warn_only, fill, benchmark = self._before
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]  # a module property
+        torch.backends.cudnn.benchmark = benchmark

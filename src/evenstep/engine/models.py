@@ -1,0 +1,127 @@
+"""The prepared models: their parameters and buffers moved into the state, alike on all workers."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.core.config import RunConfig
+from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.core.fingerprint import fingerprint
+from evenstep.engine.pair import Pair
+from evenstep.engine.slots import Slots, copy_into
+from evenstep.engine.state import State
+from evenstep.exchange.group import Group
+
+__all__ = ["Models"]
+
+_GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
+
+class Models:
+    """All models of a run."""
+
+    def __init__(self, config: RunConfig, group: Group) -> None:
+        self._config, self._group = config, group
+        self.state = State(group.segment)
+        self.slots = Slots()
+        self._roots: list[nn.Module] = []
+        self._kept: dict[str, Tensor] | None = None
+
+    def add(self, model: nn.Module) -> None:
+        """Take in a model. All workers must call this alike; worker 0's values become everyone's.
+
+        Raises:
+            UnsupportedError: The model holds something that cannot be trained exactly.
+            MismatchError: Another worker prepares a model with other parameters or buffers.
+        """
+        if any(model is root for root in self._roots):
+            return
+        _check_model(model)
+        self._roots.append(model)
+        prefix = "model" if len(self._roots) == 1 else f"model{len(self._roots)}"
+        model.to(self._config.device)
+        parameters, buffers = self.slots.add(model, prefix)
+        tensors: dict[str, Tensor] = {**parameters, **buffers}
+        self._compare(prefix, tensors)
+        entries = self.state.add(dict(parameters), shared=True) + self.state.add(dict(buffers), shared=False)
+        with torch.no_grad():
+            if self._group.worker == 0:
+                for entry in entries:
+                    entry.live.copy_(tensors[entry.name])
+            self._group.barrier(f"{prefix}: state moved")
+            for entry in entries:
+                if entry.working is entry.live:
+                    tensors[entry.name].data = entry.live
+                entry.pull()
+
+    def _compare(self, prefix: str, tensors: dict[str, Tensor]) -> None:
+        layout = [[n, list(t.shape), str(t.dtype), list(t.stride()), t.requires_grad] for n, t in tensors.items()]
+        of_all = self._group.gather_json(f"{prefix}: prepare", [layout, fingerprint(tensors)])
+        mine, first = of_all[self._group.worker], of_all[0]
+        for ours, theirs in zip(mine[0] + [None], first[0] + [None], strict=False):
+            if ours != theirs:
+                raise MismatchError(
+                    f"worker {self._group.worker} prepares {ours or 'nothing more'} where worker 0 prepares "
+                    f"{theirs or 'nothing more'}: all workers must build the same model"
+                )
+        if self._group.worker == 0 and any(other[1] != first[1] for other in of_all):
+            warnings.warn(
+                "the workers built different initial weights; worker 0's are used, but another run would begin "
+                "elsewhere: build the model inside `with evenstep.Run(...)`, or call torch.manual_seed before it",
+                stacklevel=4,
+            )
+
+    def keep_buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Remember the buffers as shard 0 left them; they are what the step will commit."""
+        self._kept = {name: buffer.clone() for name, buffer in buffers.items()}
+
+    def publish_buffers(self) -> None:
+        """Save version v of the buffers and put in what shard 0 left."""
+        entries = [self.state.entries[name] for name in self.slots.buffers]
+        self.state.save(entries)
+        if self._kept is not None:
+            copy_into(self._kept, {entry.name: entry.live for entry in entries})
+        self._kept = None
+
+    def pull(self) -> None:
+        """Bring this worker's own copies (buffers; on a GPU, parameters too) to the committed version."""
+        with torch.no_grad():
+            for name in (*self.slots.parameters, *self.slots.buffers):
+                self.state.entries[name].pull()
+
+    def release(self, pairs: Sequence[Pair]) -> None:
+        """Copy everything out of the segment, so that models and optimizers are ordinary ones again."""
+        self.slots.bind(self.slots.base())
+        with torch.no_grad():
+            for name, parameter in self.slots.parameters.items():
+                if self.state.entries[name].working is self.state.entries[name].live:
+                    parameter.data = parameter.data.clone()
+            for pair in pairs:
+                pair.release()
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"prepare got a {type(model).__name__} as model, expected a torch.nn.Module")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UnsupportedError(
+            f"prepare got a model wrapped in {type(model).__name__}; pass the bare model (model.module): "
+            "evenstep does the parallel part itself"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UnsupportedError(
+                f"layer '{name}' was built with sparse=True; evenstep adds dense gradients only: build it with sparse=False"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise UnsupportedError(f"'{name}' has no shape yet; call the lazy model once before prepare")
+        if tensor.device.type == "meta":
+            raise UnsupportedError(f"'{name}' is on the meta device; give it memory and values before prepare")
+        if tensor.layout != torch.strided:
+            raise UnsupportedError(f"'{name}' is a {tensor.layout} tensor; evenstep trains dense ones only")
+        if tensor.requires_grad and tensor.dtype not in _GRADIENT_DTYPES:
+            raise UnsupportedError(f"'{name}' has dtype {tensor.dtype}; evenstep trains {_GRADIENT_DTYPES}")

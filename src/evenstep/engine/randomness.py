@@ -1,0 +1,74 @@
+"""The three global generators (torch, NumPy, `random`) as streams that can be seeded, paused and resumed.
+
+They belong to the process, not to a thread. Whoever runs a shard's or a sample's code first makes its stream the current
+one; what it draws is then a function of its seed alone.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Stream", "derive", "preserved", "seed_all"]
+
+
+def derive(purpose: str, *numbers: int) -> int:
+    """A 63-bit seed for a purpose and numbers such as (seed, step, shard)."""
+    text = "|".join([purpose, *map(str, numbers)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators as they are now, and the current CUDA device's if CUDA is in use."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+class Stream:
+    """One run of random numbers that others may interrupt."""
+
+    def __init__(self) -> None:
+        self._seed: int | None = None
+        self._bits = np.random.MT19937(0)
+        self._state: tuple[Any, ...] | None = None
+
+    def reseed(self, seed: int) -> None:
+        """Begin anew from `seed` at the next `resume`."""
+        self._seed, self._state = seed, None
+
+    def resume(self) -> None:
+        """Make this stream the current one of the process."""
+        np.random.set_bit_generator(self._bits)
+        if self._state is None:
+            assert self._seed is not None, "a stream is seeded before it is used"
+            seed_all(self._seed)
+            return
+        cpu, cuda, python = self._state
+        torch.default_generator.set_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        random.setstate(python)
+
+    def pause(self) -> None:
+        """Remember where this stream, the current one, has come to."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        self._state = (torch.default_generator.get_state(), cuda, random.getstate())
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Leave the generators of the caller as they were."""
+    outer = Stream()
+    outer._bits = np.random.get_bit_generator()
+    outer.pause()
+    try:
+        yield
+    finally:
+        outer.resume()

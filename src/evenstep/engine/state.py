@@ -1,0 +1,133 @@
+"""The state of a run: parameters, buffers and optimizer state, once for all workers, in the shared segment.
+
+Every tensor is an `Entry` with a *live* image in the segment, a *backup* image beside it, and the *working* tensor that
+the model or the optimizer holds. On the CPU the working tensor of a parameter or of optimizer state is the live image
+itself, so it exists once however many workers there are; buffers, and everything on a GPU, are private copies that are
+published and pulled.
+
+Between steps the live images are version v. Whoever is about to change an entry saves it first; `rollback` then brings
+version v back, `commit` makes the change final. The marks for this lie in the segment too, so that a survivor can roll
+back what a dead owner had begun.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenstep.core.fingerprint import digest, fingerprint
+from evenstep.transport.segment import ALIGNMENT, Segment, aligned
+
+__all__ = ["Entry", "State"]
+
+_MAX_ENTRIES = 1 << 16
+
+
+@dataclass
+class Entry:
+    """One tensor of the state."""
+
+    name: str
+    index: int
+    live: Tensor
+    backup: Tensor
+    working: Tensor | None  # None: this worker does not hold it
+
+    def publish(self) -> None:
+        """Working to live."""
+        if self.working is not None and self.working is not self.live:
+            self.live.copy_(self.working)
+
+    def pull(self) -> None:
+        """Live to working."""
+        if self.working is not None and self.working is not self.live:
+            self.working.copy_(self.live)
+
+
+@dataclass
+class State:
+    """All entries by name, and the plain values that optimizers keep beside tensors."""
+
+    segment: Segment
+    entries: dict[str, Entry] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        marks = self.segment.reserve(_MAX_ENTRIES).tensor(torch.Size([_MAX_ENTRIES]), torch.uint8)
+        self._saved: np.ndarray[Any, np.dtype[np.uint8]] = marks.numpy()
+        self._mine: list[Entry] = []
+
+    def add(self, tensors: dict[str, Tensor], *, shared: bool) -> list[Entry]:
+        """Make entries for new tensors. All workers must call this alike; no value is copied yet.
+
+        Args:
+            tensors: The working tensors (or, for those held elsewhere, meta tensors of the same shape), by name.
+            shared: Whether a CPU working tensor shall be the live image itself.
+        """
+        num_bytes = sum(aligned(t.numel() * t.element_size()) for t in tensors.values()) + ALIGNMENT
+        live, backup = self.segment.reserve(num_bytes), self.segment.reserve(num_bytes)
+        added = []
+        for name, tensor in tensors.items():
+            stride = tensor.stride() if _dense(tensor) else None
+            entry = Entry(
+                name,
+                len(self.entries),
+                live.tensor(tensor.shape, tensor.dtype, stride),
+                backup.tensor(tensor.shape, tensor.dtype, stride),
+                tensor if tensor.device.type != "meta" else None,
+            )
+            if shared and tensor.device.type in ("cpu", "meta"):
+                entry.working = entry.live
+            self.entries[name] = entry
+            added.append(entry)
+        return added
+
+    def save(self, entries: list[Entry]) -> None:
+        """Keep version v of what is about to be changed by this worker."""
+        for entry in entries:
+            entry.backup.copy_(entry.live)
+            self._saved[entry.index] = 1  # the copy before the mark: a mark always means a whole backup
+        self._mine += entries
+
+    def commit(self) -> None:
+        """What this worker changed is final. Called when every worker has agreed."""
+        for entry in self._mine:
+            self._saved[entry.index] = 0
+        self._mine.clear()
+
+    def rollback(self) -> None:
+        """Bring version v back, whoever had begun to change it."""
+        for entry in self.entries.values():
+            if self._saved[entry.index]:
+                entry.live.copy_(entry.backup)
+        for entry in self._mine:
+            self._saved[entry.index] = 0
+        self._mine.clear()
+        for entry in self.entries.values():
+            entry.pull()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live images by name. Read them between steps only."""
+        return {name: entry.live for name, entry in self.entries.items()}
+
+    def digests(self) -> dict[str, str]:
+        """A digest for every tensor and plain value, by name."""
+        found = {name: digest(name, tensor).hex() for name, tensor in self.tensors().items()}
+        return {**found, **{name: repr(value) for name, value in self.values.items()}}
+
+    def fingerprint(self) -> str:
+        """The fingerprint of version v."""
+        return fingerprint(self.tensors(), (f"{name}={value!r}" for name, value in self.values.items()))
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether the strides are a permutation of contiguous ones, so that they can be kept (channels-last, transposed)."""
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
+    expected = 1
+    for stride, size in dims:
+        if stride != expected:
+            return False
+        expected *= size
+    return True

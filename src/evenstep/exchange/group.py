@@ -1,0 +1,199 @@
+"""The workers of a run as seen from one of them: exchanges between them, and failure that reaches everyone.
+
+An exchange is matched by its tag, never by arrival: two workers that come with different tags both get a
+MismatchError that names both. Every wait ends: with what was awaited, with the error of a worker that failed or died,
+or with a SilenceError after the timeout. A group that has failed stays failed.
+"""
+
+import json
+import os
+import select
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.core.errors import MismatchError, PeerError, SilenceError
+from evenstep.native import core
+from evenstep.plan import tree
+from evenstep.transport.segment import Segment
+
+__all__ = ["Group", "tree_sum"]
+
+_SLICE_NS = 50_000_000  # how long the C core sleeps before we look whether the peer is still alive
+_JSON_BYTES = 2048  # what fits is exchanged in one go
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+class Group:
+    """All workers of a run.
+
+    Attributes:
+        worker: The number of this worker.
+        num_workers: How many there are.
+    """
+
+    def __init__(self, segment: Segment, worker: int, timeout_s: float) -> None:
+        self.segment = segment
+        self.worker = worker
+        self.num_workers = segment.num_workers
+        self.timeout_s = timeout_s
+        self._round = 0  # exchanges of all workers so far
+        self._inner = 0  # exchanges among some of them since
+        self._pidfds: dict[int, int] = {}
+        # Spinning is a gain only while every worker has a core of its own.
+        self._spin = 2000 if self.num_workers <= len(os.sched_getaffinity(0)) else 20
+        core.set_pid(segment.base, worker, os.getpid())
+
+    def gather(self, tag: str, rows: Tensor, shares: Sequence[int] | None = None) -> Tensor:
+        """Offer this worker's rows; return everyone's, in worker order.
+
+        Blocks until all who take part have offered theirs, at most `timeout_s`.
+
+        Args:
+            tag: What this exchange is; must be the same on all workers that take part.
+            rows: A contiguous CPU tensor [rows of this worker, n]; n and dtype alike on all.
+            shares: How many rows each worker offers; those with none do not take part. None: all take part, each
+                with as many rows as this one.
+
+        Raises:
+            MismatchError: Another worker is at another exchange.
+            PeerError: Another worker failed or died.
+            SilenceError: Another worker did not come within the timeout.
+        """
+        everyone = shares is None
+        counts = [len(rows)] * self.num_workers if shares is None else list(shares)
+        out = rows.new_empty((sum(counts), rows.shape[1]))
+        width = max(self.segment.slot_bytes // (max(counts) * rows.element_size()), 1)
+        for start in range(0, max(rows.shape[1], 1), width):
+            self._gather_columns(tag, rows[:, start : start + width], counts, everyone, out[:, start : start + width])
+        return out
+
+    def _gather_columns(self, tag: str, rows: Tensor, counts: list[int], everyone: bool, out: Tensor) -> None:
+        if everyone:
+            self._round, self._inner = self._round + 1, 0
+        else:
+            self._inner += 1
+        seq = self._round << 32 | self._inner
+        whole = rows.shape[1] == out.stride(0)
+        mine = rows.contiguous()
+        if self.num_workers > 1:
+            num_bytes = mine.numel() * mine.element_size()
+            core.post(self.segment.base, self.worker, seq, tag, mine.data_ptr(), num_bytes)
+        first = 0
+        for worker, count in enumerate(counts):
+            place = out[first : first + count]
+            first += count
+            if worker == self.worker:
+                place.copy_(mine)
+            elif count or everyone:
+                target = place if whole else torch.empty_like(place, memory_format=torch.contiguous_format)
+                self._collect(worker, seq, tag, target)
+                if not whole:
+                    place.copy_(target)
+
+    def gather_json(self, tag: str, value: Any) -> list[Any]:
+        """Offer a JSON value of any size; return everyone's in worker order. All workers take part."""
+        text = json.dumps(value).encode()
+        head = len(text).to_bytes(8, "little") + text[: _JSON_BYTES - 8]
+        first = self._gather_bytes(tag, head, _JSON_BYTES)
+        sizes = [int.from_bytes(row[:8], "little") for row in first]
+        rest: list[bytes] = [b""] * self.num_workers
+        more = max(sizes) - (_JSON_BYTES - 8)
+        if more > 0:
+            rest = self._gather_bytes(f"{tag} (rest)", text[_JSON_BYTES - 8 :], more)
+        return [json.loads((a[8:] + b)[:n]) for a, b, n in zip(first, rest, sizes, strict=True)]
+
+    def _gather_bytes(self, tag: str, value: bytes, num_bytes: int) -> list[bytes]:
+        row = torch.frombuffer(bytearray(value.ljust(num_bytes, b"\0")), dtype=torch.uint8)
+        return [bytes(other.numpy()) for other in self.gather(tag, row.unsqueeze(0))]
+
+    def barrier(self, tag: str) -> None:
+        """Wait until all workers have come here."""
+        self.gather(tag, torch.zeros(1, 1))
+
+    def _collect(self, worker: int, seq: int, tag: str, out: Tensor) -> None:
+        """The one place that waits for another worker."""
+        deadline = time.monotonic() + self.timeout_s
+        num_bytes = out.numel() * out.element_size()
+        while True:
+            rc = core.collect(
+                self.segment.base, worker, seq, tag, out.data_ptr(), num_bytes, self._spin, _SLICE_NS
+            )
+            if rc == core.ES_OK:
+                return
+            if rc == core.ES_ABORTED:
+                raise self._peer_error()
+            if rc == core.ES_MISMATCH:
+                raise self._mismatch(worker, tag, num_bytes)
+            self._check_alive(worker, tag)
+            if time.monotonic() > deadline:
+                _, _, last = core.last_post(self.segment.base, worker)
+                raise SilenceError(
+                    f"worker {worker} (pid {core.pid(self.segment.base, worker)}) said nothing for "
+                    f"{self.timeout_s:g} s: worker {self.worker} waits for it at '{tag}', "
+                    f"its last exchange was '{last or 'none'}'; look at what it does, or raise Run(timeout_s=...)"
+                )
+
+    def _mismatch(self, worker: int, tag: str, num_bytes: int) -> MismatchError:
+        _, their_bytes, theirs = core.last_post(self.segment.base, worker)
+        here = f"worker {self.worker} is at '{tag}' with {num_bytes} bytes"
+        return MismatchError(
+            f"{here} but worker {worker} is at '{theirs}' with {their_bytes} bytes: all workers must run the same "
+            "script on the same model; look for a branch that depends on the worker, the time or unseeded randomness"
+        )
+
+    def _check_alive(self, worker: int, tag: str) -> None:
+        pid = core.pid(self.segment.base, worker)
+        if pid == 0:
+            return  # it has not joined yet
+        if worker not in self._pidfds:
+            try:
+                self._pidfds[worker] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._died(worker, pid, tag)
+        if select.select([self._pidfds[worker]], [], [], 0)[0]:
+            self._died(worker, pid, tag)
+
+    def _died(self, worker: int, pid: int, tag: str) -> None:
+        _, _, last = core.last_post(self.segment.base, worker)
+        text = f"worker {worker} (pid {pid}) died; its last exchange was '{last or 'none'}'"
+        core.abort_all(self.segment.base, worker, text)
+        raise self._peer_error()
+
+    def _peer_error(self) -> PeerError:
+        culprit, text = core.aborted(self.segment.base) or (self.worker, "unknown")
+        return PeerError(f"worker {culprit} failed, so worker {self.worker} stops too:\n{text}", culprit)
+
+    def fail(self, text: str) -> None:
+        """Tell everyone that this worker failed; the first failure of a group is the one that counts."""
+        core.abort_all(self.segment.base, self.worker, text)
+
+    def close(self) -> None:
+        """Let go of the descriptors."""
+        for fd in self._pidfds.values():
+            os.close(fd)
+        self._pidfds.clear()
+        self.segment.close()
+
+
+def tree_sum(inputs: Sequence[Tensor], program: bytes, out: Tensor) -> Tensor:
+    """Sum dense CPU tensors of one shape in the order of a stack program (see `plan.tree`) into `out`.
+
+    Args:
+        inputs: One or more tensors, laid out alike.
+        program: Merges after each of them.
+        out: Where the sum goes; may be one of the inputs.
+    """
+    dtype, count = out.dtype, out.numel()
+    if dtype.is_complex:
+        dtype, count = (torch.float32 if dtype == torch.complex64 else torch.float64), 2 * count
+    core.tree_sum(_DTYPES[dtype], tuple(t.data_ptr() for t in inputs), program, out.data_ptr(), count)
+    return out
+
+
+def sum_rows(rows: Tensor) -> Tensor:
+    """The tree sum of [K, n] rows, one per shard, as [n]."""
+    return tree.reduce(list(rows.unbind(0)), torch.add)

@@ -1,0 +1,57 @@
+"""What a layer that spans shards finds around itself: who computes beside it, and how to meet them.
+
+The engine, `nn.DataParallel` and a process group each are such surroundings. A layer asks `current()`; where there is
+none it is alone.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from evenstep.exchange.rendezvous import Lead
+
+__all__ = ["Surroundings", "current", "inside"]
+
+
+class Surroundings(Protocol):
+    """The participants of one forward: some in this process (local), perhaps more elsewhere.
+
+    Attributes:
+        token: What the last joint autograd node left, for the next one to hang on to; None before the first.
+    """
+
+    token: Tensor | None
+
+    def meet(self, tag: str, value: Any, lead: Lead) -> Any:
+        """Offer a value to the local participants; the first of them leads and answers each (see `Rendezvous`)."""
+
+    def gather(self, tag: str, rows: Tensor) -> Tensor:
+        """Offer one row for each local participant; return one row [K, n] for each of all, in fixed order.
+
+        Participants that compute nothing in this step have a row of zeros.
+        """
+
+    def call_number(self, layer: object) -> int:
+        """How often the local participant has called this layer in this forward before."""
+
+
+_local = threading.local()
+
+
+def current() -> Surroundings | None:
+    """The surroundings of the calling thread, if any."""
+    return getattr(_local, "surroundings", None)
+
+
+@contextmanager
+def inside(surroundings: Surroundings | None) -> Iterator[None]:
+    """Make `surroundings` current for the calling thread."""
+    before = current()
+    _local.surroundings = surroundings
+    try:
+        yield
+    finally:
+        _local.surroundings = before

@@ -1,0 +1,99 @@
+"""What a freshly forked worker does: take its place, run the user's script, and end with an exit code."""
+
+import atexit
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from evenstep.core import env
+from evenstep.core.errors import CheckpointError, ConfigError, EvenstepError, PeerError, UnsupportedError
+from evenstep.native import core
+from evenstep.run.progress import send
+
+__all__ = ["become_worker"]
+
+_MISTAKES = (ConfigError, UnsupportedError, CheckpointError)  # a sentence says it all; a traceback would hide it
+
+
+def become_worker(
+    parent: int, script: Path, args: Sequence[str], variables: dict[str, str], streams: tuple[int, int], keep: set[int]
+) -> NoReturn:
+    """Turn this process, just forked by the supervisor, into a worker. Never returns.
+
+    Args:
+        parent: The supervisor's process id: if it is gone already, so are we.
+        script: The user's script.
+        args: Its arguments.
+        variables: Environment variables that say our place.
+        streams: Where standard output and error go.
+        keep: The file descriptors to keep, apart from the standard ones.
+    """
+    code = 1
+    try:
+        core.die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _take_streams(streams, keep)
+        env.write(variables)
+        code = _run_script(script, args, int(variables["EVENSTEP_EVENTS_FD"]))
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _take_streams(streams: tuple[int, int], keep: set[int]) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(streams[0], 1)
+    os.dup2(streams[1], 2)
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd not in keep:
+            try:
+                os.close(fd)
+            except OSError:
+                pass  # the directory's own descriptor is gone by now
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+
+def _run_script(script: Path, args: Sequence[str], events_fd: int) -> int:
+    sys.argv = [str(script), *args]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as request:
+        if isinstance(request.code, int | None):
+            return request.code or 0
+        send(events_fd, {"error": str(request.code)})
+        return 1
+    except PeerError as error:
+        return error.exit_code  # the worker that failed says why
+    except _MISTAKES as error:
+        send(events_fd, {"error": f"evenstep: {error}"})
+        return error.exit_code
+    except BaseException as error:  # noqa: BLE001  # the border of the process: reported, and the exit code says so
+        send(events_fd, {"error": "".join(traceback.format_exception(_without_our_frames(error)))})
+        return error.exit_code if isinstance(error, EvenstepError) else 1
+    return 0
+
+
+def _without_our_frames(error: BaseException) -> BaseException:
+    """The traceback from the user's script on: runpy and the launcher do not interest anybody."""
+    trace = error.__traceback__
+    while trace is not None and ("runpy" in trace.tb_frame.f_code.co_filename or trace.tb_frame.f_code.co_filename == __file__):
+        trace = trace.tb_next
+    return error.with_traceback(trace or error.__traceback__)

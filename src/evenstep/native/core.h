@@ -1,0 +1,61 @@
+/* The small C core: waiting on shared memory, posting and collecting vectors, and the tree sum.
+ *
+ * It knows nothing of Python or torch. All state lies in one shared segment that starts with an es_header,
+ * followed by one es_worker for every worker. Each es_worker has a single writer (its worker); everyone else
+ * only reads it, apart from `bell` and `waiting`, which are plain atomic counters. There is no lock, so a process
+ * that dies can keep nothing. Correct on weakly ordered processors: data is written before `seq` is released, and
+ * read after `seq` was acquired.
+ */
+#ifndef EVENSTEP_CORE_H
+#define EVENSTEP_CORE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    ES_OK = 0,
+    ES_AGAIN = 1,    /* the slice is over (or a signal came): look around, then wait again */
+    ES_ABORTED = 2,  /* somebody called es_abort */
+    ES_MISMATCH = 3, /* the peer is at another exchange */
+};
+
+enum { ES_F32 = 0, ES_F64 = 1, ES_BF16 = 2, ES_F16 = 3 };
+
+enum { ES_TAG_BYTES = 232, ES_ERROR_BYTES = 65536, ES_NUM_SLOTS = 4, ES_MAX_INPUTS = 256 };
+
+/* How many bytes the control part of a segment needs. */
+size_t es_control_bytes(uint32_t num_workers, size_t slot_bytes);
+void es_init(void *base, uint32_t num_workers, size_t slot_bytes);
+/* 0 if base is a control part that this build understands, else -1. */
+int es_check(const void *base);
+uint32_t es_num_workers(const void *base);
+size_t es_slot_bytes(const void *base);
+
+/* Writes tag and data into this worker's slot for `seq`, then lets everyone see it. */
+void es_post(void *base, uint32_t worker, uint64_t seq, const char *tag, const void *data, size_t bytes);
+/* Waits up to timeout_ns until `worker` has posted `seq`, then copies its data to out. Tags and sizes must agree. */
+int es_collect(void *base, uint32_t worker, uint64_t seq, const char *tag, void *out, size_t bytes, uint32_t spin,
+               int64_t timeout_ns);
+/* The tag that `worker` posted last, and the number of bytes that came with it. */
+void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *bytes, char tag[ES_TAG_BYTES]);
+
+/* The first caller wins and leaves its text; everyone who waits is woken. Returns 1 if this was the first. */
+int es_abort(void *base, uint32_t worker, const char *text, size_t bytes);
+/* 0 while nobody has aborted, else 1 + the worker that did. */
+uint32_t es_aborted(const void *base);
+/* Copies the text that the aborting worker left; returns its length. */
+size_t es_abort_text(const void *base, char out[ES_ERROR_BYTES]);
+
+void es_set_pid(void *base, uint32_t worker, uint32_t pid);
+uint32_t es_pid(const void *base, uint32_t worker);
+
+uint64_t es_load(const void *word);
+void es_store(void *word, uint64_t value);
+
+/* out = the inputs summed in stack order: input i is pushed, then the two topmost entries are added merges[i] times.
+ * Every partial sum is rounded to the type, so the result is that of adding whole vectors one pair at a time.
+ * out may be one of the inputs. Returns 0, or -1 for an unknown type or a malformed program. */
+int es_tree_sum(int dtype, const void *const *inputs, const uint8_t *merges, uint32_t num_inputs, void *out,
+                size_t count);
+
+#endif

@@ -1,0 +1,178 @@
+/* The core as a Python module: addresses are plain integers, and whatever can wait or takes long runs without the GIL. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <signal.h>
+#include <sys/prctl.h>
+
+#include "core.h"
+
+#define ARGS(format, ...) \
+    if (!PyArg_ParseTuple(args, format, __VA_ARGS__)) return NULL
+#define AT(address) ((void *)(uintptr_t)(address))
+
+static PyObject *control_bytes(PyObject *self, PyObject *args) {
+    unsigned num_workers;
+    Py_ssize_t slot_bytes;
+    ARGS("In", &num_workers, &slot_bytes);
+    return PyLong_FromSize_t(es_control_bytes(num_workers, (size_t)slot_bytes));
+}
+
+static PyObject *init(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    unsigned num_workers;
+    Py_ssize_t slot_bytes;
+    ARGS("KIn", &base, &num_workers, &slot_bytes);
+    es_init(AT(base), num_workers, (size_t)slot_bytes);
+    Py_RETURN_NONE;
+}
+
+static PyObject *describe(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    ARGS("K", &base);
+    if (es_check(AT(base))) Py_RETURN_NONE;
+    return Py_BuildValue("(In)", es_num_workers(AT(base)), (Py_ssize_t)es_slot_bytes(AT(base)));
+}
+
+static PyObject *post(PyObject *self, PyObject *args) {
+    unsigned long long base, seq, data;
+    unsigned worker;
+    const char *tag;
+    Py_ssize_t bytes;
+    ARGS("KIKsKn", &base, &worker, &seq, &tag, &data, &bytes);
+    if ((size_t)bytes > es_slot_bytes(AT(base))) {
+        PyErr_SetString(PyExc_ValueError, "a post does not fit into its slot");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    es_post(AT(base), worker, seq, tag, AT(data), (size_t)bytes);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *collect(PyObject *self, PyObject *args) {
+    unsigned long long base, seq, out;
+    unsigned worker, spin;
+    const char *tag;
+    Py_ssize_t bytes;
+    long long timeout_ns;
+    int rc;
+    ARGS("KIKsKnIL", &base, &worker, &seq, &tag, &out, &bytes, &spin, &timeout_ns);
+    Py_BEGIN_ALLOW_THREADS
+    rc = es_collect(AT(base), worker, seq, tag, AT(out), (size_t)bytes, spin, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(rc);
+}
+
+static PyObject *last_post(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    unsigned worker;
+    uint64_t seq, bytes;
+    char tag[ES_TAG_BYTES];
+    ARGS("KI", &base, &worker);
+    es_last_post(AT(base), worker, &seq, &bytes, tag);
+    return Py_BuildValue("(KKN)", (unsigned long long)seq, (unsigned long long)bytes,
+                         PyUnicode_DecodeUTF8(tag, (Py_ssize_t)strlen(tag), "replace"));
+}
+
+static PyObject *abort_all(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    unsigned worker;
+    const char *text;
+    Py_ssize_t bytes;
+    ARGS("KIs#", &base, &worker, &text, &bytes);
+    return PyBool_FromLong(es_abort(AT(base), worker, text, (size_t)bytes));
+}
+
+static PyObject *aborted(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    char text[ES_ERROR_BYTES];
+    ARGS("K", &base);
+    uint32_t by = es_aborted(AT(base));
+    if (!by) Py_RETURN_NONE;
+    size_t bytes = es_abort_text(AT(base), text);
+    return Py_BuildValue("(IN)", by - 1, PyUnicode_DecodeUTF8(text, (Py_ssize_t)bytes, "replace"));
+}
+
+static PyObject *set_pid(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    unsigned worker, pid;
+    ARGS("KII", &base, &worker, &pid);
+    es_set_pid(AT(base), worker, pid);
+    Py_RETURN_NONE;
+}
+
+static PyObject *pid(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    unsigned worker;
+    ARGS("KI", &base, &worker);
+    return PyLong_FromUnsignedLong(es_pid(AT(base), worker));
+}
+
+static PyObject *die_with_parent(PyObject *self, PyObject *args) {
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL)) return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+static PyObject *load(PyObject *self, PyObject *args) {
+    unsigned long long word;
+    ARGS("K", &word);
+    return PyLong_FromUnsignedLongLong(es_load(AT(word)));
+}
+
+static PyObject *store(PyObject *self, PyObject *args) {
+    unsigned long long word, value;
+    ARGS("KK", &word, &value);
+    es_store(AT(word), value);
+    Py_RETURN_NONE;
+}
+
+static PyObject *tree_sum(PyObject *self, PyObject *args) {
+    int dtype, rc;
+    PyObject *addresses;
+    const char *merges;
+    Py_ssize_t num_merges, count;
+    unsigned long long out;
+    const void *inputs[ES_MAX_INPUTS];
+    ARGS("iO!y#Kn", &dtype, &PyTuple_Type, &addresses, &merges, &num_merges, &out, &count);
+    Py_ssize_t num_inputs = PyTuple_GET_SIZE(addresses);
+    if (num_inputs != num_merges || num_inputs > ES_MAX_INPUTS) {
+        PyErr_SetString(PyExc_ValueError, "tree_sum wants one merge count for each of at most 256 inputs");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < num_inputs; ++i) {
+        inputs[i] = AT(PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(addresses, i)));
+        if (PyErr_Occurred()) return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    rc = es_tree_sum(dtype, inputs, (const uint8_t *)merges, (uint32_t)num_inputs, AT(out), (size_t)count);
+    Py_END_ALLOW_THREADS
+    if (rc) {
+        PyErr_SetString(PyExc_ValueError, "tree_sum: unknown type or malformed merge program");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"control_bytes", control_bytes, METH_VARARGS, NULL}, {"init", init, METH_VARARGS, NULL},
+    {"describe", describe, METH_VARARGS, NULL},           {"post", post, METH_VARARGS, NULL},
+    {"collect", collect, METH_VARARGS, NULL},             {"last_post", last_post, METH_VARARGS, NULL},
+    {"abort_all", abort_all, METH_VARARGS, NULL},         {"aborted", aborted, METH_VARARGS, NULL},
+    {"set_pid", set_pid, METH_VARARGS, NULL},             {"pid", pid, METH_VARARGS, NULL},
+    {"load", load, METH_VARARGS, NULL},                   {"store", store, METH_VARARGS, NULL},
+    {"tree_sum", tree_sum, METH_VARARGS, NULL},           {"die_with_parent", die_with_parent, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "evenstep.native.core", NULL, -1, methods};
+
+PyMODINIT_FUNC PyInit_core(void) {
+    PyObject *m = PyModule_Create(&module);
+    if (m == NULL) return NULL;
+    PyModule_AddIntMacro(m, ES_OK);
+    PyModule_AddIntMacro(m, ES_AGAIN);
+    PyModule_AddIntMacro(m, ES_ABORTED);
+    PyModule_AddIntMacro(m, ES_MISMATCH);
+    PyModule_AddIntMacro(m, ES_TAG_BYTES);
+    return m;
+}

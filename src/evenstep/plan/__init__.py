@@ -1,0 +1,1 @@
+"""Pure values: the tree over shards, who computes which shard, who owns which parameter."""

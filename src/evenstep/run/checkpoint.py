@@ -1,0 +1,81 @@
+"""Checkpoints: a directory with one safetensors file and `checkpoint.json`, which names it and its checksum.
+
+The JSON file is replaced last and atomically, so a directory always holds one whole checkpoint. No pickle anywhere.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from evenstep.core.errors import CheckpointError
+
+__all__ = ["read", "write"]
+
+_FORMAT = 1
+
+
+def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+    """Write a checkpoint, replacing the one that is there.
+
+    Raises:
+        CheckpointError: The directory cannot be written; an earlier checkpoint in it is untouched.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        state = directory / f"state-{facts['version']}-{facts['fingerprint'][:8]}.safetensors"
+        partial = state.with_suffix(".partial")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        _sync(partial)
+        os.replace(partial, state)
+        facts = {"format": _FORMAT, **facts, "state": state.name, "sha256": _checksum(state)}
+        text = directory / "checkpoint.json.partial"
+        text.write_text(json.dumps(facts, indent=1))
+        _sync(text)
+        os.replace(text, directory / "checkpoint.json")
+        for old in directory.glob("state-*.safetensors"):
+            if old != state:
+                old.unlink()
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
+    except TypeError as error:
+        raise CheckpointError(f"cannot write the checkpoint {directory}: a tracked object's state is no JSON: {error}") from error
+
+
+def read(directory: Path, *, tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a checkpoint's facts and, if asked, its tensors, verified.
+
+    Raises:
+        CheckpointError: It is missing, torn, altered or of another format.
+    """
+    try:
+        facts = json.loads((directory / "checkpoint.json").read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} holds no checkpoint.json; expected a directory that run.save wrote") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory / 'checkpoint.json'} cannot be read: {error}") from error
+    if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
+        raise CheckpointError(f"{directory / 'checkpoint.json'} is no checkpoint of format {_FORMAT}")
+    state = directory / Path(str(facts.get("state"))).name
+    try:
+        if _checksum(state) != facts["sha256"]:
+            raise CheckpointError(f"{state} was altered or torn: its checksum is not the one in checkpoint.json")
+        return facts, load_file(state) if tensors else {}
+    except (OSError, SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{state} cannot be read: {error}") from error
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

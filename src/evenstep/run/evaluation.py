@@ -1,0 +1,140 @@
+"""Evaluation and prediction: every sample exactly once, results that do not depend on who computed them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.core.errors import ConfigError
+from evenstep.data.loader import Batch, to_device
+from evenstep.engine.randomness import derive, preserved, seed_all
+from evenstep.engine.step import total_of
+from evenstep.exchange.group import Group
+from evenstep.plan import tree
+
+__all__ = ["collect_outputs", "evaluating", "mean_metrics"]
+
+Function = Callable[[Any], Any]
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """All modules in eval mode, no gradients; afterwards each is as it was."""
+    before = [(module, module.training) for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _call(batch: Batch, device: str, seed: int, function: Function) -> dict[int, Any]:
+    values = {}
+    with preserved():
+        for shard, part in batch.parts.items():
+            seed_all(derive("evaluate", seed, batch.number, shard))
+            values[shard] = function(to_device(part, device))
+    return values
+
+
+def mean_metrics(
+    group: Group, batches: Iterator[Batch], num_shards: int, device: str, seed: int, metrics: Function
+) -> dict[str, float]:
+    """The mean of each metric over all samples: tree sums over shards, then over batches in order."""
+    mine: list[dict[str, Any]] = []
+    num_samples = 0
+    for batch in batches:
+        row = {}
+        for shard, found in _call(batch, device, seed, metrics).items():
+            if not isinstance(found, dict):
+                raise ConfigError(
+                    f"metrics returned a {type(found).__name__}; expected a dict such as {{'accuracy': values}}"
+                )
+            row[str(shard)] = {name: total_of(name, value, batch.sizes[shard]) for name, value in found.items()}
+        mine.append(row)
+        num_samples += len(batch)
+    of_all = group.gather_json("evaluate", mine)
+    totals: dict[str, float] = {}
+    for rows in zip(*of_all, strict=True):
+        by_shard = {int(shard): found for row in rows for shard, found in row.items()}
+        for name in by_shard[min(by_shard)]:
+            values = [by_shard.get(k, {}).get(name, 0.0) for k in range(num_shards)]
+            totals[name] = totals.get(name, 0.0) + tree.reduce(values, lambda a, b: a + b)
+    return {name: total / num_samples for name, total in totals.items()}
+
+
+def collect_outputs(
+    group: Group, spans: Sequence[tuple[int, int]], batches: Iterator[Batch], device: str, seed: int, function: Function
+) -> Any:
+    """The outputs for all samples, concatenated in data-set order, on every worker, on the CPU."""
+    found: list[Any] = []
+    for batch in batches:
+        values = list(_call(batch, device, seed, function).values())
+        shares = [sum(batch.sizes[first:end]) for first, end in spans]
+        found.append(_gather_nested(group, f"predict batch {batch.number}", values, shares))
+    return _join(found)
+
+
+def _gather_nested(group: Group, tag: str, values: list[Any], shares: list[int]) -> Any:
+    """Concatenate tensors in nested tuples, lists and dicts over shards and workers.
+
+    A worker without samples in this batch learns the structure from worker 0, which always has some.
+    """
+    leaves: list[Tensor] = []
+    shape = group.gather_json(f"{tag}: structure", _describe(_join(values), leaves) if values else None)[0]
+    specs: list[Any] = []
+    _specs(shape, specs)
+    out = []
+    for n, (dtype, sample) in enumerate(specs):
+        kind = getattr(torch, dtype)
+        rows = leaves[n] if leaves else torch.empty((0, *sample), dtype=kind)
+        flat = rows.detach().cpu().contiguous().reshape(len(rows), -1)
+        full = group.gather(f"{tag}: output {n}", flat, shares) if any(shares) else flat
+        out.append(full.reshape(len(full), *sample))
+    return _fill(shape, iter(out))
+
+
+def _describe(value: Any, leaves: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        leaves.append(value)
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape[1:])]}
+    if isinstance(value, dict):
+        return {"dict": {key: _describe(item, leaves) for key, item in value.items()}}
+    if isinstance(value, list | tuple):
+        return {"list" if isinstance(value, list) else "tuple": [_describe(item, leaves) for item in value]}
+    raise ConfigError(f"predict got a {type(value).__name__} from the model; expected tensors in tuples, lists or dicts")
+
+
+def _specs(shape: Any, into: list[Any]) -> None:
+    ((kind, inner),) = shape.items()
+    if kind == "tensor":
+        into.append(inner)
+    else:
+        for item in inner.values() if kind == "dict" else inner:
+            _specs(item, into)
+
+
+def _fill(shape: Any, tensors: Iterator[Tensor]) -> Any:
+    ((kind, inner),) = shape.items()
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "dict":
+        return {key: _fill(item, tensors) for key, item in inner.items()}
+    return (list if kind == "list" else tuple)(_fill(item, tensors) for item in inner)
+
+
+def _join(values: list[Any]) -> Any:
+    """Concatenate values of one structure along the first dimension of their tensors."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(values)
+    if isinstance(first, dict):
+        return {key: _join([value[key] for value in values]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_join([value[n] for value in values]) for n in range(len(first)))
+    return first

@@ -1,0 +1,60 @@
+"""How a process finds its fellow workers: alone, by the launcher's segment, or by torchrun's store."""
+
+import os
+
+from torch import distributed
+
+from evenstep.core.env import Environment
+from evenstep.core.errors import ConfigError
+from evenstep.exchange.group import Group
+from evenstep.transport.segment import Segment
+
+__all__ = ["join"]
+
+_joined: dict[tuple[int, int], Group] = {}
+
+
+def join(env: Environment, timeout_s: float) -> Group:
+    """Become a worker. Several runs of one launched process, one after the other, share its group.
+
+    Raises:
+        ConfigError: The launcher's segment cannot be reached.
+    """
+    if env.num_workers == 1 and env.segment_fd is None and not env.torchrun:
+        return Group(Segment.create(1), 0, timeout_s)
+    key = (os.getpid(), env.worker)
+    if key not in _joined:
+        segment = _from_store(env) if env.torchrun else _inherited(env)
+        _joined[key] = Group(segment, env.worker, timeout_s)
+    _joined[key].timeout_s = timeout_s
+    return _joined[key]
+
+
+def _inherited(env: Environment) -> Segment:
+    if env.segment_fd is None:
+        raise ConfigError("EVENSTEP_WORKER is set but EVENSTEP_SEGMENT_FD is not; start workers with `evenstep run`")
+    return _open(env, env.segment_fd)
+
+
+def _from_store(env: Environment) -> Segment:
+    """Worker 0 makes the segment; the others open it through /proc, so that it needs no name."""
+    store, _, _ = next(iter(distributed.rendezvous("env://", env.worker, env.num_workers)))
+    if env.worker == 0:
+        segment = Segment.create(env.num_workers)
+        store.set("evenstep/segment", f"/proc/{os.getpid()}/fd/{segment.fd}")
+        return segment
+    path = store.get("evenstep/segment").decode()
+    try:
+        return _open(env, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        raise ConfigError(
+            f"worker {env.worker} cannot open worker 0's segment {path} ({error}); all workers must run on one machine, "
+            "as one user, in one process namespace"
+        ) from error
+
+
+def _open(env: Environment, fd: int) -> Segment:
+    segment = Segment(fd)
+    if segment.num_workers != env.num_workers:
+        raise ConfigError(f"the segment is for {segment.num_workers} workers but the environment says {env.num_workers}")
+    return segment

@@ -1,0 +1,511 @@
+"""The facade: `Run` and its batches, step, evaluate, save and load."""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from evenstep.core import env as environment
+from evenstep.core.config import RunConfig
+from evenstep.core.errors import CheckpointError, ConfigError, PeerError
+from evenstep.data.loader import Batch, Loader, cut_batch, num_rows, to_device
+from evenstep.data.order import Plan
+from evenstep.engine.determinism import profile
+from evenstep.engine.pair import Pair
+from evenstep.engine.randomness import seed_all
+from evenstep.engine.step import Engine
+from evenstep.exchange.group import sum_rows
+from evenstep.nn.convert import convert_sync_batchnorm
+from evenstep.plan.placement import cut
+from evenstep.run import checkpoint
+from evenstep.run.evaluation import collect_outputs, evaluating, mean_metrics
+from evenstep.run.join import join
+from evenstep.run.progress import Display, Pipe, Progress, send
+
+__all__ = ["Run"]
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741  # the type of the user's optimizer
+
+
+class Run:
+    """A training run whose result does not depend on the number of workers.
+
+    Making it joins the other workers, seeds torch, NumPy and `random`, and pins what the bits rest on. Use it as a context
+    manager: leaving it waits for all workers, prints the fingerprint and gives models and optimizers back as ordinary
+    ones.
+
+    Args:
+        shards: K, the number of parts of every batch and the unit of arithmetic; default 8. A run with another K is
+            another computation.
+        seed: Fixes the order of samples and all randomness.
+        device: "cpu", "cuda" or "cuda:N".
+        threads: Intra-op threads of every shard's computation; part of the arithmetic.
+        timeout_s: How long any wait for another worker may take.
+        quiet: No progress display and no closing fingerprint line.
+        on_nondeterminism: "error" raises where torch knows an operation to be non-deterministic, or where user code
+            changes what the bits rest on; "warn" only says so.
+
+    Attributes:
+        worker: The number of this worker, 0 for the first.
+        num_workers: How many there are.
+        grad_norm: The norm of the gradients of the last step that was asked to clip it, before clipping.
+
+    Raises:
+        ConfigError: An argument makes no sense, or there are more workers than shards.
+    """
+
+    def __init__(
+        self,
+        shards: int | None = None,
+        seed: int = 0,
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        timeout_s: float = 300.0,
+        quiet: bool = False,
+        on_nondeterminism: Literal["error", "warn"] = "error",
+    ) -> None:
+        self._env = environment.read()
+        self.config = RunConfig.resolve(
+            self._env,
+            shards=shards,
+            seed=seed,
+            threads=threads,
+            device=str(device),
+            timeout_s=timeout_s,
+            quiet=quiet,
+            on_nondeterminism=on_nondeterminism,
+        )
+        _check_device(self.config.device)
+        self._group = join(self._env, timeout_s)
+        self.worker, self.num_workers = self._group.worker, self._group.num_workers
+        self._engine = Engine(self.config, self._group)
+        self._tracked: dict[str, Any] = {}
+        self._position: dict[str, int] | None = None
+        self._last: tuple[float | None, dict[str, float]] = (None, {})
+        self._display: Display | Pipe | None = self._make_display()
+        self.grad_norm: float | None = None
+        self._closed = False
+        try:
+            self._agree()
+        except BaseException:
+            self._fail()
+            raise
+        seed_all(seed)
+
+    def _make_display(self) -> Display | Pipe | None:
+        if self.config.quiet or self.worker != 0:
+            return None
+        return Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
+
+    def _agree(self) -> None:
+        of_all = self._group.gather_json("join", profile(self.config))
+        for key, value in of_all[self.worker].items():
+            if value != of_all[0][key]:
+                raise ConfigError(
+                    f"worker {self.worker} has {key}={value!r} but worker 0 has {of_all[0][key]!r}; "
+                    "all workers must run the same script on the same kind of machine"
+                )
+
+    # ---- entering and leaving ----
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Finish: wait for all workers, print the fingerprint (worker 0, unless quiet), let go of everything."""
+        if self._closed:
+            return
+        self._group.barrier("end of the run")
+        if self.worker == 0 and not self.config.quiet:
+            if self._display is not None:
+                self._display.close()
+            if self._env.events_fd is None:
+                print(f"fingerprint {self.fingerprint()}", flush=True)
+            else:
+                send(self._env.events_fd, {"fingerprint": self.fingerprint()})
+        self._release()
+
+    def _fail(self, error: BaseException | None = None) -> None:
+        """Tell the other workers why this one stops, unless it stops because of them."""
+        error = error or sys.exc_info()[1]
+        if error is not None and not isinstance(error, PeerError):
+            where = f"worker {self.worker} failed at step {self.version}:\n"
+            self._group.fail(where + "".join(traceback.format_exception(error)))
+        self._release()
+
+    def _release(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._display is not None:
+            self._display.close()
+        self._engine.close()
+        if self._env.num_workers == 1 and self._env.segment_fd is None:
+            self._group.close()
+
+    # ---- what a user calls ----
+
+    @property
+    def shards(self) -> int:
+        """K, the number of parts of every batch."""
+        return self.config.shards
+
+    @property
+    def version(self) -> int:
+        """How many steps have been committed."""
+        return self._engine.version
+
+    @overload
+    def prepare(self, model: M, *, sync_batchnorm: bool = True) -> M: ...
+
+    @overload
+    def prepare(self, model: M, optimizer: O, *, sync_batchnorm: bool = True) -> tuple[M, O]: ...
+
+    def prepare(self, model: M, optimizer: O | None = None, *, sync_batchnorm: bool = True) -> M | tuple[M, O]:
+        """Take a model, and the optimizer that trains it, into the run. All workers must call this alike.
+
+        The model keeps its identity and its parameters theirs; their memory moves into the shared segment, and worker
+        0's values become everyone's. May be called several times, for several models or optimizers.
+
+        Args:
+            model: The bare module, on any device.
+            optimizer: Any optimizer of `torch.optim` over parameters of prepared models.
+            sync_batchnorm: Convert `nn.BatchNorm*d` so that statistics span all shards; False leaves them per shard.
+
+        Returns:
+            The model, or (model, optimizer): the objects that were passed, except that a model that is itself a batch
+            norm is replaced by its converted one.
+
+        Raises:
+            UnsupportedError: Something in the model or the optimizer cannot be trained exactly.
+            MismatchError: Another worker prepares something else.
+        """
+        try:
+            if sync_batchnorm:
+                model = convert_sync_batchnorm(model)
+            self._engine.prepare(model, optimizer)
+        except BaseException:
+            self._fail()
+            raise
+        return model if optimizer is None else (model, optimizer)
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int,
+        epochs: int = 1,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        loaders: int = 0,
+        prefetch: int = 2,
+    ) -> Iterator[Batch]:
+        """Global batches, of which this worker loads only the samples of its own shards.
+
+        After `load`, goes on where the checkpoint was written, mid-epoch too.
+
+        Args:
+            dataset: Any map-style data set. Randomness in its `__getitem__` is seeded by (seed, epoch, index).
+            batch_size: Samples of a global batch.
+            epochs: How often to go through the data.
+            shuffle: A new order for every epoch, fixed by (seed, epoch).
+            drop_last: Leave out a last batch that is short. It need not be: uneven batches are exact.
+            collate_fn: Makes a part from a list of samples; torch's `default_collate` if None.
+            loaders: Loader processes of each worker; 0 loads inline.
+            prefetch: Batches that each loader process holds ready.
+        """
+        plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last)
+        loader = self._loader(dataset, "sample", collate_fn, loaders, prefetch)
+        start = self._position or {"epoch": 0, "batch": 0}
+        self._position = None
+
+        def requests() -> Iterator[Any]:
+            for epoch in range(start["epoch"], epochs):
+                yield from plan.requests(epoch, start["batch"] if epoch == start["epoch"] else 0)
+
+        for batch in loader.load(requests()):
+            if self._env.max_steps is not None and self.version >= self._env.max_steps:
+                return
+            done = batch.number + 1
+            wrap = done == plan.num_batches
+            self._next = {"epoch": batch.epoch + wrap, "batch": 0 if wrap else done}
+            self._last = (None, {})
+            yield batch
+            if self._display is not None:
+                loss, metrics = self._last
+                self._display.show(
+                    Progress(batch.epoch, epochs, done, plan.num_batches, len(batch), loss, metrics)
+                )
+
+    _next: dict[str, int] | None = None  # where batches would go on after the current one
+
+    def _loader(self, dataset: Any, purpose: str, collate: Any, loaders: int, prefetch: int) -> Loader:
+        span = range(*self._engine.spans[self.worker])
+        return Loader(
+            dataset,
+            span,
+            self.config.seed,
+            purpose,
+            collate=collate,
+            loaders=loaders,
+            prefetch=prefetch,
+            timeout_s=self.config.timeout_s,
+        )
+
+    def step(
+        self,
+        batch: Any,
+        function: Callable[[Any], Any],
+        optimizer: Optimizer | None = None,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> Any:
+        """Do one step on a batch. All workers must call this alike; blocks until all have committed it, or none.
+
+        Args:
+            batch: One of `batches`, or tensors (in tuples, lists, dicts) that hold the whole global batch on every
+                worker and are cut by position.
+            function: Called once for every part of this worker; returns the mean loss over the part's samples, or
+                (loss, {"metric": per-sample values or their mean}).
+            optimizer: Which of several prepared optimizers steps; with one it need not be said.
+            clip_norm: Scale all gradients down to this global norm, as `torch.nn.utils.clip_grad_norm_` does.
+            clip_value: Clip every element of the gradients to this magnitude.
+
+        Returns:
+            The mean loss over all samples, the same on every worker, as a tensor with one element; or (loss, metrics)
+            if the function returns metrics.
+
+        Raises:
+            PeerError: Another worker failed; its error is in the message.
+            MismatchError: Workers or shards reached different exchanges.
+            UnsupportedError: The step met something that cannot be trained exactly.
+        """
+        try:
+            pair = self._pair(optimizer)
+            batch = batch if isinstance(batch, Batch) else self._cut(batch)
+            parts = {shard: to_device(part, self.config.device) for shard, part in batch.parts.items()}
+            self._trace(first=True)
+            outcome = self._engine.step(parts, batch.sizes, function, pair, clip_norm, clip_value)
+            self._trace(first=False)
+        except BaseException:
+            self._tell_others()
+            raise
+        self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
+        self._last = (float(outcome.loss), outcome.metrics)
+        return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
+
+    def _tell_others(self) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, PeerError):
+            where = f"worker {self.worker} failed at step {self.version}:\n"
+            self._group.fail(where + "".join(traceback.format_exception(error)))
+
+    def _pair(self, optimizer: Optimizer | None) -> Pair:
+        pairs = self._engine.pairs
+        if not pairs:
+            raise ConfigError("no optimizer was prepared; call model, optimizer = run.prepare(model, optimizer) first")
+        if optimizer is None and len(pairs) > 1:
+            raise ConfigError(f"{len(pairs)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)")
+        for pair in pairs:
+            if optimizer is None or pair.optimizer is optimizer:
+                return pair
+        raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
+
+    def _cut(self, batch: Any) -> Batch:
+        rows = num_rows(batch)
+        if not rows:
+            raise ConfigError("the batch holds no tensor with samples in its first dimension")
+        spans = cut(rows, self.shards)
+        mine = range(*self._engine.spans[self.worker])
+        parts = {k: cut_batch(batch, *spans[k]) for k in mine if spans[k][0] < spans[k][1]}
+        return Batch(0, self.version, [end - first for first, end in spans], parts)
+
+    def evaluate(
+        self,
+        dataset: Any,
+        batch_size: int,
+        metrics: Callable[[Any], dict[str, Any]],
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        loaders: int = 0,
+        prefetch: int = 2,
+    ) -> dict[str, float]:
+        """Mean metrics over a data set, every sample counted exactly once; the same on every worker.
+
+        The prepared models are in eval mode meanwhile. All workers must call this alike.
+
+        Args:
+            dataset: Any map-style data set.
+            batch_size: Samples of a global batch; it is cut into K parts as in training.
+            metrics: Called with a part; returns {"metric": per-sample values or their mean}.
+            collate_fn: As for `batches`.
+            loaders: As for `batches`.
+            prefetch: As for `batches`.
+        """
+        try:
+            with evaluating(self._engine.models.slots.modules):
+                batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
+                return mean_metrics(
+                    self._group, batches, self.shards, self.config.device, self.config.seed, metrics
+                )
+        except BaseException:
+            self._tell_others()
+            raise
+
+    def predict(
+        self,
+        dataset: Any,
+        batch_size: int,
+        function: Callable[[Any], Any],
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        loaders: int = 0,
+        prefetch: int = 2,
+    ) -> Any:
+        """Outputs for every sample, in data-set order, on the CPU, the same on every worker.
+
+        Args:
+            dataset: Any map-style data set.
+            batch_size: Samples of a global batch; it is cut into K parts as in training.
+            function: Called with a part; returns tensors (in tuples, lists, dicts) with one row for each sample.
+            collate_fn: As for `batches`.
+            loaders: As for `batches`.
+            prefetch: As for `batches`.
+        """
+        try:
+            with evaluating(self._engine.models.slots.modules):
+                batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
+                return collect_outputs(
+                    self._group, self._engine.spans, batches, self.config.device, self.config.seed, function
+                )
+        except BaseException:
+            self._tell_others()
+            raise
+
+    def _in_order(self, dataset: Any, batch_size: int, collate: Any, loaders: int, prefetch: int) -> Iterator[Batch]:
+        plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle=False, drop_last=False)
+        return self._loader(dataset, "evaluate", collate, loaders, prefetch).load(plan.requests(0))
+
+    def exchange(self, tag: str, rows: Tensor) -> Tensor:
+        """The one primitive: each shard offers a vector under a tag, all receive the tree sum.
+
+        Args:
+            tag: What is exchanged; alike on all workers.
+            rows: [shards of this worker, n], one row for each, in order.
+
+        Returns:
+            The sum over all shards in tree order, [n], the same bits on every worker.
+        """
+        shares = [end - first for first, end in self._engine.spans]
+        if rows.ndim != 2 or len(rows) != shares[self.worker]:
+            raise ConfigError(
+                f"exchange got {tuple(rows.shape)}, expected ({shares[self.worker]}, n): one row for each shard of worker "
+                f"{self.worker}"
+            )
+        return sum_rows(self._group.gather(tag, rows.cpu().contiguous(), shares)).to(rows.device)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over names, shapes, dtypes and bytes of parameters, buffers and optimizer state.
+
+        Any worker may call this between steps; it talks to nobody.
+        """
+        return self._engine.state.fingerprint()
+
+    # ---- checkpoints ----
+
+    def track(self, name: str, value: Any) -> None:
+        """Save and load something else with the run, such as a scheduler: anything with a plain `state_dict`."""
+        if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
+            raise ConfigError(f"track got a {type(value).__name__}; expected an object with state_dict and load_state_dict")
+        self._tracked[name] = value
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint (worker 0; the others wait). All workers must call this alike, between steps."""
+        failure = None
+        if self.worker == 0:
+            facts = {
+                "version": self.version,
+                "shards": self.shards,
+                "seed": self.config.seed,
+                "position": self._next,
+                "fingerprint": self.fingerprint(),
+                "values": self._engine.state.values,
+                "groups": [pair.hyperparameters() for pair in self._engine.pairs],
+                "tracked": {name: value.state_dict() for name, value in self._tracked.items()},
+            }
+            try:
+                checkpoint.write(Path(path), self._engine.state.tensors(), facts)
+            except CheckpointError as error:
+                failure = str(error)
+        failures = self._group.gather_json("save", failure)
+        if failures[0] is not None:
+            raise CheckpointError(failures[0])
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint, on any number of workers. All workers must call this alike, after `prepare`.
+
+        Raises:
+            CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing changed.
+        """
+        facts, tensors = checkpoint.read(Path(path), tensors=True)
+        self._check_checkpoint(Path(path), facts, tensors)
+        self._engine.restore(tensors, facts["values"], facts["version"])
+        for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
+            pair.set_hyperparameters(groups)
+        for name, value in self._tracked.items():
+            value.load_state_dict(facts["tracked"][name])
+        self._position = self._next = facts["position"]
+        if self.fingerprint() != facts["fingerprint"]:
+            raise CheckpointError(f"{path} was loaded but its fingerprint differs from the one that was saved")
+
+    def _check_checkpoint(self, path: Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        state = self._engine.state.entries
+        mine = {n: f"{tuple(e.live.shape)} {e.live.dtype}" for n, e in state.items() if not n.startswith("optimizer")}
+        theirs = {n: f"{tuple(t.shape)} {t.dtype}" for n, t in tensors.items() if not n.startswith("optimizer")}
+        differences = [
+            f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, {mine.get(name, 'nothing')} here"
+            for name in sorted(mine.keys() | theirs.keys())
+            if mine.get(name) != theirs.get(name)
+        ]
+        here = {"shards": self.shards, "seed": self.config.seed, "optimizers": len(self._engine.pairs)}
+        there = {"shards": facts["shards"], "seed": facts["seed"], "optimizers": len(facts["groups"])}
+        differences += [f"{key}: {there[key]} in the checkpoint, {here[key]} here" for key in here if here[key] != there[key]]
+        differences += [f"tracked '{name}': not in the checkpoint" for name in self._tracked if name not in facts["tracked"]]
+        if differences:
+            raise CheckpointError(f"{path} belongs to another run: " + "; ".join(differences[:5]))
+
+    # ---- for `evenstep verify` ----
+
+    def _trace(self, *, first: bool) -> None:
+        if self._env.trace is None or self.worker != 0 or (first and self.version):
+            return
+        with self._env.trace.open("a") as file:
+            file.write(json.dumps({"step": self.version, "digests": self._engine.state.digests()}) + "\n")
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ConfigError(f"device={device!r}, expected 'cpu', 'cuda' or 'cuda:N'") from None
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r}, expected 'cpu', 'cuda' or 'cuda:N'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r} but torch sees no CUDA device; use device='cpu', or a CUDA build of torch")

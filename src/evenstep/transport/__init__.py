@@ -1,0 +1,1 @@
+"""How bytes move between the workers of one machine: the shared segment."""
