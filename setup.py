@@ -6,8 +6,8 @@ setup(
     ext_modules=[
         Extension(
             "evenstep.native.core",
-            sources=["src/evenstep/native/core.c", "src/evenstep/native/module.c"],
-            depends=["src/evenstep/native/core.h"],
+            sources=[f"src/evenstep/native/{name}.c" for name in ("core", "norm", "module")],
+            depends=["src/evenstep/native/core.h", "src/evenstep/native/norm.h", "src/evenstep/native/norm_passes.h"],
             extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"],
         )
     ]

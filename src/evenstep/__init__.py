@@ -1,12 +1,14 @@
 """Data-parallel training for PyTorch: the same weights, bit for bit, on any number of workers.
 
-    import evenstep
+import evenstep
 
-    with evenstep.Run(shards=8, seed=0) as run:
-        model, optimizer = run.prepare(model, optimizer)
-        for batch in run.batches(train_set, batch_size=256, epochs=3):
-            loss = run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+with evenstep.Run(shards=8, seed=0) as run:
+    model, optimizer = run.prepare(model, optimizer)
+    for batch in run.batches(train_set, batch_size=256, epochs=3):
+        loss = run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
 """
+
+from typing import TYPE_CHECKING, Any
 
 from evenstep.core.errors import (
     CheckpointError,
@@ -18,7 +20,9 @@ from evenstep.core.errors import (
     SilenceError,
     UnsupportedError,
 )
-from evenstep.run.run import Run
+
+if TYPE_CHECKING:
+    from evenstep.run.run import Run
 
 __all__ = [
     "CheckpointError",
@@ -33,3 +37,12 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Run` when it is first asked for: it brings torch, which takes seconds; `evenstep --help` needs none."""
+    if name == "Run":
+        from evenstep.run.run import Run
+
+        return Run
+    raise AttributeError(f"module 'evenstep' has no attribute {name!r}")

@@ -1,7 +1,8 @@
-"""`evenstep run`, `evenstep verify`: parse, check, hand over. Every error of ours has its exit code and one sentence."""
+"""`evenstep run`, `evenstep verify`: parse, check, hand over. Each of our errors has an exit code and one sentence."""
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EvenstepError as error:
         print(f"evenstep: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("evenstep: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read our output is gone: what is buffered goes nowhere
+        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,17 +35,34 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run = commands.add_parser("run", help="run a script on several workers of this machine")
-    run.add_argument("-n", "--workers", default="auto", help="number of workers, or auto: one for each core (default)")
-    run.add_argument("--shards", type=int, help=f"parts of every batch (default: the script's, or {DEFAULT_SHARDS})")
-    run.add_argument("--log-dir", type=Path, help="also write each worker's output to DIR/worker-N.log")
+    run = commands.add_parser(
+        "run",
+        help="run a script on several workers of this machine",
+        description="Run a script on several workers of this machine; the weights are the same for any number of them.",
+    )
+    run.add_argument(
+        "-n", "--workers", metavar="N", default="auto", help="number of workers, or auto: one for each core (default)"
+    )
+    run.add_argument(
+        "--shards", metavar="K", type=int, help=f"parts of every batch (default: the script's, or {DEFAULT_SHARDS})"
+    )
+    run.add_argument("--log-dir", metavar="DIR", type=Path, help="also write each worker's output to DIR/worker-N.log")
     run.set_defaults(command=_run)
 
-    verify = commands.add_parser("verify", help="run a script on several numbers of workers and compare every step")
-    verify.add_argument("--workers", default="1,2,4", help="numbers of workers to compare (default: 1,2,4)")
-    verify.add_argument("--steps", type=int, help="end the batches after so many steps")
-    verify.add_argument("--shards", type=int, help="as for run")
-    verify.add_argument("--timeout", type=float, default=3600.0, help="seconds that each run may take (default: 3600)")
+    verify = commands.add_parser(
+        "verify",
+        help="run a script on several numbers of workers and compare every step",
+        description="Run a script on several numbers of workers, compare weights, buffers and optimizer state after "
+        "every step, and name the first step and tensor that differ.",
+    )
+    verify.add_argument(
+        "--workers", metavar="N,N,...", default="1,2,4", help="numbers of workers to compare (default: 1,2,4)"
+    )
+    verify.add_argument("--steps", metavar="S", type=int, help="end the batches after so many steps")
+    verify.add_argument("--shards", metavar="K", type=int, help="as for run")
+    verify.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=3600.0, help="what each run may take (default: 3600)"
+    )
     verify.set_defaults(command=_verify)
 
     for command in (run, verify):

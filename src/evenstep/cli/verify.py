@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.core.errors import ConfigError, EvenstepError
+from evenstep.native import core
 
 __all__ = ["compare", "verify"]
 
@@ -60,15 +61,25 @@ def _trace(
         variables["EVENSTEP_MAX_STEPS"] = str(steps)
     command = [sys.executable, "-m", "evenstep", "run", "-n", str(count)]
     command += ["--shards", str(shards)] if shards is not None else []
-    # The supervisor's workers die with it, so killing it on a timeout leaves nothing behind.
+    # The supervisor dies with us and its workers with it, so killing it, or us, leaves nothing behind.
     try:
         done = subprocess.run(
-            [*command, str(script), *args], env=variables, text=True, capture_output=True, timeout=timeout_s, check=False
+            [*command, str(script), *args],
+            env=variables,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            preexec_fn=core.die_with_parent,
         )
     except subprocess.TimeoutExpired:
         raise EvenstepError(f"{script} on {count} workers did not end within {timeout_s:g} s; see --timeout") from None
     if done.returncode != 0:
-        raise EvenstepError(f"{script} on {count} workers ended with exit code {done.returncode}:\n{done.stderr.rstrip()}")
+        raise EvenstepError(
+            f"{script} on {count} workers ended with exit code {done.returncode}:\n{done.stderr.rstrip()}"
+        )
     lines = path.read_text().splitlines() if path.exists() else []
     found = [json.loads(line)["digests"] for line in lines]
     if len(found) < 2:
@@ -85,7 +96,9 @@ def compare(a: Trace, b: Trace) -> str | None:
         if different:
             when = f"after step {step}" if step else "before the first step"
             others = f", and in {len(different) - 1} more" if len(different) > 1 else ""
-            hint = "" if step else ": the initial weights are not seeded; build the model inside `with evenstep.Run(...)`"
+            hint = (
+                "" if step else ": the initial weights are not seeded; build the model inside `with evenstep.Run(...)`"
+            )
             return f"{where} {when}, first in '{different[0]}'{others}{hint}"
     if len(a.steps) != len(b.steps):
         return f"{where} in their number of steps: {len(a.steps) - 1} and {len(b.steps) - 1}"

@@ -46,7 +46,8 @@ class RunConfig:
                 f"the command line says --shards {env.shards} but the script says Run(shards={shards}): "
                 "the number of shards is part of the arithmetic, so say it in one place only"
             )
-        config = cls(shards=shards or env.shards or DEFAULT_SHARDS, **rest)  # type: ignore[arg-type]  # checked next
+        shards = env.shards if shards is None else shards
+        config = cls(shards=DEFAULT_SHARDS if shards is None else shards, **rest)  # type: ignore[arg-type]  # checked next
         config.check(env)
         return config
 
@@ -58,7 +59,7 @@ class RunConfig:
                 raise ConfigError(f"{name}={value!r}, expected a whole number from {low} to {high}")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed!r}, expected a whole number from 0 to 2**63 - 1")
-        if not self.timeout_s > 0:
+        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
             raise ConfigError(f"timeout_s={self.timeout_s!r}, expected a number of seconds above 0")
         if self.on_nondeterminism not in ("error", "warn"):
             raise ConfigError(f"on_nondeterminism={self.on_nondeterminism!r}, expected 'error' or 'warn'")

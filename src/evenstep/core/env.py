@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Environment", "read", "torchrun_timeout_s", "worker_variables", "write"]
+__all__ = ["Environment", "read", "worker_variables", "write"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def read() -> Environment:
     """Read the environment of this process.
 
     Raises:
-        ConfigError: A variable is not a number, or torchrun spans several machines.
+        ConfigError: A variable is not a number, there is no such worker, or torchrun spans several machines.
     """
     trace = os.environ.get("EVENSTEP_TRACE")
     common = {
@@ -63,6 +63,7 @@ def read() -> Environment:
     worker = _number("EVENSTEP_WORKER")
     if worker is not None:
         num_workers, segment_fd = _number("EVENSTEP_WORKERS") or 1, _number("EVENSTEP_SEGMENT_FD")
+        _check_place("EVENSTEP_WORKER", worker, "EVENSTEP_WORKERS", num_workers)
         return Environment(worker, num_workers, segment_fd=segment_fd, **common)  # type: ignore[arg-type]  # a plain dict of fields
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if rank is None or world is None or "MASTER_ADDR" not in os.environ:
@@ -72,10 +73,20 @@ def read() -> Environment:
             f"torchrun started {world} workers of which only {os.environ['LOCAL_WORLD_SIZE']} are on this machine; "
             "evenstep runs on one machine so far: use --nnodes 1"
         )
+    _check_place("RANK", rank, "WORLD_SIZE", world)
     return Environment(rank, world, torchrun=True, **common)  # type: ignore[arg-type]  # a plain dict of fields
 
 
-def worker_variables(worker: int, num_workers: int, shards: int | None, segment_fd: int, events_fd: int) -> dict[str, str]:
+def _check_place(name: str, worker: int, of: str, num_workers: int) -> None:
+    if not 0 <= worker < num_workers:
+        raise ConfigError(
+            f"{name} is {worker} but {of} is {num_workers}: expected a number from 0 to {num_workers - 1}"
+        )
+
+
+def worker_variables(
+    worker: int, num_workers: int, shards: int | None, segment_fd: int, events_fd: int
+) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
     variables = {
         "EVENSTEP_WORKER": str(worker),

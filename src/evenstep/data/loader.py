@@ -1,7 +1,7 @@
 """How a worker gets the samples of its own shards: inline, or through loader processes with a bounded queue.
 
-Every sample is drawn with the random generators seeded by (seed, epoch, index), so an augmentation gives the same pixels
-whichever worker or loader process draws it. Sample code always runs with one intra-op thread.
+Every sample is drawn with the random generators seeded by (seed, epoch, index), so an augmentation gives the same
+pixels whichever worker or loader process draws it. Sample code always runs with one intra-op thread.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -93,8 +93,8 @@ class Loader:
     ) -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise ConfigError(
-                f"the data set is a {type(dataset).__name__} without __getitem__ and __len__; expected a map-style one: "
-                "the order of samples is part of the result, so a stream has to be indexed first"
+                f"the data set is a {type(dataset).__name__} without __getitem__ and __len__; expected a map-style "
+                "one: the order of samples is part of the result, so a stream has to be indexed first"
             )
         if loaders < 0 or prefetch < 1:
             raise ConfigError(f"loaders={loaders}, prefetch={prefetch}; expected loaders >= 0 and prefetch >= 1")
@@ -117,7 +117,7 @@ class Loader:
         yield from DataLoader(
             self._parts,
             batch_size=None,
-            sampler=requests,  # type: ignore[arg-type]  # any iterable of keys will do
+            sampler=requests,
             num_workers=self._loaders,
             prefetch_factor=self._prefetch,
             collate_fn=_as_it_is,

@@ -1,6 +1,6 @@
 """Which samples a step sees, in which shard: a pure function of seed, epoch and position."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,7 @@ class Plan:
 
     def requests(self, epoch: int, first: int = 0) -> Iterator[Request]:
         """The batches of an epoch, from number `first` on."""
-        order = range(self.num_samples)
+        order: Sequence[int] = range(self.num_samples)
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive("order", self.seed, epoch))
             order = torch.randperm(self.num_samples, generator=generator).tolist()

@@ -6,6 +6,7 @@ inside the forward of a spanning layer; backward is one call for all.
 """
 
 import contextvars
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -55,6 +56,7 @@ class Lanes:
             noun="shard", timeout_s=timeout_s, turns=True, resume=self._resume, pause=self._pause
         )
         self._streams: list[Stream] = []
+        self._threads: list[_LaneThread] = []
         self._lanes: Sequence[Lane] = ()
 
     def _resume(self, participant: Participant) -> None:
@@ -88,37 +90,65 @@ class Lanes:
         modes = _thread_modes()
 
         def body(participant: Participant) -> None:
-            index = participant.index
+            surroundings = LaneSurroundings(participant, prefix, gather)
             try:
-                participant.start()
-                with modes(), inside(LaneSurroundings(participant, prefix, gather)):
-                    results[index] = functions[index]()
-            except BaseException as error:  # noqa: BLE001  # a thread's border: reported and re-raised by the caller
-                errors[index] = error
-                participant.leave(error)
-            else:
-                participant.leave()
+                with participant, modes(), inside(surroundings):
+                    results[participant.index] = functions[participant.index]()
+            except BaseException as error:  # noqa: BLE001  # a thread's border: the caller raises it
+                errors[participant.index] = error
+            surroundings.token = None  # the graph holds the surroundings: the other way round too, both would stay
 
-        participants = self._rendezvous.register(shards)
-        threads = [
-            threading.Thread(
-                target=contextvars.copy_context().run, args=(body, p), name=f"evenstep-shard-{p.identifier}", daemon=True
-            )
-            for p in participants
-        ]
-        for thread in threads:
-            thread.start()
+        session = self._rendezvous.register(shards)
+        self._threads += [_LaneThread(len(self._threads) + n) for n in range(len(shards) - len(self._threads))]
+        running = [thread.submit(body, p) for thread, p in zip(self._threads, session.participants, strict=False)]
         try:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(timeout=1.0)
+            for done in running:
+                while not done.wait(timeout=1.0):
+                    pass
         except BaseException:  # Ctrl-C, say: let the shards go at their next meeting
-            self._rendezvous.cancel(RuntimeError("the step was interrupted"))
-            for thread in threads:
-                thread.join(timeout=5.0)
+            session.cancel("the step was interrupted")
+            for done in running:
+                done.wait(timeout=5.0)
             raise
         _raise_first(shards, errors)
         return results
+
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.close()
+        self._threads = []
+
+
+class _LaneThread:
+    """A thread that lives as long as the run: the kernels' caches are per thread, and a new one starts cold."""
+
+    def __init__(self, number: int) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=f"evenstep-lane-{number}", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def submit(self, body: Callable[[Participant], None], participant: Participant) -> threading.Event:
+        """Run `body`, which never raises, in the caller's context; the event says when it has ended."""
+        done = threading.Event()
+        context = contextvars.copy_context()
+
+        def task() -> None:
+            context.run(body, participant)
+            done.set()
+
+        self._tasks.put(task)
+        return done
+
+    def close(self) -> None:
+        """End the thread; one that is stuck in user code is left behind, it cannot keep the process."""
+        self._tasks.put(None)
+        self._thread.join(timeout=5.0)
 
 
 def _raise_first(shards: Sequence[int], errors: Sequence[BaseException | None]) -> None:

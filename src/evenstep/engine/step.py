@@ -28,6 +28,7 @@ from evenstep.engine.randomness import Stream, derive, preserved
 from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.exchange.group import Group
 from evenstep.exchange.surroundings import inside
+from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.plan.placement import cut
 
@@ -64,16 +65,17 @@ class Engine:
         self.pairs: list[Pair] = []
         self.version = 0
         self.determinism = Determinism(config)
+        core.keep_memory()  # activations come and go in every step: returning their pages costs a fifth of its time
         self._attempt = 0
         self._stream = Stream()
         self._lanes = Lanes(config.timeout_s)
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
-        self._collect: tuple[Pair, int] | None = None  # whose gradients come in, and the shard of the model's own lane
+        self._hooks: list[Any] = []
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Take a model, and the optimizer that trains it, into the run. All workers must call this alike."""
         self.models.add(model)
-        self._lane_of = []
+        self._forget_lanes()
         if optimizer is not None:
             prefix = "optimizer" if not self.pairs else f"optimizer{len(self.pairs) + 1}"
             names = {id(p): name for name, p in self.models.slots.parameters.items()}
@@ -239,6 +241,11 @@ class Engine:
             self._lane_of.append(lane)
         return self._lane_of[number]
 
+    def _forget_lanes(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._lane_of = [], []
+
     def _hook(self, lane: Lane, name: str, leaf: nn.Parameter) -> None:
         def arrived(_: Tensor) -> None:
             found = self._arrivals.get(id(lane))
@@ -249,7 +256,7 @@ class Engine:
 
         requires_grad = leaf.requires_grad
         leaf.requires_grad_(True)  # a hook can be hung on nothing else; it may be unfrozen later
-        leaf.register_post_accumulate_grad_hook(arrived)
+        self._hooks.append(leaf.register_post_accumulate_grad_hook(arrived))
         leaf.requires_grad_(requires_grad)
 
     _arrivals: dict[int, tuple[Pair, dict[str, int], int]] = {}  # noqa: RUF012  # replaced as a whole, never changed
@@ -322,6 +329,8 @@ class Engine:
 
     def close(self) -> None:
         """Give the models back to the user as ordinary ones, and the process its settings."""
+        self._lanes.close()
+        self._forget_lanes()
         self.models.release(self.pairs)
         self.determinism.restore()
 

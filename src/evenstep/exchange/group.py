@@ -10,7 +10,7 @@ import os
 import select
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,52 +47,62 @@ class Group:
         self._spin = 2000 if self.num_workers <= len(os.sched_getaffinity(0)) else 20
         core.set_pid(segment.base, worker, os.getpid())
 
-    def gather(self, tag: str, rows: Tensor, shares: Sequence[int] | None = None) -> Tensor:
+    def gather(
+        self, tag: str, rows: Tensor, shares: Sequence[int] | None = None, *, everyone: bool | None = None
+    ) -> Tensor:
         """Offer this worker's rows; return everyone's, in worker order.
 
-        Blocks until all who take part have offered theirs, at most `timeout_s`.
+        Blocks until all who take part have offered theirs. What does not fit into a slot goes in several pieces, and
+        no wait for a piece takes longer than `timeout_s`.
 
         Args:
             tag: What this exchange is; must be the same on all workers that take part.
             rows: A contiguous CPU tensor [rows of this worker, n]; n and dtype alike on all.
-            shares: How many rows each worker offers; those with none do not take part. None: all take part, each
-                with as many rows as this one.
+            shares: How many rows each worker offers. None: each offers as many as this one.
+            everyone: Whether workers that offer no rows take part too, to receive those of the others. If not, they
+                must not call this. Between two exchanges in which everyone takes part, the others are all among the
+                same workers. None: only if no shares are given.
 
         Raises:
             MismatchError: Another worker is at another exchange.
             PeerError: Another worker failed or died.
             SilenceError: Another worker did not come within the timeout.
         """
-        everyone = shares is None
-        counts = [len(rows)] * self.num_workers if shares is None else list(shares)
+        everyone = shares is None if everyone is None else everyone
+        counts = [len(rows)] * self.num_workers if shares is None else shares
+        mine = rows.contiguous()
+        row_bytes = rows.shape[1] * rows.element_size()
         out = rows.new_empty((sum(counts), rows.shape[1]))
-        width = max(self.segment.slot_bytes // (max(counts) * rows.element_size()), 1)
-        for start in range(0, max(rows.shape[1], 1), width):
-            self._gather_columns(tag, rows[:, start : start + width], counts, everyone, out[:, start : start + width])
+        first = 0
+        places: list[tuple[int, int, int]] = []  # (worker, where its rows go, how many bytes they are)
+        for worker, count in enumerate(counts):
+            if worker == self.worker:
+                out[first : first + count].copy_(mine)
+            elif count or everyone:
+                places.append((worker, out.data_ptr() + first * row_bytes, count * row_bytes))
+            first += count
+        if self.num_workers > 1:
+            self._gather_pieces(tag, mine.data_ptr(), len(rows) * row_bytes, places, everyone)
         return out
 
-    def _gather_columns(self, tag: str, rows: Tensor, counts: list[int], everyone: bool, out: Tensor) -> None:
-        if everyone:
-            self._round, self._inner = self._round + 1, 0
-        else:
-            self._inner += 1
-        seq = self._round << 32 | self._inner
-        whole = rows.shape[1] == out.stride(0)
-        mine = rows.contiguous()
-        if self.num_workers > 1:
-            num_bytes = mine.numel() * mine.element_size()
-            core.post(self.segment.base, self.worker, seq, tag, mine.data_ptr(), num_bytes)
-        first = 0
-        for worker, count in enumerate(counts):
-            place = out[first : first + count]
-            first += count
-            if worker == self.worker:
-                place.copy_(mine)
-            elif count or everyone:
-                target = place if whole else torch.empty_like(place, memory_format=torch.contiguous_format)
-                self._collect(worker, seq, tag, target)
-                if not whole:
-                    place.copy_(target)
+    def _gather_pieces(
+        self, tag: str, mine: int, num_bytes: int, places: list[tuple[int, int, int]], everyone: bool
+    ) -> None:
+        most = max([num_bytes, *(theirs for _, _, theirs in places)])
+        step = self.segment.slot_bytes
+        num_pieces = max(-(-most // step), 1)
+        for piece in range(num_pieces):
+            if everyone:
+                self._round, self._inner = self._round + 1, 0
+            else:
+                self._inner += 1
+            seq = self._round << 32 | self._inner
+            name = tag if num_pieces == 1 else f"{tag} ({piece + 1} of {num_pieces})"
+            start = piece * step
+            core.post(self.segment.base, self.worker, seq, name, mine + start, min(max(num_bytes - start, 0), step))
+            deadline = time.monotonic() + self.timeout_s
+            for worker, place, theirs in places:
+                self._collect(worker, seq, name, place + start, min(max(theirs - start, 0), step), deadline)
 
     def gather_json(self, tag: str, value: Any) -> list[Any]:
         """Offer a JSON value of any size; return everyone's in worker order. All workers take part."""
@@ -114,28 +124,31 @@ class Group:
         """Wait until all workers have come here."""
         self.gather(tag, torch.zeros(1, 1))
 
-    def _collect(self, worker: int, seq: int, tag: str, out: Tensor) -> None:
+    def _collect(self, worker: int, seq: int, tag: str, address: int, num_bytes: int, deadline: float) -> None:
         """The one place that waits for another worker."""
-        deadline = time.monotonic() + self.timeout_s
-        num_bytes = out.numel() * out.element_size()
+        base = self.segment.base
         while True:
-            rc = core.collect(
-                self.segment.base, worker, seq, tag, out.data_ptr(), num_bytes, self._spin, _SLICE_NS
-            )
+            rc = core.collect(base, worker, seq, tag, address, num_bytes, self._spin, _SLICE_NS)
             if rc == core.ES_OK:
                 return
             if rc == core.ES_ABORTED:
                 raise self._peer_error()
             if rc == core.ES_MISMATCH:
                 raise self._mismatch(worker, tag, num_bytes)
-            self._check_alive(worker, tag)
+            self._check_alive(worker)
             if time.monotonic() > deadline:
-                _, _, last = core.last_post(self.segment.base, worker)
                 raise SilenceError(
-                    f"worker {worker} (pid {core.pid(self.segment.base, worker)}) said nothing for "
-                    f"{self.timeout_s:g} s: worker {self.worker} waits for it at '{tag}', "
-                    f"its last exchange was '{last or 'none'}'; look at what it does, or raise Run(timeout_s=...)"
+                    f"{self._describe(worker)} said nothing for {self.timeout_s:g} s: worker {self.worker} waits for "
+                    f"it at '{tag}', its last exchange was '{self._last_tag(worker)}'; look at what it does, or raise "
+                    "Run(timeout_s=...)"
                 )
+
+    def _describe(self, worker: int) -> str:
+        pid = core.pid(self.segment.base, worker)
+        return f"worker {worker} (pid {pid})" if pid else f"worker {worker} (which has not joined yet)"
+
+    def _last_tag(self, worker: int) -> str:
+        return core.last_post(self.segment.base, worker)[2] or "none"
 
     def _mismatch(self, worker: int, tag: str, num_bytes: int) -> MismatchError:
         _, their_bytes, theirs = core.last_post(self.segment.base, worker)
@@ -145,7 +158,7 @@ class Group:
             "script on the same model; look for a branch that depends on the worker, the time or unseeded randomness"
         )
 
-    def _check_alive(self, worker: int, tag: str) -> None:
+    def _check_alive(self, worker: int) -> None:
         pid = core.pid(self.segment.base, worker)
         if pid == 0:
             return  # it has not joined yet
@@ -153,14 +166,18 @@ class Group:
             try:
                 self._pidfds[worker] = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._died(worker, pid, tag)
-        if select.select([self._pidfds[worker]], [], [], 0)[0]:
-            self._died(worker, pid, tag)
+                self._is_gone(worker)
+        poll = select.poll()  # not select.select: it cannot look at descriptors above 1023
+        poll.register(self._pidfds[worker], select.POLLIN)
+        if poll.poll(0):
+            self._is_gone(worker)
 
-    def _died(self, worker: int, pid: int, tag: str) -> None:
-        _, _, last = core.last_post(self.segment.base, worker)
-        text = f"worker {worker} (pid {pid}) died; its last exchange was '{last or 'none'}'"
-        core.abort_all(self.segment.base, worker, text)
+    def _is_gone(self, worker: int) -> NoReturn:
+        text = (
+            f"{self._describe(worker)} ended while worker {self.worker} waited for it; "
+            f"its last exchange was '{self._last_tag(worker)}'"
+        )
+        core.abort_all(self.segment.base, self.worker, worker, text)
         raise self._peer_error()
 
     def _peer_error(self) -> PeerError:
@@ -169,7 +186,11 @@ class Group:
 
     def fail(self, text: str) -> None:
         """Tell everyone that this worker failed; the first failure of a group is the one that counts."""
-        core.abort_all(self.segment.base, self.worker, text)
+        data = text.encode(errors="backslashreplace")
+        if len(data) > core.ES_ERROR_BYTES:  # the end of a traceback says most
+            half = core.ES_ERROR_BYTES // 2 - 32
+            data = data[:half] + b"\n[... much is left out here ...]\n" + data[-half:]
+        core.abort_all(self.segment.base, self.worker, self.worker, data)
 
     def close(self) -> None:
         """Let go of the descriptors."""

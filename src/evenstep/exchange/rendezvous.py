@@ -1,25 +1,28 @@
 """The in-process synchroniser: the participants of one process meet in rounds. Free of torch.
 
-Participants register for a *session* and each gets a handle. In a round every participant of the session offers a value
-under a tag; one of them (always the first that was registered) leads: it sees all offers in registration order and
-returns an answer for each. A session has any number of rounds, the next session any other participants. Any value
-may be offered or answered, None too.
+Participants are registered for a *session* and each gets a handle. In a round every participant of the session offers
+a value under a tag; one of them (always the first that was registered) leads: it sees all offers in registration order
+and returns an answer for each. A session has any number of rounds; the next session may have any other participants,
+and nothing of the last one is left in it. Any value may be offered or answered, None too.
 
-Nobody waits for ever: a participant that raises, leaves before the others are done, comes under another tag or does
-not come within the timeout ends the session for all with an error that names it.
+Nobody waits for ever: a participant that raises, leaves before the others are done, comes under another tag or lets
+nothing be heard within the timeout ends the session for all, with an error that names it. A session that has ended so
+stays ended.
 
-With `turns`, only one participant runs at a time: it runs until it must wait or leaves, then the next one goes on. The
-`resume` and `pause` hooks are called by the participant itself when it gets and before it gives up its turn.
+With `turns`, only one participant runs at a time: it runs until it must wait or leaves, then the next one goes on (when
+a session ends by an error, all go on at once, to unwind). The `resume` and `pause` hooks are called by the participant
+itself when it gets and before it gives up its turn.
 """
 
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
-from evenstep.core.errors import MismatchError, SilenceError
+from evenstep.core.errors import EvenstepError, MismatchError, SilenceError
 
-__all__ = ["Lead", "Participant", "ParticipantError", "Rendezvous"]
+__all__ = ["Lead", "Participant", "ParticipantError", "Rendezvous", "Session"]
 
 Lead = Callable[[list[Any]], Sequence[Any]]
 
@@ -28,29 +31,85 @@ class ParticipantError(MismatchError):
     """Another participant of the session failed, or left while others still met. Chained to its error, if any."""
 
 
-class Participant:
-    """One participant's handle: `meet` in every round, `leave` at the end, whatever happens."""
+class Rendezvous:
+    """How participants meet. It holds settings and no session, so models that hold it can be copied and pickled.
 
-    def __init__(self, session: "Rendezvous", identifier: Hashable, index: int) -> None:
+    Args:
+        noun: What a participant is called in errors.
+        timeout_s: How long a participant waits while nothing happens in its session.
+        turns: Whether only one participant may run at a time.
+        resume: Called by a participant when it begins or goes on to run.
+        pause: Called by a participant before it waits or leaves.
+    """
+
+    def __init__(
+        self,
+        *,
+        noun: str = "participant",
+        timeout_s: float = 300.0,
+        turns: bool = False,
+        resume: "Callable[[Participant], None] | None" = None,
+        pause: "Callable[[Participant], None] | None" = None,
+    ) -> None:
+        self.noun = noun
+        self.timeout_s = timeout_s
+        self.turns = turns
+        self.resume = resume
+        self.pause = pause
+
+    def register(self, identifiers: Sequence[Hashable]) -> "Session":
+        """Open a session for these participants; the first of them will lead.
+
+        Raises:
+            ValueError: Two participants have one identifier, so that errors could not tell them apart.
+        """
+        if len(set(identifiers)) != len(identifiers):
+            raise ValueError(f"{self.noun}s {list(identifiers)} were registered; each needs an identifier of its own")
+        return Session(self, identifiers)
+
+
+class _Offer(NamedTuple):
+    tag: str
+    value: Any
+    lead: Lead
+
+
+class Participant:
+    """One participant's handle, for one thread: `with participant:`, and `meet` in every round.
+
+    Attributes:
+        identifier: What it was registered as.
+        index: Its place in the session, 0 for the one that leads.
+    """
+
+    def __init__(self, session: "Session", identifier: Hashable, index: int) -> None:
         self.identifier = identifier
         self.index = index
-        self.running = False
-        self.left = False
-        self.offer: tuple[str, Any, Lead] | None = None
-        self.last_tag = "nothing"
-        self.answer: Any = None
-        self.wake = threading.Lock()  # locked while there is nothing to wake up for; cheaper than a Semaphore
-        self.wake.acquire()
         self._session = session
+        self._offer: _Offer | None = None
+        self._answer: Any = None
+        self._place = "its start"  # the tag it came to last
+        self._running = False
+        self._left = False
+        self._go = False  # it may run
+        self._wake = threading.Lock()  # released to make it look at `_go`; cheaper than a Condition
+        self._wake.acquire()
 
-    def rouse(self) -> None:
-        """Let it go on, now or when it next waits. Called with the session's lock held."""
-        if self.wake.locked():
-            self.wake.release()
+    def __enter__(self) -> "Participant":
+        """Wait for the first turn, where there are turns."""
+        try:
+            if self._session.settings.turns:
+                self._session.wait(self, "its first turn")
+            self._resume()
+        except BaseException as error:
+            self.leave(error)
+            raise
+        return self
 
-    def start(self) -> None:
-        """Wait for the first turn; with no turns to take, go on at once."""
-        self._session._start(self)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave(error)
 
     def meet(self, tag: str, value: Any, lead: Lead) -> Any:
         """Offer a value and return the answer to it.
@@ -64,188 +123,200 @@ class Participant:
 
         Raises:
             ParticipantError: Another participant failed, left, or raised while leading.
-            MismatchError: Another participant came with another tag.
+            MismatchError: Another participant came with another tag, or this one has left already.
             SilenceError: Another participant did not come within the timeout.
+            Exception: Whatever `lead` raised, for the participant that leads.
         """
-        return self._session._meet(self, tag, value, lead)
+        session = self._session
+        self._pause()
+        session.arrive(self, _Offer(tag, value, lead))
+        session.wait(self, tag)
+        self._resume()
+        if self._offer is not None:  # woken without an answer: this one leads, and everyone has come
+            session.lead(self, tag, lead)
+        answer, self._answer = self._answer, None
+        return answer
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Take part no more. With an error, the session ends for all."""
-        self._session._leave(self, error)
+        """Take part no more. With an error, the session ends for all. Leaving twice is leaving once."""
+        if self._left:
+            return
+        try:
+            self._pause()
+        except BaseException as failure:
+            error = error or failure
+            raise
+        finally:
+            self._session.depart(self, error)
+
+    def _resume(self) -> None:
+        self._running = True
+        if self._session.settings.resume is not None:
+            self._session.settings.resume(self)
+
+    def _pause(self) -> None:
+        was_running, self._running = self._running, False
+        if was_running and self._session.settings.pause is not None:
+            self._session.settings.pause(self)
 
 
-class Rendezvous:
-    """Sessions of participants that meet in rounds. See the module's contract."""
+class Session:
+    """Some participants and their rounds; made by `Rendezvous.register`.
 
-    def __init__(
-        self,
-        *,
-        noun: str = "participant",
-        timeout_s: float = 300.0,
-        turns: bool = False,
-        resume: Callable[[Participant], None] | None = None,
-        pause: Callable[[Participant], None] | None = None,
-    ) -> None:
-        self.noun = noun
-        self.timeout_s = timeout_s
-        self._turns = turns
-        self._resume = resume or (lambda participant: None)
-        self._pause = pause or (lambda participant: None)
-        self._reset()
+    All state is changed under one lock. A participant waits for its own `_wake` and then looks at `_go` and `_failure`
+    under the lock, so a wake-up too many does no harm and none is lost.
 
-    def _reset(self) -> None:
+    Attributes:
+        settings: The rendezvous that it belongs to.
+        participants: The handles, in registration order.
+    """
+
+    def __init__(self, settings: Rendezvous, identifiers: Sequence[Hashable]) -> None:
+        self.settings = settings
+        self.participants = tuple(Participant(self, identifier, i) for i, identifier in enumerate(identifiers))
         self._lock = threading.Lock()
-        self._participants: list[Participant] = []
-        self._error: Exception | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle has the settings and no session."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_participants", "_error")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
-    def register(self, identifiers: Sequence[Hashable]) -> list[Participant]:
-        """Open a session for these participants, in place of the last one.
-
-        Raises:
-            MismatchError: The last session still has participants that neither left nor failed.
-        """
-        still = [p.identifier for p in self._participants if not p.left]
-        if still and self._error is None:
-            raise MismatchError(f"{self.noun}s {still} have not left the last session; every handle must leave")
-        self._reset()
-        self._participants = [Participant(self, identifier, i) for i, identifier in enumerate(identifiers)]
-        if self._turns and self._participants:
-            self._participants[0].rouse()
-        return self._participants
+        self._failure: tuple[type[EvenstepError], str, BaseException | None] | None = None
+        self._leading: Participant | None = None
+        self._progress = time.monotonic()
+        if settings.turns and self.participants:
+            self._rouse(self.participants[0])
 
     @property
     def num_participants(self) -> int:
-        """How many were registered for the session."""
-        return len(self._participants)
+        """How many were registered."""
+        return len(self.participants)
 
-    def cancel(self, error: Exception) -> None:
+    def cancel(self, reason: str, error: BaseException | None = None) -> None:
         """End the session for all who wait or will wait."""
         with self._lock:
-            self._end(error)
+            self._end(ParticipantError, reason, error)
 
-    def _start(self, me: Participant) -> None:
-        if self._turns:
-            self._wait(me, "the first turn")
-        me.running = True
-        self._resume(me)
+    # ---- what a participant's handle calls ----
 
-    def _meet(self, me: Participant, tag: str, value: Any, lead: Lead) -> Any:
+    def arrive(self, me: Participant, offer: _Offer) -> None:
+        """Put down an offer; wake whoever can go on now."""
+        noun = self.settings.noun
         with self._lock:
-            self._raise_error()
-            me.offer, me.last_tag = (tag, value, lead), tag
-            self._check_tags(me)
-        self._pause(me)
-        me.running = False
-        with self._lock:
+            if me._left:
+                raise MismatchError(f"{noun} {me.identifier} has left its session and cannot come to '{offer.tag}'")
+            self._raise_failure()
+            self._progress = time.monotonic()
+            me._offer, me._place = offer, offer.tag
+            for other in self.participants:
+                if other._offer is not None and other._offer.tag != offer.tag:
+                    self._end(
+                        MismatchError,
+                        f"{noun} {me.identifier} is at '{offer.tag}' but {noun} {other.identifier} is at "
+                        f"'{other._offer.tag}': all must call the same layers in the same order",
+                    )
+                if other._left:
+                    self._end_without(other, me)
+            if self._failure is not None:
+                me._offer = None
+                self._raise_failure()
             self._pass_on(me)
-        self._wait(me, tag)
-        me.running = True
-        self._resume(me)
-        if me.offer is not None:  # woken without an answer: this is the leader, and everyone has come
-            self._lead(me, tag)
-        answer, me.answer = me.answer, None
-        return answer
 
-    def _lead(self, me: Participant, tag: str) -> None:
-        offers = [p.offer for p in self._participants]
+    def wait(self, me: Participant, tag: str) -> None:
+        """Wait to be roused. The one place that waits."""
+        while True:
+            with self._lock:
+                if self._failure is not None:
+                    me._offer = None
+                    self._raise_failure()
+                if me._go:
+                    me._go = False
+                    return
+                # A leader may itself wait for other workers that long, and its error says more than ours.
+                patience_s = self.settings.timeout_s * (1 if self._leading is None else 2)
+                left_s = self._progress + patience_s - time.monotonic()
+                if left_s <= 0:
+                    self._end(SilenceError, self._silence(me, tag))
+                    continue
+            me._wake.acquire(timeout=min(left_s, threading.TIMEOUT_MAX))
+
+    def lead(self, me: Participant, tag: str, lead: Lead) -> None:
+        """Answer all offers."""
+        with self._lock:
+            self._leading, self._progress = me, time.monotonic()
+            values = [p._offer.value for p in self.participants if p._offer is not None]
         try:
-            answers = offers[0][2]([offer[1] for offer in offers if offer])  # type: ignore[index]  # all have come
-        except Exception as error:
-            self.cancel(self._blame(me, f"failed while leading '{tag}'", error))
+            answers = list(lead(values))
+            if len(answers) != self.num_participants:
+                raise ValueError(f"'{tag}' has {len(answers)} answers for {self.num_participants} offers")
+        except BaseException as error:
+            with self._lock:
+                me._offer = None
+                self._end_by(me, f"failed while leading '{tag}'", error)
             raise
         with self._lock:
-            for participant, answer in zip(self._participants, answers, strict=True):
-                participant.answer, participant.offer = answer, None
-                if participant is not me and not self._turns:
-                    participant.rouse()
+            self._leading, self._progress = None, time.monotonic()
+            me._offer = None
+            self._raise_failure()
+            for participant, answer in zip(self.participants, answers, strict=True):
+                participant._answer, participant._offer = answer, None
+                if participant is not me and not self.settings.turns:
+                    self._rouse(participant)
 
-    def _leave(self, me: Participant, error: BaseException | None) -> None:
-        if me.left:
-            return
-        if me.running:
-            self._pause(me)
+    def depart(self, me: Participant, error: BaseException | None) -> None:
+        """Count a participant out; whoever waits for it learns so at once."""
         with self._lock:
-            me.left, me.running = True, False
+            self._progress = time.monotonic()
+            me._left, me._offer = True, None
             if error is not None:
-                self._end(self._blame(me, "failed", error))
-            else:
-                self._check_tags(me)
-                self._pass_on(me)
+                self._end_by(me, "failed", error)
+            for other in self.participants:
+                if other._offer is not None:
+                    self._end_without(me, other)
+            self._pass_on(me)
+
+    # ---- with the lock held ----
 
     def _pass_on(self, me: Participant) -> None:
-        """Wake whoever can go on now. Called with the lock held, by a participant that is about to wait or gone."""
-        if self._error is not None:
-            return
-        if all(p.offer is not None for p in self._participants):
-            self._participants[0].rouse()
-        elif self._turns:
-            after = self._participants[me.index + 1 :] + self._participants[: me.index]
-            for participant in after:
-                if participant.offer is None and not participant.left:
-                    participant.rouse()
+        """Rouse whoever can go on, now that `me` waits or is gone."""
+        if all(p._offer is not None for p in self.participants):
+            self._rouse(self.participants[0])  # once in a round: only the last to come finds everyone there
+        elif self.settings.turns:
+            for participant in self.participants[me.index + 1 :] + self.participants[: me.index]:
+                if participant._offer is None and not participant._left:
+                    self._rouse(participant)
                     return
 
-    def _check_tags(self, me: Participant) -> None:
-        """End the session if participants wait for different things, or for one that has left."""
-        waiting = [p for p in self._participants if p.offer is not None]
-        for other in waiting:
-            if other.left or me.offer is None or other.offer is None:
-                continue
-            if other.offer[0] != me.offer[0]:
-                self._end(
-                    MismatchError(
-                        f"{self.noun} {me.identifier} is at '{me.offer[0]}' but {self.noun} {other.identifier} is at "
-                        f"'{other.offer[0]}': all must call the same layers in the same order"
-                    )
-                )
-        gone = [p for p in self._participants if p.left]
-        if waiting and gone:
-            self._end(
-                ParticipantError(
-                    f"{self.noun} {gone[0].identifier} ended after '{gone[0].last_tag}' and never came to "
-                    f"'{waiting[0].last_tag}', where {self.noun} {waiting[0].identifier} waits"
-                )
-            )
-        if me.offer is not None:
-            self._raise_error()
+    def _rouse(self, participant: Participant) -> None:
+        participant._go = True
+        if participant._wake.locked():
+            participant._wake.release()
 
-    def _wait(self, me: Participant, tag: str) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        while not me.wake.acquire(timeout=min(1.0, max(deadline - time.monotonic(), 0.001))):
-            if time.monotonic() >= deadline:
-                with self._lock:
-                    missing = [str(p.identifier) for p in self._participants if p.offer is None and p is not me]
-                    self._end(
-                        SilenceError(
-                            f"{self.noun} {', '.join(missing)} did not come to '{tag}' within {self.timeout_s:g} s, "
-                            f"where {self.noun} {me.identifier} waits"
-                        )
-                    )
-        if self._error is not None:
-            me.offer = None
-            self._raise_error()
+    def _end(self, kind: type[EvenstepError], message: str, cause: BaseException | None = None) -> None:
+        if self._failure is None:  # the first failure is the cause, the others its consequences
+            self._failure = (kind, message, cause)
+        for participant in self.participants:
+            if participant._wake.locked():
+                participant._wake.release()
 
-    def _blame(self, who: Participant, what: str, error: BaseException) -> ParticipantError:
-        blame = ParticipantError(f"{self.noun} {who.identifier} {what}: {type(error).__name__}: {error}")
-        blame.__cause__ = error
-        return blame
+    def _end_by(self, who: Participant, what: str, error: BaseException) -> None:
+        reason = f"{self.settings.noun} {who.identifier} {what}: {type(error).__name__}: {error}"
+        self._end(ParticipantError, reason, error)
 
-    def _end(self, error: Exception) -> None:
-        if self._error is None:
-            self._error = error
-        for participant in self._participants:
-            participant.rouse()
+    def _end_without(self, gone: Participant, waiting: Participant) -> None:
+        noun = self.settings.noun
+        self._end(
+            ParticipantError,
+            f"{noun} {gone.identifier} ended after '{gone._place}' and never came to '{waiting._place}', "
+            f"where {noun} {waiting.identifier} waits",
+        )
 
-    def _raise_error(self) -> None:
+    def _silence(self, me: Participant, tag: str) -> str:
+        noun, timeout_s = self.settings.noun, self.settings.timeout_s
+        if self._leading is not None:
+            return f"{noun} {self._leading.identifier} has led '{tag}' for more than {2 * timeout_s:g} s"
+        late = [p for p in self.participants if p is not me and p._offer is None and not p._left]
+        if self.settings.turns:  # the others only wait for the one that has the turn
+            late = [p for p in late if p._running or p._go] or late
+        names = ", ".join(f"{p.identifier} (last at '{p._place}')" for p in late)
+        return f"{noun} {names} did not come to '{tag}' within {timeout_s:g} s, where {noun} {me.identifier} waits"
+
+    def _raise_failure(self) -> None:
         """Each participant gets an error of its own: one object raised by several threads mixes their tracebacks."""
-        if self._error is not None:
-            mine = type(self._error)(*self._error.args)
-            raise mine from self._error.__cause__
+        if self._failure is not None:
+            kind, message, cause = self._failure
+            raise kind(message) from cause

@@ -5,8 +5,10 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,11 +48,12 @@ def become_worker(
         _take_streams(streams, keep)
         env.write(variables)
         code = _run_script(script, args, int(variables["EVENSTEP_EVENTS_FD"]))
+        threading._shutdown()  # type: ignore[attr-defined]  # as at any end of Python: wait for threads that are no daemons
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(code)
+        os._exit(code & 0xFF)  # as the kernel would; a larger number raises, and this process would go on
 
 
 def _take_streams(streams: tuple[int, int], keep: set[int]) -> None:
@@ -61,13 +64,12 @@ def _take_streams(streams: tuple[int, int], keep: set[int]) -> None:
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         if fd > 2 and fd not in keep:
-            try:
+            with suppress(OSError):  # the directory's own descriptor is gone by now
                 os.close(fd)
-            except OSError:
-                pass  # the directory's own descriptor is gone by now
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
+    out, err = sys.stdout.encoding, sys.stderr.encoding
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding=out, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding=err, errors="backslashreplace", closefd=False)
 
 
 def _run_script(script: Path, args: Sequence[str], events_fd: int) -> int:
@@ -83,7 +85,7 @@ def _run_script(script: Path, args: Sequence[str], events_fd: int) -> int:
     except PeerError as error:
         return error.exit_code  # the worker that failed says why
     except _MISTAKES as error:
-        send(events_fd, {"error": f"evenstep: {error}"})
+        send(events_fd, {"error": f"evenstep: {error}", "mistake": True})
         return error.exit_code
     except BaseException as error:  # noqa: BLE001  # the border of the process: reported, and the exit code says so
         send(events_fd, {"error": "".join(traceback.format_exception(_without_our_frames(error)))})
@@ -94,6 +96,8 @@ def _run_script(script: Path, args: Sequence[str], events_fd: int) -> int:
 def _without_our_frames(error: BaseException) -> BaseException:
     """The traceback from the user's script on: runpy and the launcher do not interest anybody."""
     trace = error.__traceback__
-    while trace is not None and ("runpy" in trace.tb_frame.f_code.co_filename or trace.tb_frame.f_code.co_filename == __file__):
+    while trace is not None and (
+        "runpy" in trace.tb_frame.f_code.co_filename or trace.tb_frame.f_code.co_filename == __file__
+    ):
         trace = trace.tb_next
     return error.with_traceback(trace or error.__traceback__)

@@ -15,7 +15,7 @@ static const char MAGIC[8] = {'e', 'v', 'e', 'n', 's', 't', 'p', '1'};
 typedef struct {
     char magic[8];
     uint32_t num_workers;
-    _Atomic uint32_t aborted; /* 0, or 1 + the worker that aborted first */
+    _Atomic uint32_t aborted; /* 0, or (1 + author) << 16 | (1 + culprit) of the first abort */
     uint64_t slot_bytes;
     char padding[4096 - 24];
 } es_header;
@@ -88,7 +88,7 @@ static int64_t now_ns(void) {
 }
 
 size_t es_control_bytes(uint32_t num_workers, size_t slot_bytes) {
-    return sizeof(es_header) + num_workers * worker_stride(slot_bytes);
+    return sizeof(es_header) + ((size_t)num_workers + 1) * worker_stride(slot_bytes);
 }
 
 void es_init(void *base, uint32_t num_workers, size_t slot_bytes) {
@@ -158,27 +158,27 @@ void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *by
     tag[ES_TAG_BYTES - 1] = 0;
 }
 
-int es_abort(void *base, uint32_t worker, const char *text, size_t bytes) {
+int es_abort(void *base, uint32_t author, uint32_t culprit, const char *text, size_t bytes) {
     es_header *header = base;
-    es_worker *self = worker_at(base, worker);
-    if (atomic_load(&header->aborted)) return 0;
+    es_worker *self = worker_at(base, author);
+    if (atomic_load(&header->aborted)) return 0; /* the text may be ours, and be read right now */
     if (bytes > ES_ERROR_BYTES) bytes = ES_ERROR_BYTES;
     memcpy(self->error, text, bytes);
     atomic_store(&self->error_bytes, bytes);
     uint32_t nobody = 0;
-    int first = atomic_compare_exchange_strong(&header->aborted, &nobody, worker + 1);
+    int first = atomic_compare_exchange_strong(&header->aborted, &nobody, (author + 1) << 16 | (culprit + 1));
     for (uint32_t i = 0; i < header->num_workers; ++i) ring(worker_at(base, i));
     return first;
 }
 
-uint32_t es_aborted(const void *base) { return atomic_load(&((es_header *)base)->aborted); }
+uint32_t es_aborted(const void *base) { return atomic_load(&((es_header *)base)->aborted) & 0xffff; }
 
 size_t es_abort_text(const void *base, char out[ES_ERROR_BYTES]) {
-    uint32_t aborted = es_aborted(base);
-    if (!aborted) return 0;
-    es_worker *culprit = worker_at(base, aborted - 1);
-    size_t bytes = atomic_load(&culprit->error_bytes);
-    memcpy(out, culprit->error, bytes);
+    uint32_t author = atomic_load(&((es_header *)base)->aborted) >> 16;
+    if (!author) return 0;
+    es_worker *found = worker_at(base, author - 1);
+    size_t bytes = atomic_load(&found->error_bytes);
+    memcpy(out, found->error, bytes);
     return bytes;
 }
 
@@ -226,8 +226,33 @@ static void add_bf16(const uint16_t *a, const uint16_t *b, uint16_t *out, size_t
     for (size_t i = 0; i < n; ++i) out[i] = to_bf16(from_bf16(a[i]) + from_bf16(b[i]));
 }
 
-static void add_f16(const _Float16 *a, const _Float16 *b, _Float16 *out, size_t n) {
-    for (size_t i = 0; i < n; ++i) out[i] = (_Float16)((float)a[i] + (float)b[i]);
+/* By hand, because gcc has _Float16 on x86-64 only since version 12. */
+static float from_f16(uint16_t value) {
+    uint32_t rest = value & 0x7fff, bits;
+    float out = (float)rest * 0x1p-24f; /* right for zero and denormals, which are multiples of 2^-24 */
+    memcpy(&bits, &out, sizeof bits);
+    if (rest >= 0x7c00) bits = 0x7f800000 | (rest & 0x3ff) << 13;
+    else if (rest >= 0x400) bits = (rest << 13) + (112u << 23);
+    bits |= (uint32_t)(value & 0x8000) << 16;
+    memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+static uint16_t to_f16(float value) {
+    uint32_t bits, small;
+    memcpy(&bits, &value, sizeof bits);
+    uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00 | (uint16_t)(bits >> 13 & 0x3ff);
+    if (bits >= 0x477ff000) return sign | 0x7c00; /* 65520 and above round to infinity */
+    if (bits >= 0x38800000) return sign | (uint16_t)((bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13);
+    float shifted = (value < 0 ? -value : value) + 0.5f; /* a denormal: the floats above 0.5 are 2^-24 apart too */
+    memcpy(&small, &shifted, sizeof small);
+    return sign | (uint16_t)(small - 0x3f000000);
+}
+
+static void add_f16(const uint16_t *a, const uint16_t *b, uint16_t *out, size_t n) {
+    for (size_t i = 0; i < n; ++i) out[i] = to_f16(from_f16(a[i]) + from_f16(b[i]));
 }
 
 static void add(int dtype, const void *a, const void *b, void *out, size_t n) {

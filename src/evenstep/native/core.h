@@ -1,9 +1,9 @@
 /* The small C core: waiting on shared memory, posting and collecting vectors, and the tree sum.
  *
  * It knows nothing of Python or torch. All state lies in one shared segment that starts with an es_header,
- * followed by one es_worker for every worker. Each es_worker has a single writer (its worker); everyone else
- * only reads it, apart from `bell` and `waiting`, which are plain atomic counters. There is no lock, so a process
- * that dies can keep nothing. Correct on weakly ordered processors: data is written before `seq` is released, and
+ * followed by one es_worker for every worker and one more for the supervisor, whose number is num_workers. Each
+ * es_worker has a single writer (its process); everyone else only reads it, apart from `bell` and `waiting`, which are
+ * plain atomic counters. There is no lock, so a process that dies can keep nothing. Correct on weakly ordered processors: data is written before `seq` is released, and
  * read after `seq` was acquired.
  */
 #ifndef EVENSTEP_CORE_H
@@ -39,11 +39,13 @@ int es_collect(void *base, uint32_t worker, uint64_t seq, const char *tag, void 
 /* The tag that `worker` posted last, and the number of bytes that came with it. */
 void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *bytes, char tag[ES_TAG_BYTES]);
 
-/* The first caller wins and leaves its text; everyone who waits is woken. Returns 1 if this was the first. */
-int es_abort(void *base, uint32_t worker, const char *text, size_t bytes);
-/* 0 while nobody has aborted, else 1 + the worker that did. */
+/* `author` (a worker, or num_workers for the supervisor) says that `culprit` failed, and why. The first caller wins and
+ * leaves its text; everyone who waits is woken. Returns 1 if this was the first. Author and culprit are told apart
+ * because several survivors may report one death at once, and each may write its own text only. */
+int es_abort(void *base, uint32_t author, uint32_t culprit, const char *text, size_t bytes);
+/* 0 while nobody has aborted, else 1 + the culprit. */
 uint32_t es_aborted(const void *base);
-/* Copies the text that the aborting worker left; returns its length. */
+/* Copies the text that came with the first abort; returns its length. */
 size_t es_abort_text(const void *base, char out[ES_ERROR_BYTES]);
 
 void es_set_pid(void *base, uint32_t worker, uint32_t pid);

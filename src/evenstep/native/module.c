@@ -1,10 +1,13 @@
 /* The core as a Python module: addresses are plain integers, and whatever can wait or takes long runs without the GIL. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <malloc.h>
 #include <signal.h>
+#include <limits.h>
 #include <sys/prctl.h>
 
 #include "core.h"
+#include "norm.h"
 
 #define ARGS(format, ...) \
     if (!PyArg_ParseTuple(args, format, __VA_ARGS__)) return NULL
@@ -76,11 +79,11 @@ static PyObject *last_post(PyObject *self, PyObject *args) {
 
 static PyObject *abort_all(PyObject *self, PyObject *args) {
     unsigned long long base;
-    unsigned worker;
+    unsigned author, culprit;
     const char *text;
     Py_ssize_t bytes;
-    ARGS("KIs#", &base, &worker, &text, &bytes);
-    return PyBool_FromLong(es_abort(AT(base), worker, text, (size_t)bytes));
+    ARGS("KIIs#", &base, &author, &culprit, &text, &bytes);
+    return PyBool_FromLong(es_abort(AT(base), author, culprit, text, (size_t)bytes));
 }
 
 static PyObject *aborted(PyObject *self, PyObject *args) {
@@ -153,6 +156,44 @@ static PyObject *tree_sum(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Every norm function takes a type, the four numbers of a shape, then addresses. */
+static int parse_norm(PyObject *args, Py_ssize_t count, es_norm_type *type, es_shape *shape, void **at) {
+    if (PyTuple_GET_SIZE(args) != 5 + count) {
+        PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+        return 0;
+    }
+    size_t *sizes[] = {&shape->outer, &shape->channels, &shape->inner, &shape->stride};
+    *type = (es_norm_type)PyLong_AsLong(PyTuple_GET_ITEM(args, 0));
+    for (Py_ssize_t i = 0; i < 4; ++i) *sizes[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(args, 1 + i));
+    for (Py_ssize_t i = 0; i < count; ++i) at[i] = AT(PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(args, 5 + i)));
+    return PyErr_Occurred() == NULL;
+}
+
+#define NORM(name, count, call)                                        \
+    static PyObject *name(PyObject *self, PyObject *args) {            \
+        es_norm_type type;                                             \
+        es_shape shape;                                                \
+        void *at[count];                                               \
+        if (!parse_norm(args, count, &type, &shape, at)) return NULL;  \
+        Py_BEGIN_ALLOW_THREADS call;                                   \
+        Py_END_ALLOW_THREADS Py_RETURN_NONE;                           \
+    }
+
+NORM(norm_statistics, 3, es_norm_statistics(type, shape, at[0], at[1], at[2]))
+NORM(norm_apply, 5, es_norm_apply(type, shape, at[0], at[1], at[2], at[3], at[4]))
+NORM(norm_reduce, 5, es_norm_reduce(type, shape, at[0], at[1], at[2], at[3], at[4]))
+NORM(norm_backward, 7, es_norm_backward(type, shape, at[0], at[1], at[2], at[3], at[4], at[5], at[6]))
+
+static PyObject *keep_memory(PyObject *self, PyObject *args) {
+#ifdef __GLIBC__
+    mallopt(M_MMAP_MAX, 0);
+    mallopt(M_ARENA_MAX, 1);
+    mallopt(M_TOP_PAD, 64 << 20);
+    mallopt(M_TRIM_THRESHOLD, INT_MAX);
+#endif
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"control_bytes", control_bytes, METH_VARARGS, NULL}, {"init", init, METH_VARARGS, NULL},
     {"describe", describe, METH_VARARGS, NULL},           {"post", post, METH_VARARGS, NULL},
@@ -161,7 +202,9 @@ static PyMethodDef methods[] = {
     {"set_pid", set_pid, METH_VARARGS, NULL},             {"pid", pid, METH_VARARGS, NULL},
     {"load", load, METH_VARARGS, NULL},                   {"store", store, METH_VARARGS, NULL},
     {"tree_sum", tree_sum, METH_VARARGS, NULL},           {"die_with_parent", die_with_parent, METH_NOARGS, NULL},
-    {NULL, NULL, 0, NULL},
+    {"norm_statistics", norm_statistics, METH_VARARGS, NULL}, {"norm_apply", norm_apply, METH_VARARGS, NULL},
+    {"norm_reduce", norm_reduce, METH_VARARGS, NULL},     {"norm_backward", norm_backward, METH_VARARGS, NULL},
+    {"keep_memory", keep_memory, METH_NOARGS, NULL},      {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "evenstep.native.core", NULL, -1, methods};
@@ -174,5 +217,6 @@ PyMODINIT_FUNC PyInit_core(void) {
     PyModule_AddIntMacro(m, ES_ABORTED);
     PyModule_AddIntMacro(m, ES_MISMATCH);
     PyModule_AddIntMacro(m, ES_TAG_BYTES);
+    PyModule_AddIntMacro(m, ES_ERROR_BYTES);
     return m;
 }

@@ -1,31 +1,43 @@
 """Synchronized batch norm: the statistics span all participants of the surroundings.
 
-The module only orchestrates. The mathematics is in `functional`; who takes part and how bytes move is the business of the
-surroundings (`exchange.surroundings`): the shards of a run, the replicas of `DataParallel`, the ranks of a process group.
-Where there is none, and always in eval mode, it is `nn.BatchNorm` itself and talks to nobody.
+The module only orchestrates. The mathematics is in `functional`; who takes part and how bytes move is the business of
+the surroundings (`exchange.surroundings`): the shards of a run, the replicas of `DataParallel`, the ranks of a process
+group. Where there is none, and always in eval mode, it is `nn.BatchNorm` itself and talks to nobody.
 
 All local participants of one call become *one* autograd node, made by the first of them: autograd runs the backward of
-every participant of a GPU in one thread, so a node for each that waited for the others would wait for ever. A token
-passes from each such node to the next, so that backward meets them in the reverse order of forward on every worker.
+every participant of a GPU in one thread, so a node for each that waited for the others would wait for ever. Where the
+surroundings keep a token it passes from each such node to the next, so that backward meets them in the reverse order of
+forward on every worker, and meets them all.
+
+Activation checkpointing runs a forward again inside backward, where nobody can be met. What the first forward found is
+therefore kept for as long as its graph lives, and served to the recomputation.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from evenstep.core.errors import UnsupportedError
 from evenstep.exchange.surroundings import Surroundings, current
 from evenstep.nn import functional as f
 from evenstep.nn.functional import EpsMode, Stats
-from evenstep.nn.process_group import around
+from evenstep.nn.process_group import GroupHandle, around
 
-__all__ = ["SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d"]
+__all__ = [
+    "LazySyncBatchNorm1d",
+    "LazySyncBatchNorm2d",
+    "LazySyncBatchNorm3d",
+    "SyncBatchNorm",
+    "SyncBatchNorm1d",
+    "SyncBatchNorm2d",
+    "SyncBatchNorm3d",
+    "check_eps_mode",
+]
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -41,10 +53,19 @@ class SyncBatchNorm(_BatchNorm):
         eps_mode: "plus" adds eps to the variance as torch does, "clamp" raises the variance to at least eps.
         device: As for `nn.BatchNorm2d`.
         dtype: As for `nn.BatchNorm2d`.
+        bias: Whether an affine layer has a bias; False needs a torch whose `nn.BatchNorm2d` knows it.
+
+    Attributes:
+        qualified_name: The layer's name in its model, for errors; `convert_sync_batchnorm` sets it. Participants are
+            matched by it, so layers without a name are told apart by their class and size only.
+        process_group: As the argument. A pickle cannot hold a group: an unpickled layer that had one of its own must
+            be given one again before it trains beside other ranks.
     """
 
     spans_shards = True
-    _dimensions: tuple[int, ...] = (2, 3, 4, 5)
+    qualified_name = ""
+    eps_mode: EpsMode = "plus"
+    _group = GroupHandle()
 
     def __init__(
         self,
@@ -57,17 +78,28 @@ class SyncBatchNorm(_BatchNorm):
         eps_mode: EpsMode = "plus",
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        if eps_mode not in ("plus", "clamp"):
-            raise ValueError(f"eps_mode is {eps_mode!r}, expected 'plus' or 'clamp'")
+        check_eps_mode(eps_mode)
+        options: dict[str, Any] = {} if bias else {"bias": False}
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, **options
+        )
         self.process_group = process_group
-        self.eps_mode: EpsMode = eps_mode
+        self.eps_mode = eps_mode
+
+    @property
+    def process_group(self) -> Any:  # noqa: D102  # an attribute, documented with the class
+        return self._group.group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        self._group = GroupHandle(group)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() not in self._dimensions:
-            expected = " or ".join(f"{d}D" for d in self._dimensions)
-            raise ValueError(f"expected {expected} input (got {input.dim()}D input)")
+        if not 2 <= input.dim() <= 5:
+            raise ValueError(f"expected 2D to 5D input (got {input.dim()}D input)")
 
     def extra_repr(self) -> str:
         """As for `nn.BatchNorm2d`, with the eps mode where it is not torch's."""
@@ -85,56 +117,92 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected input with {self.num_features} channels (got {input.shape[1]} channels)")
         if self.training or (self.running_mean is None and self.running_var is None):
             return self._with_batch_statistics(input)
-        return super().forward(input)
+        if self.eps_mode == "plus" or self.running_var is None:
+            return super().forward(input)
+        variance = self.running_var.clamp(min=self.eps)
+        return nn.functional.batch_norm(input, self.running_mean, variance, self.weight, self.bias, eps=0.0)
 
     @torch.compiler.disable  # a rendezvous cannot be traced: the graph breaks here, cleanly
     def _with_batch_statistics(self, input: Tensor) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # torch has no public way
-        if in_backward and self in _remembered:
-            return self._recompute(input)
-        around_us: Surroundings | None = current() or (around(self.process_group) if self.training else None)
+        if in_backward and self in _remembered and (call := _recall(self, input)) is not None:
+            offer = _Offer.of(self, input, in_backward)
+            return _Recomputed.apply(input, call, offer.weight, offer.bias)  # type: ignore[no-any-return]  # a Tensor
+        around_us = self._surroundings(in_backward) if self.training else None
         if around_us is None and self.eps_mode == "plus":
             return super().forward(input)
         around_us = around_us or _Nobody()
-        tag = f"{self.qualified_name} call {around_us.call_number(self)}"
-        return around_us.meet(tag, _Offer.of(self, input), lambda offers: _lead(around_us, tag, offers))  # type: ignore[no-any-return]  # a Tensor
+        tag = f"{self._name()} call {around_us.call_number(self)}"
+        offer = _Offer.of(self, input, in_backward)
+        output: Tensor = around_us.meet(tag, offer, lambda offers: _lead(around_us, tag, offers))
+        return output if torch.is_grad_enabled() else output.detach()
 
-    qualified_name = "batch norm"  # the layer's name in its model, for errors; conversion and the engine set it
-
-    def _recompute(self, input: Tensor) -> Tensor:
-        """Activation checkpointing runs the forward again inside backward: meet nobody, take what was found before.
-
-        The recomputed input has the bits of the first one, so its own statistics find the common ones.
-        """
-        found = _remembered[self].get(_key(f.statistics(input.detach())))
-        if found is None:
+    def _surroundings(self, in_backward: bool) -> Surroundings | None:
+        found = current()
+        if found is not None and not in_backward:
+            _meets_in_threads.add(self)
+            return found
+        if not in_backward:
+            _meets_in_threads.discard(self)
+        elif found is not None or self in _meets_in_threads:
             raise UnsupportedError(
-                f"{self.qualified_name} is recomputed inside backward with another input than in forward; "
-                "use torch.utils.checkpoint with use_reentrant=False and preserve_rng_state=True"
+                f"{self._name()} is computed inside backward, where its other participants cannot be met; "
+                "with activation checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), and see "
+                "that the recomputation gets the same input as the first one (preserve_rng_state=True)"
             )
-        offer = _Offer.of(self, input)
-        return _Recomputed.apply(offer.x, found, offer.weight, offer.bias)  # type: ignore[no-any-return]  # a Tensor
+        return around(self._group.group)
+
+    def _name(self) -> str:
+        return self.qualified_name or f"{type(self).__name__}({self.num_features})"
 
 
-class SyncBatchNorm1d(SyncBatchNorm):
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """Synchronized batch norm over [N, C] or [N, C, L]."""
 
-    _dimensions = (2, 3)
+    _check_input_dim = nn.BatchNorm1d._check_input_dim
 
 
-class SyncBatchNorm2d(SyncBatchNorm):
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     """Synchronized batch norm over [N, C, H, W]."""
 
-    _dimensions = (4,)
+    _check_input_dim = nn.BatchNorm2d._check_input_dim
 
 
-class SyncBatchNorm3d(SyncBatchNorm):
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """Synchronized batch norm over [N, C, D, H, W]."""
 
-    _dimensions = (5,)
+    _check_input_dim = nn.BatchNorm3d._check_input_dim
 
 
-@dataclass
+class LazySyncBatchNorm1d(_LazyNormBase, SyncBatchNorm):
+    """What a converted `nn.LazyBatchNorm1d` is until its first input; torch looks `forward` up before that."""
+
+    cls_to_become = SyncBatchNorm1d  # type: ignore[assignment]  # as in torch
+
+
+class LazySyncBatchNorm2d(_LazyNormBase, SyncBatchNorm):
+    """What a converted `nn.LazyBatchNorm2d` is until its first input."""
+
+    cls_to_become = SyncBatchNorm2d  # type: ignore[assignment]  # as in torch
+
+
+class LazySyncBatchNorm3d(_LazyNormBase, SyncBatchNorm):
+    """What a converted `nn.LazyBatchNorm3d` is until its first input."""
+
+    cls_to_become = SyncBatchNorm3d  # type: ignore[assignment]  # as in torch
+
+
+def check_eps_mode(eps_mode: str) -> None:
+    """Refuse what is not an eps mode.
+
+    Raises:
+        ValueError: It is neither "plus" nor "clamp".
+    """
+    if eps_mode not in ("plus", "clamp"):
+        raise ValueError(f"eps_mode is {eps_mode!r}, expected 'plus' (var + eps) or 'clamp' (max(var, eps))")
+
+
+@dataclass(frozen=True)
 class _Offer:
     """What a local participant brings to a call."""
 
@@ -142,32 +210,39 @@ class _Offer:
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    keep: list[Any]  # the context that holds the participant's input for backward
+    hold: Tensor | None  # hangs the saved input on to the joint node; None where nothing is differentiated
+    keep: list[Any]  # the context that holds the input, if any
     checkpointed: bool
+    in_backward: bool
 
     @classmethod
-    def of(cls, module: SyncBatchNorm, x: Tensor) -> "_Offer":
+    def of(cls, module: SyncBatchNorm, x: Tensor, in_backward: bool) -> "_Offer":
         keep: list[Any] = []
-        kept = _Keep.apply(x, keep) if torch.is_grad_enabled() else x
+        weight, bias, hold = module.weight, module.bias, None
+        if torch.is_grad_enabled():
+            hold = _Keep.apply(keep, x, weight, bias)
+        if hold is None or not hold.requires_grad:
+            x, weight, bias = (None if t is None else t.detach() for t in (x, weight, bias))  # type: ignore[assignment]  # x is a Tensor
+            keep, hold = [], None
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]  # torch has no public way
-        return cls(module, kept, module.weight, module.bias, keep, hooks is not None)
+        return cls(module, x, weight, bias, hold, keep, hooks is not None, in_backward)
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps a participant's input in that participant's own thread, under its own hooks (checkpointing, offloading)."""
+    """Saves a participant's tensors in that participant's own thread, under its own hooks (such as checkpointing's)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keep: list[Any]) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, keep: list[Any], x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
         keep.append(ctx)
-        return x.view_as(x)
+        return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch's own signature is *Any
-        return dx, None
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]  # torch's own signature is *Any
+        return None, None, None, None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Call:
     """One call of one layer by all participants."""
 
@@ -178,38 +253,57 @@ class _Call:
     eps: float
     eps_mode: EpsMode
     keeps: list[list[Any]]
+    ambiguous: bool = False
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, inverse standard deviation and count where a participant needs them."""
+        return self.stats.mean.to(device), self.invstd.to(device), self.stats.count.to(device)
 
 
 def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequence[Tensor]:
     """Merge the statistics of all participants, move the running ones, and make the one node of the local ones."""
-    module = offers[0].module
-    dtype = f.accumulation_dtype(offers[0].x.dtype)
+    module, device = offers[0].module, offers[0].x.device
     with torch.no_grad():
-        local = [f.statistics(offer.x) for offer in offers]
-        rows = torch.stack([torch.cat([s.count.view(1), s.mean, s.m2]).double() for s in local])
-        merged = _merge_all(around_us.gather(f"{tag} forward", rows))
-        if float(merged.count) <= 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {offers[0].x.size()}"
-            )
-        stats = Stats(merged.count, merged.mean.to(dtype), merged.m2.to(dtype))
-        invstd = f.inverse_std(merged, module.eps, module.eps_mode).to(dtype)
-        if module.training and module.track_running_stats:
-            f.update_running(
-                module.running_mean, module.running_var, module.num_batches_tracked, merged, module.momentum
-            )
+        local = [f.statistics(offer.x.detach()) for offer in offers]
+        rows = torch.stack([torch.cat([s.count.view(1), s.mean, s.m2]).to(device) for s in local])
+        stats = _merge_all(around_us.gather(f"{tag} forward", rows))
+        _check_count(stats, offers)
+        if module.training and module.track_running_stats and not offers[0].in_backward:
+            _update_running(module, stats)
+        invstd = f.inverse_std(stats, module.eps, module.eps_mode)
+    keeps = [offer.keep for offer in offers]
+    call = _Call(around_us, tag, stats, invstd, module.eps, module.eps_mode, keeps)
     for offer, own in zip(offers, local, strict=True):
         if offer.checkpointed:
-            _remember(offer.module, own, stats, invstd)
-    call = _Call(around_us, tag, stats, invstd, module.eps, module.eps_mode, [offer.keep for offer in offers])
-    tensors = [*(o.x for o in offers), *(o.weight for o in offers), *(o.bias for o in offers)]
-    token = None
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        token = around_us.token if around_us.token is not None else torch.zeros(0, requires_grad=True)
-    after, *outputs = _Joint.apply(call, token, *tensors)
-    if token is not None:
-        around_us.token = after
+            _remember(offer.module, own, call)
+    tensors = [
+        *(o.x for o in offers),
+        *(o.hold for o in offers),
+        *(o.weight for o in offers),
+        *(o.bias for o in offers),
+    ]
+    with torch.set_grad_enabled(any(keeps)):
+        token = None
+        if any(keeps):
+            token = around_us.token if around_us.token is not None else torch.zeros(0, requires_grad=True)
+        after, *outputs = _Joint.apply(call, token, *tensors)
+        if token is not None:
+            around_us.token = after
     return outputs
+
+
+def _check_count(stats: Stats, offers: Sequence[_Offer]) -> None:
+    if float(stats.count) == 1:
+        size = next((o.x.size() for o in offers if o.x.numel()), offers[0].x.size())
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
+
+
+def _update_running(module: SyncBatchNorm, stats: Stats) -> None:
+    if float(stats.count) == 0:  # as nn.BatchNorm does with an empty batch
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+        return
+    f.update_running(module.running_mean, module.running_var, module.num_batches_tracked, stats, module.momentum)
 
 
 def _merge_all(rows: Tensor) -> Stats:
@@ -235,40 +329,91 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, token: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        num = len(tensors) // 3
-        xs, weights, biases = tensors[:num], tensors[num : 2 * num], tensors[2 * num :]
-        ctx.call, ctx.weights = call, weights
-        ctx.has_bias = biases[0] is not None
-        mean = call.stats.mean
-        outputs = [f.normalize(x, mean, call.invstd, w, b) for x, w, b in zip(xs, weights, biases, strict=True)]  # type: ignore[arg-type]  # every x is a Tensor
+        xs, _, weights, biases = _quarters(tensors)
+        ctx.call = call
+        outputs = []
+        for x, weight, bias in zip(xs, weights, biases, strict=True):
+            mean, invstd, _ = call.on(x.device)
+            outputs.append(f.normalize(x, mean, invstd, weight, bias))
         return (torch.zeros(0), *outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: Any, _: Tensor, *dys: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, _: Tensor, *dys: Tensor) -> tuple[Any, ...]:  # type: ignore[override]  # torch's own signature is *Any
         call: _Call = ctx.call
-        mean, invstd, count = call.stats.mean, call.invstd, call.stats.count
-        xs = [keep[0].saved_tensors[0] for keep in call.keeps]
-        sums = [f.backward_reduce(dy, x, mean, invstd) for dy, x in zip(dys, xs, strict=True)]
-        rows = torch.stack([torch.cat(pair).double() for pair in sums])
-        sum_dy, sum_dy_xmu = _sum_all(call.around.gather(f"{call.tag} backward", rows)).to(mean.dtype).chunk(2)
-        sum_dy_xmu = f.mask_clamped(sum_dy_xmu, call.stats, call.eps, call.eps_mode)
-        dxs = [
-            f.backward_input(dy, x, mean, invstd, w, sum_dy, sum_dy_xmu, count)
-            for dy, x, w in zip(dys, xs, ctx.weights, strict=True)
-        ]
-        d_weights = [None if w is None else (s[1] * invstd).to(w.dtype) for s, w in zip(sums, ctx.weights, strict=True)]
-        d_biases = [None if w is None else s[0].to(w.dtype) for s, w in zip(sums, ctx.weights, strict=True)]
-        return (None, torch.zeros(0), *dxs, *d_weights, *(d_biases if ctx.has_bias else [None] * len(dxs)))
+        if current() is not None:
+            raise UnsupportedError(
+                f"backward reached '{call.tag}' inside the forward of one participant, but needs the gradients of all; "
+                "call backward after the forward, on the losses of all"
+            )
+        saved = [keep[0].saved_tensors if keep else (None, None) for keep in call.keeps]
+        with torch.no_grad():
+            gradients = _gradients(call, dys, saved, ctx.needs_input_grad[2:])
+        if torch.is_grad_enabled():  # create_graph=True
+            sources = [*dys, *(tensor for pair in saved for tensor in pair if tensor is not None)]
+            gradients = list(_Once.apply(call.tag, gradients, *sources))
+        return (None, torch.zeros(0), *gradients)
+
+
+def _quarters(values: Sequence[Any]) -> list[Any]:
+    num = len(values) // 4
+    return [values[n * num : (n + 1) * num] for n in range(4)]
+
+
+def _gradients(
+    call: _Call, dys: Sequence[Tensor], saved: Sequence[tuple[Any, Any]], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of all inputs of the joint node; needs the sums of all participants, so it exchanges."""
+    device = call.stats.mean.device
+    nothing = torch.zeros_like(call.stats.mean)
+    sums = [(nothing, nothing)] * len(dys)
+    for i, (dy, (x, _)) in enumerate(zip(dys, saved, strict=True)):
+        if x is not None:
+            mean, invstd, _ = call.on(x.device)
+            sums[i] = f.backward_reduce(dy, x, mean)
+    rows = torch.stack([torch.cat(pair).to(device) for pair in sums])
+    sum_dy, sum_dy_xmu = _sum_all(call.around.gather(f"{call.tag} backward", rows)).chunk(2)
+    sum_dy_xmu = f.mask_clamped(sum_dy_xmu, call.stats, call.eps, call.eps_mode)
+    need_x, _, need_weight, need_bias = _quarters(needed)
+    num = len(dys)
+    gradients: list[Tensor | None] = [None] * (4 * num)
+    for i, (dy, (x, weight), own) in enumerate(zip(dys, saved, sums, strict=True)):
+        if x is None:
+            continue
+        mean, invstd, count = call.on(x.device)
+        if need_x[i]:
+            everyone = (sum_dy.to(x.device), sum_dy_xmu.to(x.device))
+            gradients[i] = f.backward_input(dy, x, mean, invstd, weight, *everyone, count)
+        gradients[num + i] = x.new_empty(0)
+        if need_weight[i]:
+            gradients[2 * num + i] = own[1] * invstd
+        if need_bias[i]:
+            gradients[3 * num + i] = own[0]
+    return gradients
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that cannot be differentiated again, tied to what they depend on so that trying it is noticed."""
+
+    @staticmethod
+    def forward(ctx: Any, tag: str, gradients: list[Tensor | None], *sources: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.tag = tag
+        return tuple(gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise UnsupportedError(
+            f"'{ctx.tag}' was differentiated twice, but synchronized batch norm has first derivatives only; put the "
+            "layer into eval mode for the second derivative, or use revert_sync_batchnorm(model) and one process"
+        )
 
 
 class _Recomputed(torch.autograd.Function):
     """The output again, for the tensors that later operations save; nobody differentiates it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, found: tuple[Stats, Tensor], weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        stats, invstd = found
-        return f.normalize(x, stats.mean, invstd, weight, bias)
+    def forward(ctx: Any, x: Tensor, call: _Call, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        mean, invstd, _ = call.on(x.device)
+        return f.normalize(x, mean, invstd, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -294,17 +439,30 @@ class _Nobody:
         return 0
 
 
-_MAX_REMEMBERED = 256
-_remembered: WeakKeyDictionary[SyncBatchNorm, dict[bytes, tuple[Stats, Tensor]]] = WeakKeyDictionary()
+_meets_in_threads: WeakSet[SyncBatchNorm] = WeakSet()  # those whose last forward met others in threads
+_remembered: WeakKeyDictionary[SyncBatchNorm, WeakValueDictionary[bytes, _Call]] = WeakKeyDictionary()
 
 
 def _key(stats: Stats) -> bytes:
+    """The recomputed input has the bits of the first one, so its own statistics find what the call found."""
     return torch.cat([stats.count.view(1), stats.mean, stats.m2]).cpu().numpy().tobytes()
 
 
-def _remember(module: SyncBatchNorm, own: Stats, stats: Stats, invstd: Tensor) -> None:
-    """Keep what a checkpointed call found, for its recomputation. Bounded: the oldest go first."""
-    known = _remembered.setdefault(module, {})
-    known[_key(own)] = (stats, invstd)
-    while len(known) > _MAX_REMEMBERED:
-        known.pop(next(iter(known)))
+def _remember(module: SyncBatchNorm, own: Stats, call: _Call) -> None:
+    """Keep what a checkpointed call found for its recomputation; the call lives as long as its joint node."""
+    known = _remembered.setdefault(module, WeakValueDictionary())
+    key = _key(own)
+    other = known.get(key)
+    if other is not None and not all(map(torch.equal, other.stats, call.stats)):
+        call.ambiguous = True
+    known[key] = call
+
+
+def _recall(module: SyncBatchNorm, input: Tensor) -> _Call | None:
+    call = _remembered[module].get(_key(f.statistics(input.detach())))
+    if call is not None and call.ambiguous:
+        raise UnsupportedError(
+            f"'{call.tag}' is recomputed in backward, but an earlier call had an input with the same statistics among "
+            "others: call backward before the next forward, or do not checkpoint this layer"
+        )
+    return call

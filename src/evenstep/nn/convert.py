@@ -1,20 +1,187 @@
-"""Conversion between torch's batch norm and the synchronized one."""
+"""Conversion between torch's batch norm and the synchronized one.
 
-from typing import TypeVar
+A layer is converted by giving it another class, in place. So its parameters, buffers, hooks, flags, attributes, names
+and places in other modules are what they were, because they are the very same; and as everything is checked before the
+first layer is touched, no model is ever converted by half.
+"""
 
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from evenstep.nn.batchnorm import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from evenstep.core.errors import UnsupportedError
+from evenstep.nn.batchnorm import (
+    LazySyncBatchNorm1d,
+    LazySyncBatchNorm2d,
+    LazySyncBatchNorm3d,
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+    check_eps_mode,
+)
+from evenstep.nn.data_parallel import add_replication_callbacks, remove_replication_callbacks
+from evenstep.nn.functional import EpsMode
+from evenstep.nn.process_group import GroupHandle
+
+__all__ = ["convert_sync_batchnorm", "patch_batchnorm", "revert_sync_batchnorm"]
 
 M = TypeVar("M", bound=nn.Module)
-_KINDS = {nn.BatchNorm1d: SyncBatchNorm1d, nn.BatchNorm2d: SyncBatchNorm2d, nn.BatchNorm3d: SyncBatchNorm3d}
+
+_KINDS: dict[type[nn.Module], type[SyncBatchNorm]] = {
+    nn.BatchNorm1d: SyncBatchNorm1d,
+    nn.BatchNorm2d: SyncBatchNorm2d,
+    nn.BatchNorm3d: SyncBatchNorm3d,
+    nn.LazyBatchNorm1d: LazySyncBatchNorm1d,
+    nn.LazyBatchNorm2d: LazySyncBatchNorm2d,
+    nn.LazyBatchNorm3d: LazySyncBatchNorm3d,
+    nn.SyncBatchNorm: SyncBatchNorm,
+}
+_PLAIN = {kind: plain for plain, kind in _KINDS.items() if plain is not nn.SyncBatchNorm}
+_ADDED = ("_group", "eps_mode", "qualified_name", "_origin")
 
 
-def convert_sync_batchnorm(module: M) -> M:
-    for name, m in module.named_modules():
-        if type(m) in _KINDS:
-            m.__class__ = _KINDS[type(m)]
-            m.process_group = None
-            m.eps_mode = "plus"
-            m.qualified_name = name
-    return module
+class _Origin(NamedTuple):
+    """What a layer was before its conversion."""
+
+    kind: type[nn.Module]
+    group: GroupHandle | None  # of torch's nn.SyncBatchNorm
+
+
+def convert_sync_batchnorm(model: M, process_group: Any = None, eps_mode: EpsMode | None = None) -> M:
+    """Make every batch norm of a model a synchronized one, in place.
+
+    These are converted: `nn.BatchNorm1d`, `2d`, `3d` and `nn.SyncBatchNorm`, also lazy ones (they synchronize from
+    their first input on). Subclasses of them are somebody's own layers and are left alone. Layers that are synchronized
+    already keep what they have and take what is given here. Every synchronized layer learns its `qualified_name`. A
+    `torch.nn.DataParallel` in the model keeps everything and gets the callbacks (see `add_replication_callbacks`).
+
+    Args:
+        model: The model, or a batch norm itself.
+        process_group: The ranks to span when there is a process group around. None: the default group, or the one
+            that an `nn.SyncBatchNorm` was given.
+        eps_mode: "plus" adds eps to the variance as torch does, "clamp" raises the variance to at least eps. None:
+            "plus", or what a synchronized layer has.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: `eps_mode` is not one.
+        UnsupportedError: A batch norm was compiled by TorchScript. Nothing has been converted then.
+    """
+    if eps_mode is not None:
+        check_eps_mode(eps_mode)
+    named = list(model.named_modules())
+    for name, module in named:
+        if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", ""):
+            raise UnsupportedError(
+                f"layer '{name}' was compiled by TorchScript and cannot be converted; "
+                "call convert_sync_batchnorm before torch.jit.script"
+            )
+    for name, module in named:
+        if isinstance(module, nn.DataParallel):
+            add_replication_callbacks(module)
+        if type(module) in _KINDS:
+            _convert(module)
+        if isinstance(module, SyncBatchNorm):
+            module.qualified_name = name
+            if process_group is not None:
+                module.process_group = process_group
+            if eps_mode is not None:
+                module.eps_mode = eps_mode
+    return model
+
+
+def _convert(module: nn.Module) -> None:
+    kind = type(module)
+    group = GroupHandle(module.__dict__.pop("process_group")) if "process_group" in module.__dict__ else None
+    module.__class__ = _KINDS[kind]
+    module._origin = _Origin(kind, group)  # type: ignore[assignment]  # an attribute of ours, no submodule
+    module._group = group or GroupHandle()  # type: ignore[assignment]  # likewise
+    module.eps_mode = "plus"  # type: ignore[assignment]  # likewise
+
+
+def revert_sync_batchnorm(model: M) -> M:
+    """Undo `convert_sync_batchnorm`, in place: every layer is of its old class again and has nothing more than then.
+
+    Layers that were built as `SyncBatchNorm1d`, `2d` or `3d` become `nn.BatchNorm1d`, `2d` or `3d`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedError: A layer was built as `SyncBatchNorm`, for which torch has no plain class. Nothing has been
+            reverted then.
+    """
+    for name, module in model.named_modules():
+        if type(module) is SyncBatchNorm and "_origin" not in module.__dict__:
+            raise UnsupportedError(
+                f"layer '{name}' was built as SyncBatchNorm, which torch has no plain class for; "
+                "build it as SyncBatchNorm1d, 2d or 3d"
+            )
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            remove_replication_callbacks(module)
+        if type(module) in _KINDS.values():
+            _revert(module)
+    return model
+
+
+def _revert(module: nn.Module) -> None:
+    origin = module.__dict__.get("_origin") or _Origin(_PLAIN[type(module)], None)
+    kind = origin.kind
+    if issubclass(kind, LazyModuleMixin) and not isinstance(module, LazyModuleMixin):  # it has had its first input
+        kind = kind.cls_to_become  # type: ignore[assignment]  # every lazy batch norm has one
+    for name in _ADDED:
+        module.__dict__.pop(name, None)
+    module.__class__ = kind
+    if origin.group is not None:
+        module.process_group = origin.group.group
+
+
+@contextmanager
+def patch_batchnorm(process_group: Any = None, eps_mode: EpsMode = "plus") -> Iterator[None]:
+    """Every batch norm that is built inside the block is synchronized, by whatever name its class was imported.
+
+    `convert_sync_batchnorm` says which classes that are. Undone at the end of the block, also by an error. It counts
+    for all threads of the process.
+
+    Args:
+        process_group: As for `convert_sync_batchnorm`.
+        eps_mode: As for `convert_sync_batchnorm`.
+
+    Raises:
+        ValueError: `eps_mode` is not one.
+    """
+    check_eps_mode(eps_mode)
+
+    def watch(kind: type[nn.Module]) -> None:
+        before = kind.__dict__.get("__init__")
+        build = inspect.unwrap(kind.__init__)  # not an outer block's: the inner one decides
+
+        @functools.wraps(build)
+        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            build(self, *args, **kwargs)
+            if type(self) is kind:
+                convert_sync_batchnorm(self, process_group, eps_mode)
+
+        def undo() -> None:
+            if before is None:
+                del kind.__init__
+            else:
+                kind.__init__ = before  # type: ignore[method-assign]  # that is what patching is
+
+        kind.__init__ = init  # type: ignore[method-assign]  # that is what patching is
+        stack.callback(undo)
+
+    with ExitStack() as stack:
+        for kind in _KINDS:
+            watch(kind)
+        yield

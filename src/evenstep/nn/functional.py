@@ -6,38 +6,39 @@ local computations as pure functions of tensors::
     stats = statistics(x)                                   # each shard; then merge() over the fixed tree: meeting 1
     invstd = inverse_std(stats, eps, eps_mode)
     y = normalize(x, stats.mean, invstd, weight, bias)
-    sum_dy, sum_dy_xmu = backward_reduce(dy, x, mean, invstd)  # each shard; then tree sums: meeting 2
+    sum_dy, sum_dy_xmu = backward_reduce(dy, x, stats.mean)    # each shard; then tree sums: meeting 2
     dx = backward_input(dy, x, mean, invstd, weight, sum_dy, mask_clamped(sum_dy_xmu, stats, eps, eps_mode), count)
 
 It is not for moving anything between shards, nor for autograd: these functions are what an ``autograd.Function``
-calls, they record no graph, and called with gradients enabled on tensors that require them they raise.
+calls, they record no graph.
 
 What the caller must keep:
 
-- All vectors named mean, invstd, weight, bias, sum_dy, sum_dy_xmu are ``[C]``; all but weight and bias have
-  ``accumulation_dtype(x.dtype)`` and live on the device of ``x``.
+- Vectors per channel (mean, invstd, sum_dy, sum_dy_xmu) are ``[C]`` in float64, on the device of ``x``: they are small, and
+  so neither a large mean nor a large count costs anything. Elements are read as they are and summed in float32 (float64 for
+  float64) within blocks, in float64 between them.
 - The global count is at least 2 before ``update_running`` and at least 1 before ``inverse_std``; asking is the caller's
   business, because it is the caller who knows the error to give.
-- The result of every function is a function of the values, shape and memory layout of its arguments, the device and the
-  number of intra-op threads, bit for bit; it does not depend on what ran before. Another number of threads may change
-  the last bits.
+- The result of every function is a function of the values, shape and memory layout of its arguments and the device, bit
+  for bit. On the CPU it does not depend on the number of intra-op threads either: they share the channels.
 
-How exact it is: the mean is exact to about a rounding of the accumulation dtype, and M2 is taken about the mean, never
-as a difference of squares. Outputs and input gradients are formed as ``x * a + b`` per channel, as ``nn.BatchNorm``
-forms its outputs, so where |mean| is far above the standard deviation they carry an error of about one rounding of the
-mean, which is as much as rounding the mean itself costs.
+On the CPU the four passes are the C core's (``native/norm.h``), each one read of its inputs; elsewhere they are torch's.
 """
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from evenstep.native import core
+from evenstep.plan.placement import cut
+
 __all__ = [
     "EpsMode",
     "Stats",
-    "accumulation_dtype",
     "backward_input",
     "backward_reduce",
     "inverse_std",
@@ -51,70 +52,45 @@ __all__ = [
 EpsMode = Literal["plus", "clamp"]
 """How eps keeps the variance from zero: ``var + eps`` (torch) or ``max(var, eps)``."""
 
-# torch's CPU kernels for rows of channels keep one running sum per column. Folding several rows into one wider row
-# gives several shorter sums per channel: more exact by an order of magnitude, and faster. 2048 columns stay in L1.
-_SUMMED_WIDTH = 2048
-
-# Elementwise work on rows needs no more than a few vector registers in a row.
-_ELEMENTWISE_WIDTH = 64
-
-# Bytes of centred input per thread that statistics() has alive at once: about half an L2 cache.
-_CENTRED_BYTES = 1 << 20
-
-# A running sum of float32 loses about sqrt(rows) roundings of the mean. That is harmless while the mean is at most
-# this many standard deviations; beyond it statistics() takes the centred way.
-_PLAIN_SUM_LIMIT = 4.0
+_NATIVE = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+_PARALLEL_ELEMENTS = 1 << 16  # below this, handing work to another thread costs more than it saves
 
 
 class Stats(NamedTuple):
     """The statistics of some elements of a batch, in a form that merges exactly.
 
     Attributes:
-        count: Number of elements per channel, 0-dim (or any shape that broadcasts with ``[C]``), in the accumulation
-            dtype.
+        count: Number of elements per channel, 0-dim (or any shape that broadcasts with ``[C]``).
         mean: Mean, ``[C]``; 0 where count is 0.
         m2: Sum of squared deviations from ``mean``, ``[C]``; 0 where count is 0.
     """
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody asks of statistics
     mean: Tensor
     m2: Tensor
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over elements of ``dtype`` are kept: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def statistics(x: Tensor) -> Stats:
     """Count, mean and M2 of each channel of ``x``.
 
-    On a CPU it reads a value back to choose between a fast and an exact sum; on other devices it does not wait.
-
     Args:
         x: Input, ``[N, C, *spatial]``, 2-D to 5-D, any floating dtype and layout; may be empty.
 
     Returns:
-        The statistics, in the accumulation dtype; all zero where ``x`` has no elements.
+        The statistics in float64; all zero where ``x`` has no elements.
     """
-    dtype = accumulation_dtype(x.dtype)
-    channels = x.shape[1]
-    size = x.numel() // max(channels, 1)
-    count = torch.full((), size, dtype=dtype, device=x.device)
+    size = x.numel() // max(x.shape[1], 1)
+    count = torch.full((), size, dtype=torch.float64, device=x.device)
+    mean, m2 = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device).unbind()
     if x.numel() == 0:
-        return Stats(count, *torch.zeros(2, channels, dtype=dtype, device=x.device))
-    if x.device.type != "cpu":
-        # The accelerators' kernel is a Welford reduction already; the chunks below would only cost launches.
-        zeros = torch.zeros(channels, dtype=dtype, device=x.device)
-        mean, var = torch.batch_norm_update_stats(_dense(x), zeros, zeros.clone(), 0.0)
-        return Stats(count, mean, var * count)
+        return Stats(count, mean, m2)
     x = _dense(x)
-    if _is_rows(x) and x.dtype == dtype:
-        mean, m2 = _folded_moments(x, size)
-        # A NaN fails the comparison and takes the slow way to the same NaN.
-        if torch.addcmul(m2, mean, mean, value=-size / _PLAIN_SUM_LIMIT**2).amin().item() >= 0:
-            return Stats(count, mean, m2)
-    return Stats(count, *_centred_moments(x, size))
+    if x.device.type == "cpu":
+        _native(core.norm_statistics, (x,), (mean, m2))
+        return Stats(count, mean, m2)
+    zeros = torch.zeros(x.shape[1], dtype=_arithmetic(x), device=x.device)
+    found, variance = torch.batch_norm_update_stats(x, zeros, zeros.clone(), 0.0)
+    return Stats(count, found.double(), variance.double() * size)
 
 
 def merge(a: Stats, b: Stats) -> Stats:
@@ -177,10 +153,17 @@ def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bi
     x = _dense(x)
     if x.numel() == 0:
         return torch.empty_like(x)
-    return _affine(x, mean, invstd if weight is None else invstd * weight, bias)
+    scale = invstd if weight is None else invstd * weight
+    offset = torch.zeros_like(scale) if bias is None else bias.double()
+    if x.device.type == "cpu":
+        y = torch.empty_like(x)
+        _native(core.norm_apply, (x,), (mean, scale, offset), (y,))
+        return y
+    centre, rest = _head(mean, x)
+    return _affine(x, centre, scale, offset - rest * scale)
 
 
-def backward_reduce(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
+def backward_reduce(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """The two sums over a shard that the backward of batch norm needs.
 
     The shard's bias gradient is the first, its weight gradient the second times ``invstd``.
@@ -189,22 +172,25 @@ def backward_reduce(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tupl
         dy: Gradient of the output, shaped as ``x``, any layout.
         x: Input of this shard, ``[N, C, *spatial]``; may be empty.
         mean: The global mean, ``[C]``.
-        invstd: The global inverse standard deviation, ``[C]``; the sums do not depend on it.
 
     Returns:
-        ``sum(dy)`` and ``sum(dy * (x - mean))``, each ``[C]``, in the accumulation dtype.
+        ``sum(dy)`` and ``sum(dy * (x - mean))``, each ``[C]``.
     """
+    sum_dy, sum_dy_xmu = torch.zeros_like(mean), torch.zeros_like(mean)
     if x.numel() == 0:
-        return torch.zeros_like(invstd), torch.zeros_like(invstd)
+        return sum_dy, sum_dy_xmu
     x = _dense(x)
     dy = _like(dy, x)
-    if not _is_rows(x):
-        return _sums(dy, x, mean)
-    fold = _fold(x, _SUMMED_WIDTH)
-    sum_dy, sum_dy_xmu = _sums(_folded_image(dy, fold), _folded_image(x, fold), _repeated(mean, fold))
-    if fold > 1:
-        sum_dy, sum_dy_xmu = sum_dy.view(fold, -1).sum(0), sum_dy_xmu.view(fold, -1).sum(0)
-    return sum_dy, sum_dy_xmu
+    if x.device.type == "cpu":
+        _native(core.norm_reduce, (dy, x), (mean, sum_dy, sum_dy_xmu))
+        return sum_dy, sum_dy_xmu
+    centre, rest = _head(mean, x)
+    ones = torch.ones_like(centre)
+    # The training backward without its input gradient gives just these sums.
+    _, weighted, plain = torch.ops.aten.native_batch_norm_backward(
+        dy, x, ones, None, None, centre, ones, True, 0.0, [False, True, True]
+    )
+    return plain.double(), weighted.double() - rest * plain
 
 
 def backward_input(
@@ -239,19 +225,17 @@ def backward_input(
     x = _dense(x)
     if x.numel() == 0:
         return torch.empty_like(x)
-    dtype = mean.dtype
-    scale = invstd if weight is None else (invstd * weight).to(dtype)
-    per_element = scale / -count
-    slope = invstd.square().mul_(sum_dy_xmu).mul_(per_element)
-    # Half types are widened here: rounding the intermediate result to them would double the error of the gradient.
-    wide_x, wide_dy = x.to(dtype), _like(dy, x).to(dtype)
-    dx = _affine(wide_x, mean, slope, per_element.mul_(sum_dy))
-    if _is_rows(x):
-        fold = _fold(x, _ELEMENTWISE_WIDTH)
-        _folded_rows(dx, fold).addcmul_(_folded_rows(wide_dy, fold), _repeated(scale, fold))
-    else:
-        dx.addcmul_(wide_dy, scale.view(-1, *[1] * (x.dim() - 2)))
-    return dx.to(x.dtype)
+    dy = _like(dy, x)
+    scale = invstd if weight is None else invstd * weight
+    slope, shift = invstd.square() * sum_dy_xmu / count, sum_dy / count
+    if x.device.type == "cpu":
+        dx = torch.empty_like(x)
+        _native(core.norm_backward, (dy, x), (mean, shift, slope, scale), (dx,))
+        return dx
+    centre, rest = _head(mean, x)
+    # Half types are widened: rounding the intermediate result to them would double the error of the gradient.
+    wide = _affine(x.to(centre.dtype), centre, -slope * scale, (rest * slope - shift) * scale)
+    return wide.addcmul_(dy.to(centre.dtype), _per_channel(scale, wide)).to(x.dtype)
 
 
 def mask_clamped(sum_dy_xmu: Tensor, stats: Stats, eps: float, eps_mode: EpsMode) -> Tensor:
@@ -338,102 +322,82 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _like(dy: Tensor, x: Tensor) -> Tensor:
-    """``dy`` in the layout of the dense tensor ``x``."""
+    """``dy`` in the layout and dtype of the dense tensor ``x``."""
+    dy = dy.to(x.dtype)
     if not _is_rows(x):
         return dy.contiguous()
-    return dy if _is_rows(dy) else torch.empty_like(x, dtype=dy.dtype).copy_(dy)
+    return dy if _is_rows(dy) else torch.empty_like(x).copy_(dy)
 
 
-@lru_cache(maxsize=4096)
-def _largest_fold(rows: int, channels: int, width: int) -> int:
-    widest = max(1, min(rows, width // channels))
-    return next(fold for fold in range(widest, 0, -1) if rows % fold == 0)
+def _arithmetic(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _fold(x: Tensor, width: int) -> int:
-    """How many rows of ``x`` to see as one so that a row has at most ``width`` columns, if it can be so few."""
-    return _largest_fold(x.numel() // x.shape[1], x.shape[1], width)
+def _native(
+    function: Callable[..., None],
+    inputs: tuple[Tensor, ...],
+    vectors: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...] = (),
+) -> None:
+    """Call a pass of the C core on dense CPU tensors; the threads share the channels.
 
-
-def _repeated(vector: Tensor, fold: int) -> Tensor:
-    return vector.repeat(fold) if fold > 1 else vector
-
-
-def _folded_rows(x: Tensor, fold: int) -> Tensor:
-    """Rows as ``[rows / fold, fold * C]``."""
-    width = fold * x.shape[1]
-    return x.as_strided((x.numel() // width, width), (width, 1))
-
-
-def _folded_image(x: Tensor, fold: int) -> Tensor:
-    """Rows as ``[1, fold * C, rows / fold, 1]`` with the strides of channels-last, for the batch-norm kernels."""
-    width = fold * x.shape[1]
-    return x.as_strided((1, width, x.numel() // width, 1), (x.numel(), 1, width, width))
-
-
-def _affine(x: Tensor, mean: Tensor, slope: Tensor, offset: Tensor | None) -> Tensor:
-    """``(x - mean) * slope + offset`` per channel of a dense tensor, in its layout."""
-    dtype = mean.dtype
-    slope = slope.to(dtype)
-    offset = None if offset is None else offset.to(dtype)
-    if not _is_rows(x) or x.dtype != dtype:
-        # The inference kernel with variance 1 and eps 0; its output is a tensor of its own, in the layout of x.
-        y: Tensor = torch.native_batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
-        return y
-    constant = -mean * slope if offset is None else torch.addcmul(offset, mean, slope, value=-1)
-    fold = _fold(x, _ELEMENTWISE_WIDTH)
-    y = torch.empty_like(x)
-    torch.addcmul(_repeated(constant, fold), _folded_rows(x, fold), _repeated(slope, fold), out=_folded_rows(y, fold))
-    return y
-
-
-def _sums(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """``sum(dy)`` and ``sum(dy * (x - mean))``: the training backward without its input gradient."""
-    ones = torch.ones_like(mean)
-    _, sum_dy_xmu, sum_dy = torch.ops.aten.native_batch_norm_backward(
-        dy, x, ones, None, None, mean, ones, True, 0.0, [False, True, True]
-    )
-    return sum_dy, sum_dy_xmu
-
-
-def _folded_moments(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Mean and M2 of rows, by the kernel's two passes over folded rows and the merge of the folds."""
-    fold = _fold(x, _SUMMED_WIDTH)
-    mean, variance = torch.batch_norm_update_stats(_folded_image(x, fold), None, None, 0.0)
-    if fold > 1:
-        within = variance.view(fold, -1).mean(0)
-        channels = x.shape[1]
-        folds = mean.as_strided((1, channels, fold, 1), (mean.numel(), 1, channels, channels))
-        mean, between = torch.batch_norm_update_stats(folds, None, None, 0.0)
-        variance = within.add_(between)
-    return mean, variance.mul_(size)
-
-
-def _centred_moments(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Mean and M2 of a dense tensor by sums over ``x - m``, m being the mean up to rounding errors.
-
-    The rounding error of m is itself measured and taken out, so mean and M2 are right even where the resolution of the
-    input is a tenth of its standard deviation.
+    Args:
+        function: Which pass.
+        inputs: Tensors shaped as x.
+        vectors: float64 ``[C]`` each.
+        outputs: Tensors shaped as x, written to.
     """
-    dtype = accumulation_dtype(x.dtype)
+    x = inputs[0]
+    if x.dtype not in _NATIVE:  # float16: no processor adds it fast, so it goes as float32
+        wide = tuple(t.float() for t in outputs)
+        _native(function, tuple(t.float() for t in inputs), vectors, wide)
+        for output, result in zip(outputs, wide, strict=True):
+            output.copy_(result)
+        return
     channels = x.shape[1]
-    if rows := _is_rows(x):
-        fold = _fold(x, _SUMMED_WIDTH)
-        blocks = _folded_rows(x, fold)
-        start = _folded_rows(x, 1).mean(0, dtype=dtype)
-        centre = _repeated(start, fold)
+    inner = 1 if _is_rows(x) else x[0, 0].numel()
+    outer = x.numel() // (channels * inner)
+    vectors = tuple(v.contiguous() for v in vectors)
+
+    def run(first: int, end: int) -> None:
+        here = [t.data_ptr() + first * inner * t.element_size() for t in inputs]
+        here += [v.data_ptr() + first * v.element_size() for v in vectors]
+        here += [t.data_ptr() + first * inner * t.element_size() for t in outputs]
+        function(_NATIVE[x.dtype], outer, end - first, inner, channels * inner, *here)
+
+    threads = min(torch.get_num_threads(), channels, x.numel() // _PARALLEL_ELEMENTS)
+    if threads <= 1:
+        run(0, channels)
     else:
-        blocks = x.view(x.shape[0], channels, -1)
-        start = blocks.mean((0, 2), dtype=dtype)
-        centre = start.view(channels, 1)
-    step = max(1, _CENTRED_BYTES * torch.get_num_threads() // (x.numel() // blocks.shape[0] * dtype.itemsize))
-    scratch = torch.empty((min(step, blocks.shape[0]), *blocks.shape[1:]), dtype=dtype, device=x.device)
-    zero = torch.zeros(centre.numel(), dtype=dtype, device=x.device)
-    partial: list[Tensor] = []
-    for block in blocks.split(step):
-        centred = torch.sub(block, centre, out=scratch[: block.shape[0]])
-        view = _folded_image(centred, 1) if rows else centred
-        partial += _sums(view, view, zero)
-    sums, squares = torch.stack(partial).view(len(partial) // 2, 2, -1, channels).sum((0, 2))
-    shift = sums / size
-    return start + shift, squares.addcmul_(sums, shift, value=-1).clamp_(min=0)
+        first, *others = cut(channels, threads)
+        waiting = [_pool(threads - 1).submit(run, *span) for span in others]
+        run(*first)
+        for future in waiting:
+            future.result()
+
+
+@lru_cache(maxsize=1)
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="evenstep-norm")
+
+
+# ---- other devices: torch's kernels ----
+
+
+def _head(mean: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What the arithmetic of ``x`` can hold of the mean, and the rest: so a large mean costs nothing."""
+    centre = mean.to(_arithmetic(x))
+    return centre, mean - centre
+
+
+def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
+    return vector.to(like.dtype).view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _affine(x: Tensor, centre: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """``(x - centre) * scale + offset`` per channel: the inference kernel with variance 1 and eps 0."""
+    dtype = centre.dtype
+    y: Tensor = torch.native_batch_norm(
+        x, scale.to(dtype), offset.to(dtype), centre, torch.ones_like(centre), False, 0.0, 0.0
+    )[0]
+    return y

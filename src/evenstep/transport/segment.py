@@ -20,21 +20,24 @@ ALIGNMENT = 64  # MKL and oneDNN may choose other kernels, with other bits, for 
 _PAGE = mmap.PAGESIZE
 _FILE_BYTES = 1 << 42
 _SLOT_BYTES = 1 << 18
+_WINDOW_BYTES = 1 << 30  # mapped at once: every mapping holds a descriptor, and there may be thousands of regions
 
 
 class Region:
     """A range of the segment, mapped into this process, handed out from front to back as tensors."""
 
-    def __init__(self, fd: int, offset: int, num_bytes: int) -> None:
-        self._memory = mmap.mmap(fd, num_bytes, offset=offset)
-        self._used = 0
+    def __init__(self, window: mmap.mmap, offset: int, num_bytes: int) -> None:
+        self._memory = window
+        self._used = offset
+        self._end = offset + num_bytes
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> Tensor:
-        """The next tensor of this region, aligned to 64 bytes, with a storage of its own. It keeps the region mapped."""
+        """The next tensor of this region, aligned to 64 bytes, with its own storage. It keeps the region mapped."""
         count = shape.numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._used)
+        assert self._used + count * flat.element_size() <= self._end, "the region is full"
         self._used += aligned(count * flat.element_size())
         return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
@@ -44,8 +47,11 @@ class Segment:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        header = mmap.mmap(fd, _PAGE)
-        described = core.describe(_address(header))
+        try:
+            header = mmap.mmap(fd, _PAGE)  # a name of its own: the mapping must outlive the look at it
+            described = core.describe(_address(header))
+        except (OSError, ValueError):
+            described = None  # it is no file that could be mapped
         if described is None:
             raise ConfigError(
                 f"file descriptor {fd} is no evenstep segment of this build; start all workers with one version"
@@ -55,20 +61,40 @@ class Segment:
         self._end = aligned(core.control_bytes(*described), _PAGE)
         self._control = mmap.mmap(fd, self._end)
         self.base = _address(self._control)
+        self._window = self._control
+        self._window_begin = 0
 
     @classmethod
     def create(cls, num_workers: int) -> "Segment":
-        """Make a segment for so many workers. Its descriptor is inherited by forked children only."""
-        fd = os.memfd_create("evenstep", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _FILE_BYTES)
-        control = mmap.mmap(fd, aligned(core.control_bytes(num_workers, _SLOT_BYTES), _PAGE))
+        """Make a segment for so many workers. Its descriptor is inherited by forked children only.
+
+        Raises:
+            ConfigError: The system does not let us; the message says why.
+        """
+        try:
+            fd = os.memfd_create("evenstep", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"no shared segment could be made: {error.strerror}; look at `ulimit -a`") from error
+        try:
+            os.ftruncate(fd, _FILE_BYTES)
+            control = mmap.mmap(fd, aligned(core.control_bytes(num_workers, _SLOT_BYTES), _PAGE))
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(
+                f"no shared segment could be made: {error.strerror}; it is {_FILE_BYTES >> 40} TiB long (and takes "
+                "only what is written to it): run without limits on file size and virtual memory, "
+                "`ulimit -f unlimited -v unlimited`"
+            ) from error
         core.init(_address(control), num_workers, _SLOT_BYTES)
         return cls(fd)
 
     def reserve(self, num_bytes: int) -> Region:
-        """Map the next range of the segment. All workers must call this alike."""
-        offset, self._end = self._end, self._end + aligned(max(num_bytes, 1), _PAGE)
-        return Region(self.fd, offset, self._end - offset)
+        """Take the next range of the segment. All workers must call this alike."""
+        begin, self._end = self._end, self._end + aligned(max(num_bytes, 1), _PAGE)
+        if self._end > self._window_begin + len(self._window):
+            self._window = mmap.mmap(self.fd, max(self._end - begin, _WINDOW_BYTES), offset=begin)
+            self._window_begin = begin
+        return Region(self._window, begin - self._window_begin, self._end - begin)
 
     def close(self) -> None:
         """Close the descriptor. Tensors made from regions stay valid until they are gone."""

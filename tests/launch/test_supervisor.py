@@ -1,0 +1,337 @@
+"""The launcher from the outside: what it shows, what it returns, and that nothing is left of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import processes
+from evenstep.launch import supervisor
+from workers import Cli, cli_run
+
+TRAIN = """
+    import os, signal, sys, time
+    import torch
+    import evenstep
+
+    def train(run, loaders=0, each=lambda number: None):
+        model = torch.nn.Linear(3, 2)
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        data = torch.utils.data.TensorDataset(torch.randn(64, 3))
+        for number, batch in enumerate(run.batches(data, batch_size=16, epochs=1000, loaders=loaders)):
+            run.step(batch, lambda part: model(part[0]).square().mean())
+            each(number)
+"""
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture
+def short_grace(monkeypatch):
+    monkeypatch.setattr(supervisor, "_GRACE_S", 0.2)  # forked launchers inherit it
+
+
+# ---- what it shows ----
+
+
+def test_a_script_runs_as_if_alone_and_its_lines_come_prefixed_and_logged(script, tmp_path):
+    script("VALUE = 42", "beside.py")
+    path = script(
+        """
+        import atexit, os, sys, threading, time
+        import beside
+        print("args", sys.argv[1:], __name__, os.path.basename(__file__), beside.VALUE)
+        print("to stderr", file=sys.stderr)
+        print("stdin", repr(sys.stdin.read()))
+        sys.stdout.flush()
+        os.write(1, b"bytes \\xff\\xfe \\xc3\\xa9\\n")
+        print("surrogate \\udcff", file=sys.stderr)
+        def late():
+            while threading.main_thread().is_alive():
+                time.sleep(0.01)
+            print("late thread")
+        threading.Thread(target=late).start()
+        atexit.register(lambda: print("no line feed at the end", end=""))
+        """
+    )
+    args = ["--foo", "-n", "3", "--", "--shards", "x y", "-h"]
+    done = cli_run("run", "-n", "2", "--log-dir", tmp_path / "a" / "logs", path, *args)
+    assert done.code == 0, done.stderr
+    for worker in range(2):
+        mine = [line[4:] for line in done.raw.splitlines() if line.startswith(b"[%d] " % worker)]
+        expected = [
+            f"args {args} __main__ train.py 42".encode(),
+            b"stdin ''",
+            b"bytes \xff\xfe \xc3\xa9",
+            b"late thread",
+            b"no line feed at the end",
+        ]
+        assert mine == expected
+        assert f"[{worker}] to stderr\n" in done.stderr
+        assert f"[{worker}] surrogate \\udcff\n" in done.stderr
+        logged = (tmp_path / "a" / "logs" / f"worker-{worker}.log").read_bytes().splitlines()
+        assert [line for line in logged if b"stderr" not in line and b"surrogate" not in line] == expected
+        assert b"to stderr" in logged
+
+
+def test_very_much_output_arrives_whole_and_in_order(script):
+    path = script(
+        """
+        import sys
+        for number in range(20_000):
+            print(number, "x" * 50)
+        sys.stdout.write("y" * 5_000_000)
+        """
+    )
+    done = cli_run("run", "-n", "2", path)
+    assert done.code == 0
+    for worker in range(2):
+        mine = [line[4:] for line in done.stdout.splitlines() if line.startswith(f"[{worker}] ")]
+        assert mine[:20_000] == [f"{number} {'x' * 50}" for number in range(20_000)]
+        assert "".join(mine[20_000:]) == "y" * 5_000_000
+
+
+def test_a_finished_run_shows_one_progress_and_ends_on_the_fingerprint(script):
+    path = script(
+        TRAIN
+        + """
+    for number in range(2):
+        with evenstep.Run(shards=4, seed=number) as run:
+            model = torch.nn.Linear(3, 2)
+            model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            for batch in run.batches(torch.utils.data.TensorDataset(torch.randn(64, 3)), batch_size=16, epochs=2):
+                run.step(batch, lambda part: model(part[0]).square().mean())
+            print("mine", run.fingerprint())
+    """
+    )
+    done = cli_run("run", "-n", "2", path)
+    assert done.code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    mine = [line.split()[-1] for line in lines if line.startswith("[0] mine")]
+    assert [line for line in lines if line.startswith("fingerprint ")] == [f"fingerprint {each}" for each in mine]
+    assert lines[-1] == f"fingerprint {mine[1]}"
+    assert [line[:9] for line in done.stderr.splitlines()] == ["epoch 1/2", "epoch 2/2"] * 2
+
+
+# ---- how it fails ----
+
+
+def test_the_error_of_the_worker_that_failed_is_shown_last_and_whole(script, tmp_path):
+    path = script(
+        TRAIN
+        + """
+    def spoil(number):
+        if number == 3 and os.environ["EVENSTEP_WORKER"] == "1":
+            raise ValueError("a bad day")
+
+    with evenstep.Run(shards=4) as run:
+        train(run, each=spoil)
+    """
+    )
+    done = cli_run("run", "-n", "3", "--log-dir", tmp_path / "logs", path)
+    assert done.code == 1
+    head, _, error = done.stderr.partition("evenstep: worker 1 (pid ")
+    assert "Traceback" not in head
+    assert "ended with exit code 1\nTraceback (most recent call last):\n" in error
+    assert error.rstrip().endswith("ValueError: a bad day")
+    assert f'File "{path}"' in error
+    assert "runpy" not in error
+    assert "supervisor" not in error
+    assert "fingerprint" not in done.stdout
+    assert (tmp_path / "logs" / "worker-1.log").read_text().rstrip().endswith("ValueError: a bad day")
+
+
+@pytest.mark.parametrize(
+    ("options", "run", "sentence"),
+    [
+        pytest.param(["-n", "3"], "Run(shards=2)", "3 workers but only 2 shards", id="more workers than shards"),
+        pytest.param(
+            ["-n", "2", "--shards", "4"], "Run(shards=8)", "--shards 4 but the script says", id="contradiction"
+        ),
+        pytest.param(["-n", "2"], "Run(shards=0)", "shards=0, expected a whole number from 1 to", id="no shards"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_one_sentence(script, options, run, sentence):
+    done = cli_run("run", *options, script(f"import evenstep\nevenstep.{run}"))
+    assert done.code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("evenstep: ")
+    assert sentence in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+ENDS = {
+    "sys.exit(3)": (3, "ended with exit code 3"),
+    "sys.exit('no data here')": (1, "no data here"),
+    "os._exit(5)": (5, "ended with exit code 5"),
+    "os.kill(os.getpid(), signal.SIGKILL)": (137, "was killed by SIGKILL"),
+    "__import__('ctypes').string_at(0)": (139, "was killed by SIGSEGV"),
+    "os.kill(os.getpid(), 40)": (168, "was killed by signal 40"),
+    "sys.exit(0)": (7, "worker 1 failed at step"),
+    "os._exit(0)": (7, "worker 1 (pid "),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_one_worker_that_ends_ends_all_with_its_exit_code(script, how):
+    path = script(
+        TRAIN
+        + f"""
+    def spoil(number):
+        if number == 2 and os.environ["EVENSTEP_WORKER"] == "1":
+            {how}
+
+    with evenstep.Run(shards=4) as run:
+        train(run, each=spoil)
+    """
+    )
+    begin = time.monotonic()
+    done = cli_run("run", "-n", "3", path)
+    code, text = ENDS[how]
+    assert done.code == code
+    assert text in done.stderr
+    assert done.stderr.count("evenstep: worker ") == 1
+    assert time.monotonic() - begin < supervisor._GRACE_S, "the others should have heard of it, not been terminated"
+
+
+def test_a_worker_that_ends_before_it_joins_is_noticed(script):
+    path = script(
+        """
+        import os, evenstep
+        if os.environ["EVENSTEP_WORKER"] == "0":
+            raise SystemExit
+        evenstep.Run(shards=2)
+        """
+    )
+    done = cli_run("run", "-n", "2", path)
+    assert done.code == 7
+    assert "worker 0 (pid " in done.stderr
+    assert "ended while worker 1 waited for it" in done.stderr
+
+
+def test_logs_that_cannot_be_written_stop_everything_before_it_starts(script, tmp_path):
+    path = script(f"open({str(tmp_path / 'started')!r}, 'w')")
+    (tmp_path / "file").touch()
+    (tmp_path / "logs" / "worker-1.log").mkdir(parents=True)
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "logs"):
+        done = cli_run("run", "-n", "2", "--log-dir", folder, path)
+        assert done.code == 2
+        assert done.stderr.startswith(f"evenstep: --log-dir {folder}")
+        assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "started").exists()
+
+
+# ---- how it is stopped ----
+
+FOREVER = (
+    TRAIN
+    + """
+    def say(number):
+        if number == 3:
+            print("training")
+
+    with evenstep.Run(shards=4) as run:
+        train(run, loaders=2, each=say)
+    """
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_is_stopped_leaves_no_process_and_no_memory(script, number):
+    before = shared_memory()
+    with Cli("run", "-n", "2", script(FOREVER)) as cli:
+        cli.until_it_says("training", times=2)
+        family = processes.descendants(cli.pid)
+        assert len(family) == 2 + 2 * 2, "two workers with two loaders each"
+        cli.kill(number)
+        done = cli.wait()
+        assert processes.until(lambda: not any(map(processes.is_alive, family)))
+    assert shared_memory() == before
+    if number == signal.SIGKILL:
+        assert done.code == -number
+    else:
+        assert done.code == 128 + number
+        assert done.stderr.splitlines()[-1] == f"evenstep: stopped by {number.name}"
+        assert "Traceback" not in done.stderr
+
+
+def test_loader_processes_die_with_their_worker(script):
+    before = shared_memory()
+    with Cli("run", "-n", "2", script(FOREVER)) as cli:
+        cli.until_it_says("training", times=2)
+        family = processes.descendants(cli.pid)
+        victim = max(pid for pid in family if len(processes.descendants(pid)) == 2)
+        cli_of_victim = set(processes.descendants(victim))
+        os.kill(victim, signal.SIGKILL)
+        done = cli.wait()
+        assert processes.until(lambda: not any(map(processes.is_alive, {*family, *cli_of_victim})))
+    assert done.code == 137
+    assert f"(pid {victim}) was killed by SIGKILL" in done.stderr
+    assert shared_memory() == before
+
+
+def test_workers_that_ignore_the_request_or_are_stopped_are_killed(script, short_grace):
+    path = script(
+        """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("here", flush=True)
+        if os.environ["EVENSTEP_WORKER"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+        """
+    )
+    with Cli("run", "-n", "2", path) as cli:
+        cli.until_it_says("here", times=2)
+        cli.kill(signal.SIGTERM)
+        done = cli.wait()
+    assert done.code == 143
+    assert done.stderr == "evenstep: stopped by SIGTERM\n"
+
+
+def test_workers_that_do_not_hear_of_a_failure_are_terminated(script, short_grace):
+    path = script(
+        """
+        import os, subprocess, sys, time
+        child = subprocess.Popen(["sleep", "600"])
+        print("started", flush=True)
+        if os.environ["EVENSTEP_WORKER"] == "1":
+            sys.exit(9)
+        time.sleep(600)
+        """
+    )
+    done = cli_run("run", "-n", "2", path)  # the children must go too: the fixture looks for them
+    assert done.code == 9
+
+
+def test_what_a_script_leaves_running_does_not_keep_the_launcher(script, tmp_path):
+    path = script(
+        f"""
+        import os, subprocess
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # it holds our standard output open
+        open(f"{tmp_path}/child-{{os.environ['EVENSTEP_WORKER']}}", "w").write(str(child.pid))
+        print("left alone", end="")
+        os._exit(0) if child.poll() else None
+        child.returncode = 0  # or Python warns that it still runs
+        """
+    )
+    done = cli_run("run", "-n", "2", path, timeout_s=30.0)
+    for pid in tmp_path.glob("child-*"):
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert done.code == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] left alone", "[1] left alone"]
+
+
+def test_a_reader_that_goes_away_ends_the_run_without_a_traceback(script):
+    path = script("while True: print('x' * 1000)")
+    command = [sys.executable, "-m", "evenstep", "run", "-n", "2", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE

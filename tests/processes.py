@@ -1,0 +1,84 @@
+"""What /proc says about the processes of a test: who descends from whom, who holds which descriptor."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """From now on a process whose parent dies becomes our child, so that no grandchild can hide."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(pid: int | None = None) -> dict[int, str]:
+    """Living descendants of a process (default: this one): pid -> command line. Zombies do not count."""
+    parents: dict[int, int] = {}
+    states: dict[int, str] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                states[int(entry)], parents[int(entry)] = fields[0], int(fields[1])
+    found, grown = {pid or os.getpid()}, True
+    while grown:
+        more = {child for child, parent in parents.items() if parent in found} - found
+        found, grown = found | more, bool(more)
+    found.discard(pid or os.getpid())
+    return {child: command_line(child) for child in sorted(found) if states[child] not in "ZX"}
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process, or nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def memfds() -> dict[int, str]:
+    """The descriptors of this process that belong to a memfd."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{entry}")
+            if "memfd:" in target:
+                found[int(entry)] = target
+    return found
+
+
+def reap_orphans() -> None:
+    """Collect adopted children that have ended. Call it only when nobody waits for a child of his own."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    """Poll until the condition holds; False if it does not within the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants."""
+    for each in [pid, *descendants(pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
