@@ -8,7 +8,9 @@ from pathlib import Path
 from textwrap import dedent
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with a thread pool cannot be forked safely
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some virtual machines announce AMX and do not grant it
+os.environ.setdefault(
+    "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+)  # some virtual machines announce AMX and do not grant it
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import processes
 LEAVING_S = 5.0  # how long what a test started may take to be gone
 
 torch.set_num_threads(1)
+torch.use_deterministic_algorithms(False)  # imports torch._inductor, which takes a second: now, and not in every fork
 processes.adopt_orphans()
 
 
@@ -70,7 +73,8 @@ def nothing_is_left_behind() -> Iterator[None]:
         del os.environ[name]
     os.chdir(str(surroundings["the working directory"]))
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(bool(surroundings["torch.are_deterministic_algorithms_enabled()"]))
+    if now != surroundings:
+        torch.use_deterministic_algorithms(bool(surroundings["torch.are_deterministic_algorithms_enabled()"]))
     if found:
         pytest.fail("the test left behind: " + "; ".join(found), pytrace=False)
 

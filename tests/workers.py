@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,11 +223,9 @@ def script_run(
     return Completed(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"), out)
 
 
-def cli_run(
-    *argv: str | Path, timeout_s: float = 60.0, cwd: Path | None = None, folder: Path | None = None
-) -> Completed:
+def cli_run(*argv: str | Path, timeout_s: float = 60.0, variables: dict[str, str] | None = None) -> Completed:
     """Run the command line (`run`, `verify`, ... and their options) in a fork of this process, so without the wait."""
-    with Cli(*argv, cwd=cwd) as cli:
+    with Cli(*argv, variables=variables) as cli:
         return cli.wait(timeout_s)
 
 
@@ -237,12 +236,12 @@ class Cli:
         pid: Its process id.
     """
 
-    def __init__(self, *argv: str | Path, cwd: Path | None = None) -> None:
+    def __init__(self, *argv: str | Path, variables: dict[str, str] | None = None) -> None:
         self._files = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("out", "err")]
         self._code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _be_cli([str(arg) for arg in argv], cwd, self._files)
+            _be_cli([str(arg) for arg in argv], variables or {}, self._files)
 
     def __enter__(self) -> "Cli":
         return self
@@ -290,7 +289,7 @@ class Cli:
         return Completed(self._code, self.stdout, self.stderr, self._read(0))
 
 
-def _be_cli(argv: list[str], cwd: Path | None, files: Sequence[int]) -> None:
+def _be_cli(argv: list[str], variables: dict[str, str], files: Sequence[int]) -> None:
     code = 70
     try:
         core.die_with_parent()
@@ -300,8 +299,8 @@ def _be_cli(argv: list[str], cwd: Path | None, files: Sequence[int]) -> None:
         faulthandler.enable(2)  # pytest's own writes to a descriptor that a worker closes, and may use for memory
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # as long as the process lives
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115  # likewise
-        if cwd is not None:
-            os.chdir(cwd)
+        os.environ.update(variables)
+        weakref.finalize._registry.clear()  # workers run exit handlers: our folders are not theirs to remove
         try:
             code = main(argv)
         except SystemExit as request:

@@ -213,9 +213,7 @@ def test_a_participant_that_never_meets_is_named(rendezvous):
 
 
 def test_different_tags_are_an_error_that_names_both(rendezvous):
-    found = run(
-        rendezvous.register("ab"), lambda p: p.meet("layer1", 1, total), lambda p: p.meet("layer2", 1, total)
-    )
+    found = run(rendezvous.register("ab"), lambda p: p.meet("layer1", 1, total), lambda p: p.meet("layer2", 1, total))
     for error in found:
         assert type(error) is MismatchError
         assert "'layer1'" in str(error)
@@ -239,7 +237,9 @@ def test_a_participant_that_does_not_come_is_named_within_the_timeout(turns):
     begin = time.monotonic()
     found = run(session, meet, slow)
     assert type(found[0]) is SilenceError
-    assert "shard 4 (last at 'its start') did not come to 'bn call 1' within 0.3 s, where shard 3 waits" in str(found[0])
+    assert "shard 4 (last at 'its start') did not come to 'bn call 1' within 0.3 s, where shard 3 waits" in str(
+        found[0]
+    )
     assert time.monotonic() - begin < 2.0
 
 

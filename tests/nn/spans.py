@@ -85,9 +85,7 @@ def over_ranks(layer: nn.Module, parts: Sequence[Tensor], folder: Path) -> Found
     gradients = {name: sum(f.gradients[name] for f in found) for name in found[0].gradients}
     for other in found[1:]:
         assert_same_bytes(other.buffers, found[0].buffers)
-    return Found(
-        [f.outputs[0] for f in found], [f.input_gradients[0] for f in found], gradients, found[0].buffers
-    )
+    return Found([f.outputs[0] for f in found], [f.input_gradients[0] for f in found], gradients, found[0].buffers)
 
 
 def one_rank(layer: nn.Module, parts: Sequence[Tensor], rank: int) -> Found:
@@ -120,9 +118,7 @@ def over_shards(layer: nn.Module, parts: Sequence[Tensor], num_workers: int = 1)
             parameters = dict(model.layer.named_parameters())
             optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.0), {}
             optimizer.register_step_pre_hook(
-                lambda *_: seen.update(
-                    {n: p.grad * num for n, p in parameters.items() if p.grad is not None}
-                )
+                lambda *_: seen.update({n: p.grad * num for n, p in parameters.items() if p.grad is not None})
             )
             run.prepare(model, optimizer)
             run.step(torch.arange(num), step)
@@ -151,9 +147,7 @@ def _gradients(layer: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 
 
-def run_ranks(
-    num_ranks: int, body: Callable[[int], Any], folder: Path, *, timeout_s: float = 20.0
-) -> list[Any]:
+def run_ranks(num_ranks: int, body: Callable[[int], Any], folder: Path, *, timeout_s: float = 20.0) -> list[Any]:
     """Run `body(rank)` on the ranks of a gloo process group; return what they returned."""
     return run_workers(num_ranks, _joined(body, num_ranks, folder, timeout_s))
 

@@ -108,9 +108,7 @@ def test_containers_and_values_that_are_no_tensors_go_in_and_come_out():
         }
 
     ours = parallel(function)
-    out = ours(
-        Pair(x, y), options=collections.OrderedDict(deep=[y]), scale=2, flag="same", scalar=torch.tensor(1.0)
-    )
+    out = ours(Pair(x, y), options=collections.OrderedDict(deep=[y]), scale=2, flag="same", scalar=torch.tensor(1.0))
     assert type(out["pair"]) is Pair
     assert torch.equal(out["pair"].a, x * 2)
     assert torch.equal(out["pair"].b[0], y)
@@ -241,7 +239,12 @@ def test_an_error_does_not_wait_for_a_slow_replica():
 
 
 def test_a_replica_that_fails_before_the_layer_frees_those_that_wait_in_it():
-    model = nn.Sequential(Function(fail_in(1, torch.OutOfMemoryError("out of memory"))), nn.Flatten(0), Function(lambda x: x.view(-1, 1).float()), SyncBatchNorm1d(1))
+    model = nn.Sequential(
+        Function(fail_in(1, torch.OutOfMemoryError("out of memory"))),
+        nn.Flatten(0),
+        Function(lambda x: x.view(-1, 1).float()),
+        SyncBatchNorm1d(1),
+    )
     begin = time.monotonic()
     with pytest.raises(torch.OutOfMemoryError, match="in replica 1 on cpu: out of memory"):
         parallel(model)(torch.arange(3))

@@ -182,7 +182,9 @@ def test_a_mean_of_1e4_and_a_deviation_of_1e_2(span):
     plain = spans.alone(theirs, parts)
     found = span(ours, parts)
     torch.testing.assert_close(found.buffers["running_var"].double(), wide.buffers["running_var"], rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(found.buffers["running_mean"].double(), wide.buffers["running_mean"], rtol=1e-7, atol=0.0)
+    torch.testing.assert_close(
+        found.buffers["running_mean"].double(), wide.buffers["running_mean"], rtol=1e-7, atol=0.0
+    )
 
     def error(of):
         return max(float((a.double() - b).abs().max()) for a, b in zip(of.outputs, wide.outputs, strict=True))
@@ -230,7 +232,9 @@ def test_buffers_are_updated_in_place():
 
 def test_one_value_per_channel_in_all_is_torchs_error(tmp_path):
     shapes = [(1, 3), (0, 3)]
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got input size") as plain:
+    with pytest.raises(
+        ValueError, match="Expected more than 1 value per channel when training, got input size"
+    ) as plain:
         nn.BatchNorm1d(3)(torch.zeros(1, 3))
     with pytest.raises(ValueError, match=r"in replica 0 on cpu: Expected more than 1 value per channel when training"):
         spans.over_replicas(SyncBatchNorm1d(3), parts_of(shapes))
@@ -261,7 +265,9 @@ def test_the_number_of_channels_is_checked():
         SyncBatchNorm2d(3)(torch.zeros(2, 4, 5, 5))
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(nn.BatchNorm1d, (2, 3, 4, 4)), (nn.BatchNorm2d, (2, 3)), (nn.BatchNorm3d, (2, 3, 4, 4))])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(nn.BatchNorm1d, (2, 3, 4, 4)), (nn.BatchNorm2d, (2, 3)), (nn.BatchNorm3d, (2, 3, 4, 4))]
+)
 def test_dimensions_are_checked_with_torchs_words(kind, shape):
     with pytest.raises(ValueError) as plain:  # noqa: PT011  # compared below
         kind(3)(torch.zeros(shape))

@@ -86,6 +86,8 @@ def _verify(options: argparse.Namespace) -> int:
         raise ConfigError(f"--workers {options.workers} is one number; expected at least two to compare, such as 1,2,4")
     if options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps {options.steps}, expected a whole number above 0")
+    if not options.timeout > 0:
+        raise ConfigError(f"--timeout {options.timeout:g}, expected a number of seconds above 0")
     from evenstep.cli.verify import verify  # here: as above
 
     return verify(options.script, options.args, counts, options.steps, options.shards, options.timeout)

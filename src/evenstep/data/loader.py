@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from evenstep.core.errors import ConfigError
+from evenstep.core.errors import ConfigError, SilenceError
 from evenstep.data.order import Request
-from evenstep.engine.randomness import derive, preserved, seed_all
+from evenstep.engine.randomness import Stream, derive, preserved, seed_all
 from evenstep.native import core
 
 __all__ = ["Batch", "Loader", "cut_batch", "to_device"]
 
 Collate = Callable[[list[Any]], Any]
+_LONGEST_S = 1e6  # what a queue can be asked to wait
 
 
 @dataclass(frozen=True)
@@ -102,19 +103,27 @@ class Loader:
         self._loaders, self._prefetch, self._timeout_s = loaders, prefetch, timeout_s
 
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        """The batches, in order. Loader processes start at the first and end with the iterator, or with us."""
+        """The batches, in order. Loader processes start at the first and end with the iterator, or with us.
+
+        Raises:
+            SilenceError: No batch came from the loader processes within the timeout.
+            RuntimeError: A loader process was killed; torch names it.
+        """
         if self._loaders == 0:
+            own = Stream()
+            own.reseed(0)
             for request in requests:
                 threads = torch.get_num_threads()
                 torch.set_num_threads(1)
                 try:
                     with preserved():
+                        own.resume()  # sets NumPy's generator of the caller aside: seeding would change it in place
                         batch = self._parts[request]
                 finally:
                     torch.set_num_threads(threads)
                 yield batch
             return
-        yield from DataLoader(
+        loader = DataLoader(
             self._parts,
             batch_size=None,
             sampler=requests,
@@ -122,10 +131,19 @@ class Loader:
             prefetch_factor=self._prefetch,
             collate_fn=_as_it_is,
             worker_init_fn=_loader_begins,
-            timeout=self._timeout_s,
+            timeout=min(self._timeout_s, _LONGEST_S),
             multiprocessing_context="fork",
             generator=torch.Generator(),
         )
+        try:
+            yield from loader
+        except RuntimeError as error:
+            if str(error).startswith("DataLoader timed out"):
+                raise SilenceError(
+                    f"no batch came from the loader processes within {self._timeout_s:g} s; look at what the data set does, "
+                    "or raise Run(timeout_s=...)"
+                ) from error
+            raise
 
 
 def _as_it_is(batch: Any) -> Any:

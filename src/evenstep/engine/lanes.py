@@ -58,6 +58,7 @@ class Lanes:
         self._streams: list[Stream] = []
         self._threads: list[_LaneThread] = []
         self._lanes: Sequence[Lane] = ()
+        self.token: Tensor | None = None  # of the last run: differentiated too, it brings backward to every joint node
 
     def _resume(self, participant: Participant) -> None:
         self._lanes[participant.index].resume()
@@ -96,6 +97,8 @@ class Lanes:
                     results[participant.index] = functions[participant.index]()
             except BaseException as error:  # noqa: BLE001  # a thread's border: the caller raises it
                 errors[participant.index] = error
+            if participant.index == 0:
+                self.token = surroundings.token
             surroundings.token = None  # the graph holds the surroundings: the other way round too, both would stay
 
         session = self._rendezvous.register(shards)

@@ -15,7 +15,7 @@ from evenstep.engine.slots import Slots, copy_into
 from evenstep.engine.state import State
 from evenstep.exchange.group import Group
 
-__all__ = ["Models"]
+__all__ = ["Models", "check_model"]
 
 _GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
@@ -39,7 +39,6 @@ class Models:
         """
         if any(model is root for root in self._roots):
             return
-        _check_model(model)
         self._roots.append(model)
         prefix = "model" if len(self._roots) == 1 else f"model{len(self._roots)}"
         model.to(self._config.device)
@@ -60,13 +59,14 @@ class Models:
     def _compare(self, prefix: str, tensors: dict[str, Tensor]) -> None:
         layout = [[n, list(t.shape), str(t.dtype), list(t.stride()), t.requires_grad] for n, t in tensors.items()]
         of_all = self._group.gather_json(f"{prefix}: prepare", [layout, fingerprint(tensors)])
-        mine, first = of_all[self._group.worker], of_all[0]
-        for ours, theirs in zip(mine[0] + [None], first[0] + [None], strict=False):
-            if ours != theirs:
-                raise MismatchError(
-                    f"worker {self._group.worker} prepares {ours or 'nothing more'} where worker 0 prepares "
-                    f"{theirs or 'nothing more'}: all workers must build the same model"
-                )
+        first = of_all[0]
+        for worker, (theirs, _) in enumerate(of_all):  # every worker sees every difference, so all raise alike
+            for here, there in zip([*first[0], None], [*theirs, None], strict=False):
+                if here != there:
+                    raise MismatchError(
+                        f"worker {worker} prepares {there or 'nothing more'} where worker 0 prepares "
+                        f"{here or 'nothing more'}: all workers must build the same model"
+                    )
         if self._group.worker == 0 and any(other[1] != first[1] for other in of_all):
             warnings.warn(
                 "the workers built different initial weights; worker 0's are used, but another run would begin "
@@ -97,13 +97,15 @@ class Models:
         self.slots.bind(self.slots.base())
         with torch.no_grad():
             for name, parameter in self.slots.parameters.items():
-                if self.state.entries[name].working is self.state.entries[name].live:
+                entry = self.state.entries.get(name)  # None: prepare failed half-way
+                if entry is not None and entry.working is entry.live:
                     parameter.data = parameter.data.clone()
             for pair in pairs:
                 pair.release()
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise UnsupportedError for a model that cannot be trained exactly, before anything is changed."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"prepare got a {type(model).__name__} as model, expected a torch.nn.Module")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):

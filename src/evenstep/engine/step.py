@@ -204,6 +204,9 @@ class Engine:
         try:
             values = self._lanes.run(shards, lanes, seeds, where, gather, functions)
             losses = [value[0] * weights[shard] for shard, value in zip(shards, values, strict=True)]
+            token, self._lanes.token = self._lanes.token, None
+            if token is not None:  # where no shard of this worker uses a layer's output, other workers still wait for it
+                losses.append(token.sum())
             self._backward(losses, lanes, pair, shards)
         except Exception as error:
             error.add_note(f"in worker {self.group.worker}, step {self.version}")

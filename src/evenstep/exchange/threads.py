@@ -61,9 +61,9 @@ def side_by_side(
         results, failures = _collect(outcomes, session)
     except BaseException as error:  # Ctrl-C, or no memory for a thread: let them go at their next meeting
         session.cancel(f"the caller was interrupted by {type(error).__name__}", error)
-        _join(threads)
+        _join(threads, _GRACE_S)
         raise
-    _join(threads)
+    _join(threads, 0.1)  # they have nothing left to do, or are given up
     if failures:
         raise explain(*_first_cause(failures))
     return [results[p.index] for p in session.participants]
@@ -88,8 +88,8 @@ def _collect(
     return results, failures
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
-    deadline = time.monotonic() + _GRACE_S
+def _join(threads: Sequence[threading.Thread], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     for thread in threads:
         if thread.ident is not None:
             thread.join(timeout=max(deadline - time.monotonic(), 0.001))

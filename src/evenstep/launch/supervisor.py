@@ -80,6 +80,7 @@ class _Supervisor:
         told.setblocking(False)
         wake.setblocking(False)
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, nobody could be waited for
         signal.set_wakeup_fd(told.fileno())
         self._selector.register(wake, selectors.EVENT_READ, ("signal", None))
         try:
@@ -286,6 +287,8 @@ def supervise(job: Job) -> int:
                     f"--log-dir {job.log_dir}: {error.filename or job.log_dir} cannot be made: {error.strerror}; "
                     "name another directory"
                 ) from error
+        import torch._inductor.config  # noqa: F401  # a second that every worker would spend in its first step
+
         for stream in (sys.stdout, sys.stderr):
             stack.enter_context(_bytes_as_they_are(stream))
         return _Supervisor(job, logs).run()

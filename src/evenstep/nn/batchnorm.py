@@ -15,6 +15,7 @@ therefore kept for as long as its graph lives, and served to the recomputation.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -27,6 +28,7 @@ from evenstep.exchange.surroundings import Surroundings, current
 from evenstep.nn import functional as f
 from evenstep.nn.functional import EpsMode, Stats
 from evenstep.nn.process_group import GroupHandle, around
+from evenstep.nn.unchained import Unchained
 
 __all__ = [
     "LazySyncBatchNorm1d",
@@ -331,6 +333,7 @@ class _Joint(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, token: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         xs, _, weights, biases = _quarters(tensors)
         ctx.call = call
+        ctx.set_materialize_grads(False)
         outputs = []
         for x, weight, bias in zip(xs, weights, biases, strict=True):
             mean, invstd, _ = call.on(x.device)
@@ -338,7 +341,7 @@ class _Joint(torch.autograd.Function):
         return (torch.zeros(0), *outputs)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, *dys: Tensor) -> tuple[Any, ...]:  # type: ignore[override]  # torch's own signature is *Any
+    def backward(ctx: Any, _: Tensor | None, *dys: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's own signature is *Any
         call: _Call = ctx.call
         if current() is not None:
             raise UnsupportedError(
@@ -349,7 +352,7 @@ class _Joint(torch.autograd.Function):
         with torch.no_grad():
             gradients = _gradients(call, dys, saved, ctx.needs_input_grad[2:])
         if torch.is_grad_enabled():  # create_graph=True
-            sources = [*dys, *(tensor for pair in saved for tensor in pair if tensor is not None)]
+            sources = [tensor for tensor in (*dys, *chain(*saved)) if tensor is not None]
             gradients = list(_Once.apply(call.tag, gradients, *sources))
         return (None, torch.zeros(0), *gradients)
 
@@ -360,18 +363,25 @@ def _quarters(values: Sequence[Any]) -> list[Any]:
 
 
 def _gradients(
-    call: _Call, dys: Sequence[Tensor], saved: Sequence[tuple[Any, Any]], needed: Sequence[bool]
+    call: _Call, dys: Sequence[Tensor | None], saved: Sequence[tuple[Any, Any]], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of all inputs of the joint node; needs the sums of all participants, so it exchanges."""
+    """The gradients of all inputs of the joint node; needs the sums of all participants, so it exchanges.
+
+    A participant may not have used its output (its dy is None), and its input still has a gradient through the others'.
+    Where nobody has there is none at all, as in plain torch: None and not zero, which an optimizer treats differently.
+    """
     device = call.stats.mean.device
     nothing = torch.zeros_like(call.stats.mean)
     sums = [(nothing, nothing)] * len(dys)
     for i, (dy, (x, _)) in enumerate(zip(dys, saved, strict=True)):
-        if x is not None:
-            mean, invstd, _ = call.on(x.device)
-            sums[i] = f.backward_reduce(dy, x, mean)
-    rows = torch.stack([torch.cat(pair).to(device) for pair in sums])
-    sum_dy, sum_dy_xmu = _sum_all(call.around.gather(f"{call.tag} backward", rows)).chunk(2)
+        if x is not None and dy is not None:
+            sums[i] = f.backward_reduce(dy, x, call.on(x.device)[0])
+    used = [torch.full((1,), dy is not None, dtype=torch.float64, device=device) for dy in dys]
+    rows = torch.stack([torch.cat([one, *(t.to(device) for t in pair)]) for one, pair in zip(used, sums, strict=True)])
+    everyone = _sum_all(call.around.gather(f"{call.tag} backward", rows))
+    if float(everyone[0]) == 0:
+        return [None] * len(needed)
+    sum_dy, sum_dy_xmu = everyone[1:].chunk(2)
     sum_dy_xmu = f.mask_clamped(sum_dy_xmu, call.stats, call.eps, call.eps_mode)
     need_x, _, need_weight, need_bias = _quarters(needed)
     num = len(dys)
@@ -381,12 +391,13 @@ def _gradients(
             continue
         mean, invstd, count = call.on(x.device)
         if need_x[i]:
-            everyone = (sum_dy.to(x.device), sum_dy_xmu.to(x.device))
-            gradients[i] = f.backward_input(dy, x, mean, invstd, weight, *everyone, count)
+            own_dy = torch.zeros_like(x) if dy is None else dy
+            sums_of_all = (sum_dy.to(x.device), sum_dy_xmu.to(x.device))
+            gradients[i] = f.backward_input(own_dy, x, mean, invstd, weight, *sums_of_all, count)
         gradients[num + i] = x.new_empty(0)
-        if need_weight[i]:
+        if need_weight[i] and dy is not None:
             gradients[2 * num + i] = own[1] * invstd
-        if need_bias[i]:
+        if need_bias[i] and dy is not None:
             gradients[3 * num + i] = own[0]
     return gradients
 
@@ -423,11 +434,8 @@ class _Recomputed(torch.autograd.Function):
         )
 
 
-class _Nobody:
+class _Nobody(Unchained):
     """Surroundings without anybody: what `_lead` needs for a layer that is alone with an eps mode of its own."""
-
-    def __init__(self) -> None:
-        self.token: Tensor | None = None
 
     def meet(self, tag: str, value: Any, lead: Any) -> Any:
         return lead([value])[0]

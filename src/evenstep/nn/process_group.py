@@ -1,8 +1,7 @@
 """A `torch.distributed` process group as surroundings: every rank is one participant.
 
-Nothing is chained over forwards here (`token` stays None): a script may run several forwards and differentiate them in
-any order. On one rank autograd runs the nodes in an order that the graph alone fixes, and every exchange is matched by
-its tag, so ranks whose graphs differ get an error and no mixture.
+The calls are not chained for backward. On one rank autograd runs the nodes in an order that the graph alone fixes, and
+every exchange is matched by its tag, so ranks whose graphs differ get an error and no mixture.
 """
 
 import hashlib
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from evenstep.core.errors import MismatchError, SilenceError, UnsupportedError
+from evenstep.nn.unchained import Unchained
 
 __all__ = ["GroupHandle", "ProcessGroup", "around"]
 
@@ -39,20 +39,11 @@ class GroupHandle:
         return GroupHandle, (None if self.group is None else _LOST,)
 
 
-class ProcessGroup:
+class ProcessGroup(Unchained):
     """The ranks of a process group, each a participant."""
 
     def __init__(self, group: Any) -> None:
         self._group = group  # None is the default group
-
-    @property
-    def token(self) -> Tensor | None:
-        """See the module's contract."""
-        return None
-
-    @token.setter
-    def token(self, value: Tensor | None) -> None:
-        pass
 
     def meet(self, tag: str, value: Any, lead: Callable[[list[Any]], Any]) -> Any:
         """See `Surroundings`: a rank has no other local participants."""

@@ -18,6 +18,7 @@ from evenstep.core.errors import CheckpointError, ConfigError, PeerError
 from evenstep.data.loader import Batch, Loader, cut_batch, num_rows, to_device
 from evenstep.data.order import Plan
 from evenstep.engine.determinism import profile
+from evenstep.engine.models import check_model
 from evenstep.engine.pair import Pair
 from evenstep.engine.randomness import seed_all
 from evenstep.engine.step import Engine
@@ -97,7 +98,8 @@ class Run:
         try:
             self._agree()
         except BaseException:
-            self._fail()
+            self._tell_others()
+            self._release()
             raise
         seed_all(seed)
 
@@ -108,12 +110,13 @@ class Run:
 
     def _agree(self) -> None:
         of_all = self._group.gather_json("join", profile(self.config))
-        for key, value in of_all[self.worker].items():
-            if value != of_all[0][key]:
-                raise ConfigError(
-                    f"worker {self.worker} has {key}={value!r} but worker 0 has {of_all[0][key]!r}; "
-                    "all workers must run the same script on the same kind of machine"
-                )
+        for worker, theirs in enumerate(of_all):
+            for key, value in theirs.items():
+                if value != of_all[0][key]:
+                    raise ConfigError(
+                        f"worker {worker} has {key}={value!r} but worker 0 has {of_all[0][key]!r}; "
+                        "all workers must run the same script on the same kind of machine"
+                    )
 
     # ---- entering and leaving ----
 
@@ -124,7 +127,8 @@ class Run:
         if error is None:
             self.close()
         else:
-            self._fail(error)
+            self._tell_others()
+            self._release()
 
     def close(self) -> None:
         """Finish: wait for all workers, print the fingerprint (worker 0, unless quiet), let go of everything."""
@@ -140,13 +144,12 @@ class Run:
                 send(self._env.events_fd, {"fingerprint": self.fingerprint()})
         self._release()
 
-    def _fail(self, error: BaseException | None = None) -> None:
-        """Tell the other workers why this one stops, unless it stops because of them."""
-        error = error or sys.exc_info()[1]
+    def _tell_others(self) -> None:
+        """Say why this worker stops, unless it stops because of another."""
+        error = sys.exc_info()[1]
         if error is not None and not isinstance(error, PeerError):
             where = f"worker {self.worker} failed at step {self.version}:\n"
             self._group.fail(where + "".join(traceback.format_exception(error)))
-        self._release()
 
     def _release(self) -> None:
         if self._closed:
@@ -196,11 +199,12 @@ class Run:
             MismatchError: Another worker prepares something else.
         """
         try:
+            check_model(model)
             if sync_batchnorm:
                 model = convert_sync_batchnorm(model)
             self._engine.prepare(model, optimizer)
         except BaseException:
-            self._fail()
+            self._tell_others()
             raise
         return model if optimizer is None else (model, optimizer)
 
@@ -310,12 +314,6 @@ class Run:
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
         self._last = (float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
-
-    def _tell_others(self) -> None:
-        error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, PeerError):
-            where = f"worker {self.worker} failed at step {self.version}:\n"
-            self._group.fail(where + "".join(traceback.format_exception(error)))
 
     def _pair(self, optimizer: Optimizer | None) -> Pair:
         pairs = self._engine.pairs

@@ -54,7 +54,8 @@ class Segment:
             described = None  # it is no file that could be mapped
         if described is None:
             raise ConfigError(
-                f"file descriptor {fd} is no evenstep segment of this build; start all workers with one version"
+                f"file descriptor {fd} is no evenstep segment of this build; start all workers with one version, and "
+                "programs that a worker starts without its EVENSTEP_* variables"
             )
         self.num_workers, slot_bytes = described
         self.slot_bytes = slot_bytes

@@ -1,0 +1,22 @@
+"""What surroundings share whose calls need not be chained for backward."""
+
+from torch import Tensor
+
+__all__ = ["Unchained"]
+
+
+class Unchained:
+    """Surroundings that keep no token: every joint node stands alone.
+
+    A script may then run several forwards and differentiate them in any order, as it may in plain torch. It also keeps
+    the graph, which holds the surroundings, from being held by them.
+    """
+
+    @property
+    def token(self) -> Tensor | None:
+        """Nothing to hang on to."""
+        return None
+
+    @token.setter
+    def token(self, value: Tensor | None) -> None:
+        pass

@@ -1,0 +1,276 @@
+"""Loading: the same bytes whoever loads, nothing that is another worker's, and errors that say what happened."""
+
+import math
+import os
+import pickle
+import random
+import re
+import signal
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+import processes
+from evenstep.core.errors import ConfigError, SilenceError
+from evenstep.data.loader import Loader, cut_batch, num_rows, to_device
+from evenstep.data.order import Plan
+from workers import run_outcomes, run_workers
+
+PLAN = Plan(num_samples=37, batch_size=10, num_shards=4, seed=3, shuffle=True, drop_last=False)
+
+
+class Augmented(Dataset):
+    """Draws from all three generators, and from each so often that a stream which is not seeded anew would show."""
+
+    def __len__(self):
+        return 37
+
+    def __getitem__(self, index):
+        noise = torch.randn(4).sum() if index % 2 else torch.rand(9).sum()
+        flip = random.random() < 0.5
+        return {"x": torch.full((3,), float(index)) + noise, "np": np.random.rand(1 + flip)[-1], "index": index}
+
+
+class Watched(Dataset):
+    """Writes down which samples were asked for."""
+
+    def __init__(self, failing=None):
+        self.seen = []
+        self.failing = failing
+
+    def __len__(self):
+        return 37
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        if self.failing is not None:
+            self.failing(index)
+        return torch.tensor(index)
+
+
+def load(dataset, span=range(4), loaders=0, epochs=(0, 1), collate=None, **changes):
+    options = {"prefetch": 2, "timeout_s": 60.0, **changes}
+    loader = Loader(dataset, span, PLAN.seed, "sample", collate=collate, loaders=loaders, **options)
+    return loader.load(request for epoch in epochs for request in PLAN.requests(epoch))
+
+
+def content(batches):
+    return [
+        pickle.dumps((b.epoch, b.number, b.sizes, {k: list(p.items()) for k, p in b.parts.items()})) for b in batches
+    ]
+
+
+def in_a_fork(body):
+    """What the body returns; torch's signal handler for loader processes that die stays in the fork."""
+    return run_workers(1, lambda _: body())[0]
+
+
+def generators():
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
+# ---- the same samples everywhere ----
+
+
+def test_loader_processes_draw_the_same_bytes_as_inline_loading():
+    inline = content(load(Augmented()))
+    assert len(inline) == 8
+    for loaders in (1, 3):
+        assert in_a_fork(lambda loaders=loaders: content(load(Augmented(), loaders=loaders))) == inline
+
+
+def test_a_sample_does_not_depend_on_the_worker_that_loads_it():
+    whole = list(load(Augmented()))
+    for span in (range(0, 1), range(1, 3), range(3, 4)):
+        for mine, all_of_it in zip(load(Augmented(), span=span), whole, strict=True):
+            assert set(mine.parts) == set(span)
+            assert mine.sizes == all_of_it.sizes
+            assert len(mine) == len(all_of_it)
+            for k in span:
+                assert pickle.dumps(list(mine.parts[k].items())) == pickle.dumps(list(all_of_it.parts[k].items()))
+
+
+def test_an_augmentation_is_another_in_every_epoch():
+    first, again = (
+        {s: v for b in load(Augmented(), epochs=[e]) for p in b.parts.values() for s, v in pairs(p)} for e in (0, 1)
+    )
+    assert set(first) == set(again) == set(range(37))
+    assert all(first[index] != again[index] for index in first)
+
+
+def pairs(part):
+    return zip(part["index"].tolist(), part["np"].tolist(), strict=True)
+
+
+def test_a_worker_loads_the_samples_of_its_own_shards_and_no_others():
+    dataset = Watched()
+    list(load(dataset, span=range(1, 3)))
+    mine = [index for epoch in (0, 1) for r in PLAN.requests(epoch) for k in (1, 2) for index in r.shards[k]]
+    assert dataset.seen == mine
+
+
+def test_loading_ahead_is_bounded():
+    def body():
+        asked = []
+
+        def requests():
+            for request in PLAN.requests(0):
+                asked.append(request.number)
+                yield request
+
+        loader = Loader(Augmented(), range(4), 0, "sample", collate=None, loaders=1, prefetch=2, timeout_s=60.0)
+        batches = loader.load(requests())
+        next(batches)
+        batches.close()
+        return asked
+
+    assert in_a_fork(body) == [0, 1, 2]
+
+
+def test_an_empty_shard_has_no_part():
+    plan = Plan(3, 3, 4, 0, False, False)
+    loader = Loader(Watched(), range(2, 4), 0, "sample", collate=None, loaders=0, prefetch=1, timeout_s=1.0)
+    (batch,) = loader.load(plan.requests(0))
+    assert set(batch.parts) == {2}
+    assert batch.sizes == [1, 1, 1, 0]
+
+
+def test_plain_tensors_are_taken_at_once_and_come_out_as_if_one_by_one():
+    tensors = TensorDataset(torch.randn(37, 5), torch.arange(37))
+
+    class OneByOne(Dataset):
+        def __len__(self):
+            return len(tensors)
+
+        def __getitem__(self, index):
+            return tensors[index]
+
+    for fast, slow in zip(load(tensors), load(OneByOne()), strict=True):
+        assert fast.parts.keys() == slow.parts.keys()
+        for k in fast.parts:
+            assert all(torch.equal(a, b) for a, b in zip(fast.parts[k], slow.parts[k], strict=True))
+            assert type(fast.parts[k]) is type(slow.parts[k])
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_the_callers_collate_function_makes_the_parts(loaders):
+    def body():
+        return next(load(Watched(), loaders=loaders, collate=lambda samples: [int(s) for s in samples])).parts
+
+    request = next(PLAN.requests(0))
+    assert in_a_fork(body) == {k: list(request.shards[k]) for k in range(4)}
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_loading_leaves_the_callers_generators_as_they_were(loaders):
+    def body():
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        before = generators()
+        batches = load(Augmented(), loaders=loaders)
+        next(batches)
+        assert generators() == before
+        list(batches)
+        assert generators() == before
+
+    in_a_fork(body)
+
+
+def test_samples_are_drawn_with_one_thread_whatever_the_caller_has():
+    seen = []
+    dataset = Watched(failing=lambda _: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        next(load(dataset))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert set(seen) == {1}
+
+
+# ---- errors ----
+
+
+def fail(index):
+    if index == 7:
+        raise KeyError("sample seven is broken")
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_an_exception_in_a_data_set_comes_with_its_traceback(loaders):
+    (outcome,) = run_outcomes(1, lambda _: list(load(Watched(failing=fail), loaders=loaders)))
+    assert outcome.kind == "KeyError"
+    assert "sample seven is broken" in outcome.text
+    assert "in fail" in outcome.text
+
+
+def test_a_loader_process_that_is_killed_is_an_error_and_no_wait():
+    def die(index):
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    (outcome,) = run_outcomes(1, lambda _: list(load(Watched(failing=die), loaders=2)))
+    assert outcome.kind == "RuntimeError"
+    assert re.search(r"DataLoader worker \(pid\(?s?\)? ?\d+\) (is killed by signal|exited unexpectedly)", outcome.text)
+
+
+def test_a_loader_process_that_says_nothing_is_an_error_after_the_timeout():
+    body = lambda _: list(load(Watched(failing=lambda _: signal.pause()), loaders=1, timeout_s=0.5))  # noqa: E731
+    (outcome,) = run_outcomes(1, body)
+    assert outcome.kind == SilenceError.__name__
+    assert "no batch came from the loader processes within 0.5 s" in outcome.text
+
+
+def test_no_timeout_is_no_error():
+    assert in_a_fork(lambda: len(list(load(Watched(), loaders=1, timeout_s=math.inf)))) == 8
+
+
+def test_a_caller_that_goes_away_early_leaves_no_process():
+    def body():
+        for batch in load(Augmented(), loaders=2):
+            assert batch.number == 0
+            break
+        return list(processes.descendants())
+
+    assert in_a_fork(body) == []
+
+
+def test_a_stream_is_refused_with_the_reason():
+    with pytest.raises(
+        ConfigError, match=r"range_iterator without __getitem__ and __len__.*a stream has to be indexed"
+    ):
+        load(iter(range(3)))
+
+
+@pytest.mark.parametrize("changes", [{"loaders": -1}, {"prefetch": 0}], ids=str)
+def test_numbers_that_make_no_sense_are_refused(changes):
+    with pytest.raises(ConfigError, match="expected loaders >= 0 and prefetch >= 1"):
+        load(Watched(), **changes)
+
+
+# ---- nested values ----
+
+Point = namedtuple("Point", "x y")
+
+
+def test_batches_of_any_nesting_are_cut_and_moved_and_keep_their_types():
+    value = {
+        "a": torch.arange(6),
+        "b": [Point(torch.arange(12).reshape(6, 2), "text"), (torch.arange(6.0),)],
+        "c": None,
+    }
+    cut = cut_batch(value, 2, 4)
+    assert cut["a"].tolist() == [2, 3]
+    assert isinstance(cut["b"][0], Point)
+    assert cut["b"][0].x.tolist() == [[4, 5], [6, 7]]
+    assert cut["b"][0].y == "text"
+    assert cut["b"][1][0].tolist() == [2.0, 3.0]
+    assert cut["c"] is None
+    moved = to_device(value, "meta")
+    assert moved["b"][0].x.device.type == "meta"
+    assert num_rows(value) == 6
+    assert num_rows({"a": 3, "b": torch.tensor(1.0)}) is None

@@ -1,0 +1,294 @@
+"""Whatever a rank or a shard does wrong, the others get an error that names layer, call and culprit, in time."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import evenstep
+import spans
+from evenstep.core.errors import MismatchError, SilenceError
+from evenstep.nn import SyncBatchNorm1d, convert_sync_batchnorm, process_group
+from workers import run_outcomes
+
+TIMEOUT_S = 0.7
+REPORT_S = 0.5
+IN_TIME_S = TIMEOUT_S + REPORT_S + 2.0  # the last is for slow machines
+STAY_S = TIMEOUT_S + REPORT_S + 0.5  # how long a rank stays away to be missed by all
+
+
+@pytest.fixture(autouse=True)
+def ranks_that_are_left_say_so_soon(monkeypatch):
+    monkeypatch.setattr(process_group, "_REPORT_S", REPORT_S)
+
+
+class Two(nn.Module):
+    def __init__(self, features=(3, 3)):
+        super().__init__()
+        self.a, self.b = (nn.BatchNorm1d(f) for f in features)
+        convert_sync_batchnorm(self)
+
+
+def x(features=3):
+    return torch.randn(4, features, requires_grad=True)
+
+
+def silence_on(others, num_ranks, body, folder, *, timeout_s=TIMEOUT_S):
+    """Run ranks of which some must get a SilenceError in time; return the messages of those."""
+
+    def timed(rank):
+        begin = time.monotonic()
+        try:
+            body(rank)
+        except SilenceError as error:
+            return str(error), time.monotonic() - begin
+        finally:
+            if rank in others:
+                time.sleep(REPORT_S)  # a rank that has the error does not pull the others down with it
+        return None
+
+    def without_end(rank):
+        value = timed(rank)
+        raise _Answer(repr(value))  # past the barrier at the end: the group is broken
+
+    outcomes = spans.rank_outcomes(num_ranks, without_end, folder, timeout_s=timeout_s)
+    messages = []
+    for rank in others:
+        assert outcomes[rank].kind == "_Answer", outcomes[rank].text
+        value = eval(outcomes[rank].text.rpartition("_Answer: ")[2])  # noqa: S307  # our own repr
+        assert value is not None, f"rank {rank} got no error"
+        assert value[1] < IN_TIME_S
+        messages.append(value[0])
+    return messages
+
+
+class _Answer(Exception):
+    pass
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_dies_is_named(num_ranks, tmp_path):
+    def body(rank):
+        model = Two()
+        model.a(x())
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.b(x())
+
+    others = [r for r in range(num_ranks) if r != 1]
+    for message in silence_on(others, num_ranks, body, tmp_path):
+        assert "rank 1 did not come to 'b call 0 forward'" in message
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_raises_and_stays_is_named(num_ranks, tmp_path):
+    def body(rank):
+        model = Two()
+        model.a(x())
+        if rank == 1:
+            try:
+                raise MemoryError
+            except MemoryError:
+                time.sleep(STAY_S)
+            return
+        time.sleep(0.6 * TIMEOUT_S * (rank == 2))  # its own wait would end later, but it must say so in time
+        model.a(x())
+
+    others = [r for r in range(num_ranks) if r != 1]
+    for message in silence_on(others, num_ranks, body, tmp_path):
+        assert "rank 1 did not come to 'a call 1 forward'" in message
+
+
+def test_a_rank_that_stops_is_named(tmp_path):
+    def body(rank):
+        model = Two()
+        if rank == 1:
+            time.sleep(STAY_S)
+            return
+        model.a(x())
+
+    (message,) = silence_on([0], 2, body, tmp_path)
+    assert "rank 1 did not come to 'a call 0 forward', where rank 0 waits" in message
+
+
+def test_a_rank_that_skips_backward_is_named(tmp_path):
+    def body(rank):
+        y = Two().a(x())
+        if rank == 0:
+            y.square().sum().backward()
+        else:
+            time.sleep(STAY_S)
+
+    (message,) = silence_on([0], 2, body, tmp_path)
+    assert "rank 1 did not come to 'a call 0 backward'" in message
+
+
+def test_a_store_that_does_not_answer_is_no_hang(tmp_path):
+    def body(rank):
+        if rank == 0:
+            torch.distributed.distributed_c10d._get_default_store().set = None
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def stuck(*_):
+            time.sleep(30.0)
+
+        distributed.distributed_c10d._get_default_store = lambda: type("Store", (), {"set": stuck})()
+        Two().a(x())
+
+    (message,) = silence_on([1], 2, body, tmp_path)
+    assert (
+        "a rank (perhaps 0, which keeps the store) did not come or failed on the way to 'a call 0 forward'" in message
+    )
+
+
+@pytest.mark.parametrize("features", [(3, 3), (3, 5)], ids=["of one size", "of different sizes"])
+def test_ranks_at_different_layers_all_learn_it_at_once(features, tmp_path):
+    def body(rank):
+        model = Two(features)
+        begin = time.monotonic()
+        with pytest.raises(MismatchError) as caught:
+            model.b(x(features[1])) if rank == 1 else model.a(x(features[0]))
+        assert time.monotonic() - begin < 5.0
+        return str(caught.value)
+
+    for message in spans.run_ranks(3, body, tmp_path, timeout_s=10.0):
+        assert "rank 0 is at 'a call 0 forward', rank 1 is at 'b call 0 forward', rank 2 is at 'a call 0" in message
+
+
+def test_ranks_at_different_calls_all_learn_it_at_once(tmp_path):
+    """Rank 1 skips the second call of a layer and goes on to backward."""
+
+    def body(rank):
+        model = Two()
+        y = model.a(x())
+        with pytest.raises(MismatchError) as caught:
+            if rank == 0:
+                y = model.a(x())
+            y.square().sum().backward()
+        return str(caught.value)
+
+    for message in spans.run_ranks(2, body, tmp_path):
+        assert "rank 0 is at 'a call 1 forward', rank 1 is at 'a call 0 backward'" in message
+
+
+def test_layers_without_a_name_are_told_apart_by_their_size(tmp_path):
+    def body(rank):
+        with pytest.raises(MismatchError) as caught:
+            SyncBatchNorm1d(3 + rank)(x(3 + rank))
+        return str(caught.value)
+
+    assert "rank 1 is at 'SyncBatchNorm1d(4) call 0 forward'" in spans.run_ranks(2, body, tmp_path)[0]
+
+
+def test_subgroups_meet_among_themselves_and_the_rest_is_alone(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(4, 3, generator=generator) for _ in range(3)]
+
+    def body(rank):
+        group = distributed.new_group([0, 2])
+        layer = convert_sync_batchnorm(nn.BatchNorm1d(3, momentum=1.0), process_group=group)
+        layer(parts[rank])
+        if rank != 1:  # a group that is made later counts its calls from the start
+            other = distributed.new_group([0, 2], use_local_synchronization=True)
+            convert_sync_batchnorm(layer, process_group=other)(parts[rank])
+        return layer.running_mean
+
+    found = spans.run_ranks(3, body, tmp_path)
+    expected = [torch.cat([parts[0], parts[2]]).mean(0), parts[1].mean(0), torch.cat([parts[0], parts[2]]).mean(0)]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_lost_rank_of_a_subgroup_is_named_by_its_global_number(tmp_path):
+    def body(rank):
+        group = distributed.new_group([1, 2])
+        layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), process_group=group)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            layer(x())
+
+    (message,) = silence_on([1], 3, body, tmp_path)
+    assert "rank 2 did not come to '0 call 0 forward', where rank 1 waits" in message
+
+
+def test_layers_that_come_and_go_do_not_confuse_the_call_numbers(tmp_path):
+    """Ranks that free layers at different times must not count the calls of a new layer by the address of an old one."""
+
+    def body(rank):
+        kept = []
+        for n in range(20):
+            layer = SyncBatchNorm1d(3)
+            layer(x())
+            if n % 2 == rank:
+                kept.append(layer)
+        return True
+
+    assert spans.run_ranks(2, body, tmp_path) == [True, True]
+
+
+def in_a_run(step, num_workers=2):
+    def body(worker):
+        model = Two()
+        with evenstep.Run(shards=4, quiet=True, timeout_s=TIMEOUT_S) as run:
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            run.step(torch.arange(24.0).view(8, 3), lambda part: step(model, int(part[0, 0]) // 6, part))
+
+    begin = time.monotonic()
+    outcomes = run_outcomes(num_workers, body, shards=4)
+    assert time.monotonic() - begin < IN_TIME_S
+    return outcomes
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("shard", [0, 3])
+def test_a_shard_that_raises_ends_the_step_for_all(shard, num_workers):
+    def step(model, mine, part):
+        y = model.a(part)
+        if mine == shard:
+            raise LookupError("bad sample")
+        return model.b(y).square().mean()
+
+    outcomes = in_a_run(step, num_workers)
+    kinds = {outcome.kind for outcome in outcomes}
+    assert "LookupError" in kinds
+    assert kinds <= {"LookupError", "PeerError"}
+    assert all("bad sample" in outcome.text for outcome in outcomes)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_a_shard_that_skips_a_layer_is_named(num_workers):
+    def step(model, mine, part):
+        y = model.a(part)
+        return (y if mine == 3 else model.b(y)).square().mean()
+
+    outcomes = in_a_run(step, num_workers)
+    assert all(outcome.kind is not None for outcome in outcomes)
+    text = "".join(outcome.text for outcome in outcomes)
+    assert "b call 0" in text
+    assert ("shard 3" in text) or ("worker" in text)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_shards_at_different_layers_are_named(num_workers):
+    outcomes = in_a_run(
+        lambda model, mine, part: (model.b if mine >= 2 else model.a)(part).square().mean(), num_workers
+    )
+    text = "".join(outcome.text for outcome in outcomes)
+    assert all(outcome.kind in ("MismatchError", "PeerError") for outcome in outcomes)
+    assert "a call 0" in text
+    assert "b call 0" in text
+
+
+def test_a_shard_that_does_not_come_is_named():
+    def step(model, mine, part):
+        if mine == 1:
+            time.sleep(TIMEOUT_S + 1.0)
+        return model.a(part).square().mean()
+
+    (outcome,) = in_a_run(step, 1)
+    assert outcome.kind == "SilenceError"
+    assert "shard 1 (last at 'its start') did not come to" in outcome.text

@@ -1,0 +1,246 @@
+"""Whatever goes wrong is said clearly, to everyone."""
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import images
+from torch import nn
+
+import evenstep
+from workers import run_outcomes
+
+
+def prepare(run, model):
+    return run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))[0]
+
+
+def flat():
+    return nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+
+
+def step(run, model, fn=None):
+    return run.step(images(16).tensors, fn or (lambda part: F.cross_entropy(model(part[0]), part[1])))
+
+
+def test_workers_at_different_layers_get_an_error_that_names_both():
+    class Model(nn.Module):
+        def __init__(self, swap):
+            super().__init__()
+            self.a, self.b, self.swap = nn.BatchNorm2d(3), nn.BatchNorm2d(3), swap
+
+        def forward(self, x):
+            first, second = (self.b, self.a) if self.swap else (self.a, self.b)
+            return second(first(x)).mean((2, 3))
+
+    def body(worker):
+        with evenstep.Run(shards=4, quiet=True) as run:
+            model = prepare(run, Model(swap=worker == 1))
+            step(run, model)
+
+    outcomes = run_outcomes(2, body)
+    assert {o.kind for o in outcomes} <= {"MismatchError", "PeerError"}
+    for outcome in outcomes:
+        assert "step 0: a call 0 forward" in outcome.text
+        assert "step 0: b call 0 forward" in outcome.text
+
+
+def test_a_shard_that_skips_a_layer_is_named():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.out = nn.BatchNorm2d(3), nn.Linear(3, 4)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.out((x if self.calls == 3 else self.bn(x)).mean((2, 3)))
+
+    with evenstep.Run(shards=4, quiet=True) as run:
+        model = prepare(run, Model())
+        with pytest.raises(evenstep.MismatchError, match=r"shard 2 ended .* never came to 'step 0: bn call 0'"):
+            step(run, model)
+
+
+def test_an_exception_in_one_shard_reaches_all_workers_with_its_place_and_traceback():
+    def body(worker):
+        with evenstep.Run(shards=6, quiet=True) as run:
+            model = prepare(run, nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, 4)))
+
+            def function(part):
+                out = model(part[0])
+                if worker == 1 and part[1][0] == marked:
+                    raise KeyError("a bad sample")
+                return F.cross_entropy(out, part[1])
+
+            marked = images(24).tensors[1][12]  # the first sample of shard 3, the second of worker 1's
+            run.step(images(24).tensors, function)
+
+    outcomes = run_outcomes(3, body)
+    assert [o.kind for o in outcomes] == ["PeerError", "KeyError", "PeerError"]
+    for outcome in outcomes:
+        assert "a bad sample" in outcome.text
+        assert "in function" in outcome.text
+        assert "in shard" in outcome.text
+        assert "worker 1, step 0" in outcome.text
+
+
+@pytest.mark.parametrize("how", ["exit", "kill", "stop"])
+def test_a_worker_that_is_lost_or_silent_is_named_by_all_others(how):
+    def body(worker):
+        with evenstep.Run(shards=6, quiet=True, timeout_s=1.5) as run:
+            model = prepare(run, flat())
+            step(run, model)
+            if worker == 2:
+                victim, parent = os.getpid(), os.getppid()
+                if how == "stop" and os.fork() == 0:  # wakes it up again when the others have given it up
+                    while os.getppid() == victim and len(_children(parent)) > 1:
+                        time.sleep(0.05)
+                    os.kill(victim, signal.SIGKILL)
+                    os._exit(0)
+                os._exit(0) if how == "exit" else os.kill(victim, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            step(run, model)
+
+    outcomes = run_outcomes(3, body, timeout_s=30)
+    for outcome in outcomes[:2]:
+        assert outcome.kind in ("PeerError", "SilenceError")
+        assert "worker 2" in outcome.text
+        assert "its last exchange was 'step 0: commit'" in outcome.text
+        assert ("said nothing for 1.5 s" if how == "stop" else "ended while") in outcome.text
+
+
+def _children(pid):
+    """The children of a process that are still running."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        stat = Path(f"/proc/{child}/stat")
+        if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            found.append(int(child))
+    return found
+
+
+def test_unsupported_things_are_refused_before_training():
+    refusals = {
+        "sparse=False": (nn.Embedding(4, 2, sparse=True), torch.optim.SGD),
+        "closure": (nn.Linear(2, 2), torch.optim.LBFGS),
+        "Adam": (nn.Linear(2, 2), torch.optim.SparseAdam),
+        "bare model": (nn.DataParallel(nn.Linear(2, 2)), torch.optim.SGD),
+        "lazy model once": (nn.LazyLinear(2), None),
+        "torch.nn.Module": ("a string", None),
+    }
+    for text, (model, optimizer) in refusals.items():
+        with evenstep.Run(quiet=True) as run, pytest.raises(evenstep.UnsupportedError, match=text):  # noqa: PT012
+            if optimizer is None:
+                run.prepare(model)
+            else:
+                run.prepare(model, optimizer(model.parameters(), 0.1))
+
+
+def test_a_parameter_outside_of_the_model_is_refused():
+    with evenstep.Run(quiet=True) as run:
+        model, lone = nn.Linear(2, 2), nn.Parameter(torch.zeros(3))
+        with pytest.raises(evenstep.UnsupportedError, match=r"shape \(3,\) that is in no prepared model"):
+            run.prepare(model, torch.optim.SGD([*model.parameters(), lone], 0.1))
+
+
+def test_a_sparse_gradient_is_refused_at_the_step_that_meets_it():
+    with evenstep.Run(quiet=True) as run:
+        model = prepare(run, nn.Embedding(4, 2))
+        with pytest.raises(evenstep.UnsupportedError, match="'model.weight' got a sparse gradient"):
+            run.step(
+                torch.zeros(8, dtype=torch.long), lambda part: F.embedding(part, model.weight, sparse=True).sum()
+            )
+
+
+def test_a_buffer_that_changes_its_shape_is_refused():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(108, 4)
+            self.register_buffer("cache", torch.zeros(1))
+
+        def forward(self, x):
+            self.cache = torch.zeros(len(self.cache) + 1)
+            return self.linear(x.flatten(1))
+
+    with evenstep.Run(quiet=True) as run:
+        model = prepare(run, Growing())
+        with pytest.raises(evenstep.UnsupportedError, match="buffer 'model.cache' from \\(1,\\)"):
+            step(run, model)
+        assert model.cache.shape == (1,)
+
+
+def test_a_parameter_reached_outside_of_the_model_is_refused_beside_batch_norm():
+    with evenstep.Run(quiet=True) as run:
+        model = prepare(run, nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, 4)))
+        kept = list(model.parameters())
+        with pytest.raises(evenstep.UnsupportedError, match="through a reference kept outside"):
+            step(run, model, lambda part: F.cross_entropy(model(part[0]), part[1]) + sum(p.sum() for p in kept))
+
+
+def test_mistakes_in_a_step_are_said_in_a_sentence():
+    with evenstep.Run(quiet=True) as run:
+        with pytest.raises(evenstep.ConfigError, match="no optimizer was prepared"):
+            run.step(torch.zeros(8, 2), lambda part: part.sum())
+        model = prepare(run, flat())
+        other = prepare(run, nn.Linear(2, 2))
+        assert other is not None
+        with pytest.raises(evenstep.ConfigError, match="2 optimizers were prepared; say which one"):
+            step(run, model)
+    with evenstep.Run(quiet=True) as run:
+        model = prepare(run, flat())
+        with pytest.raises(evenstep.ConfigError, match="was not prepared"):
+            run.step(images(8).tensors, lambda part: part[0].sum(), optimizer=torch.optim.SGD(flat().parameters(), 1.0))
+        for wrong in (lambda part: model(part[0]), lambda part: 3.0, lambda part: (model(part[0]).sum(), "x")):
+            with pytest.raises(evenstep.ConfigError, match="expected the mean loss of its part"):
+                step(run, model, wrong)
+        with pytest.raises(evenstep.ConfigError, match="has 3 values for a part of 2 samples"):
+            step(run, model, lambda part: (model(part[0]).mean(), {"m": torch.zeros(3)}))
+        with pytest.raises(evenstep.ConfigError, match="no tensor with samples"):
+            run.step({"a": 3}, lambda part: part)
+
+
+def test_what_the_bits_rest_on_is_watched():
+    with evenstep.Run(quiet=True) as run:
+        model = prepare(run, flat())
+        torch.set_num_threads(2)
+        with pytest.raises(evenstep.NondeterminismError, match=r"get_num_threads\(\) is 2 but the run began with 1"):
+            step(run, model)
+        torch.set_num_threads(1)
+        step(run, model)
+    with evenstep.Run(quiet=True, on_nondeterminism="warn") as run:
+        model = prepare(run, flat())
+        torch.set_num_threads(2)
+        with pytest.warns(UserWarning, match="get_num_threads"):
+            step(run, model)
+        torch.set_num_threads(1)
+
+
+def test_different_initial_weights_are_said_once():
+    def body(worker):
+        with evenstep.Run(shards=2, quiet=True) as run, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.manual_seed(worker)
+            prepare(run, flat())
+            return [str(w.message) for w in caught], run.fingerprint()
+
+    (first, fingerprint), (second, other) = [o.value for o in run_outcomes(2, body)]
+    assert len(first) == 1
+    assert "different initial weights" in first[0]
+    assert second == []
+    assert fingerprint == other
+
+
+def test_another_model_on_another_worker_is_named():
+    def body(worker):
+        with evenstep.Run(shards=2, quiet=True) as run:
+            prepare(run, nn.Linear(2, 3 + worker))
+
+    outcomes = run_outcomes(2, body)
+    assert "MismatchError" in {o.kind for o in outcomes}
+    assert all("model.weight" in o.text for o in outcomes)

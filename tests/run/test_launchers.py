@@ -1,0 +1,28 @@
+"""The same script by itself, under `evenstep run` and under torchrun."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from workers import script_run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
+
+
+def last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]
+
+
+def test_python_the_launcher_and_torchrun_end_on_the_same_last_line():
+    alone = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=100, check=True)
+    launched = script_run("-n", "3", EXAMPLE, timeout_s=100)
+    assert launched.code == 0, launched.stderr
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE]
+    torchrun = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    expected = last_line(alone.stdout)
+    assert expected.startswith("fingerprint ")
+    assert len(expected.split()[1]) == 64
+    assert last_line(launched.stdout) == expected
+    assert last_line(torchrun.stdout) == expected
+    assert "[0] accuracy 0.9" in launched.stdout
+    assert "epoch 6/6" in launched.stderr
