@@ -7,10 +7,10 @@ Run it from the repository::
 The local part is all of ``evenstep.nn.functional`` that a step of one shard needs (statistics, normalize, running
 statistics, both halves of the backward), joined by a thin ``autograd.Function`` and without any exchange. Times are
 medians in microseconds; ratios are medians of the ratios of neighbouring measurements, in changing order, so that a
-machine which others use as well disturbs them little. The aim is a ratio of at most 1.15 in the last column.
+machine which others use as well disturbs them little. The aim is a ratio of at most 1.15 for both together.
 
-The input has standard deviation 1 and, unless ``--mean`` says otherwise, mean 0. Channels-last input whose mean is
-above 8 standard deviations takes a more exact and slower way through ``statistics``, which ``--mean 20`` shows.
+The last column is the ratio of the whole module, ``SyncBatchNorm2d`` with one participant and all that it does around
+the local part. The input has standard deviation 1 and, unless ``--mean`` says otherwise, mean 0.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from evenstep.nn import functional
+from evenstep.nn import SyncBatchNorm2d, functional
 
 SHAPES = [(16, 64, 32, 32), (64, 64, 32, 32), (128, 128, 16, 16), (128, 256, 8, 8), (32, 512, 7, 7)]
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
@@ -62,7 +62,7 @@ def step_times(forward: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor, param
 def measure(
     shape: Sequence[int], memory_format: torch.memory_format, rounds: int, mean: float = 0.0
 ) -> list[tuple[float, float, float]]:
-    """(torch's seconds, ours, ratio), medians over ``rounds``, for the forward, the backward and both."""
+    """(torch's seconds, ours, ratio), medians over ``rounds``, for the forward, the backward, both, and the module."""
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(shape, generator=generator).contiguous(memory_format=memory_format) for _ in range(2))
     x.add_(mean).requires_grad_()
@@ -73,16 +73,18 @@ def measure(
         y: Tensor = LocalBatchNorm.apply(x, norm, norm.weight, norm.bias)  # type: ignore[no-untyped-call]  # torch's
         return y
 
-    forwards: list[Callable[[Tensor], Tensor]] = [norm, ours]
-    for forward in forwards * 2:
-        step_times(forward, x, dy, parameters)
-    times: list[list[list[float]]] = [[], []]
-    for number in range(rounds):
-        for which in (0, 1) if number % 2 else (1, 0):
-            times[which].append(step_times(forwards[which], x, dy, parameters))
+    module = SyncBatchNorm2d(shape[1], eps_mode="clamp")  # in "plus" mode it would be torch's when alone
+    forwards: list[Callable[[Tensor], Tensor]] = [norm, ours, module]
+    leaves = [parameters, parameters, [module.weight, module.bias]]
+    times: list[list[list[float]]] = [[], [], []]
+    for number in range(-2, rounds):
+        for which in (0, 1, 2) if number % 2 else (2, 1, 0):
+            seconds = step_times(forwards[which], x, dy, leaves[which])
+            if number >= 0:
+                times[which].append(seconds)
     result = []
-    for part in range(3):
-        torch_s, ours_s = ([step[part] for step in times[which]] for which in (0, 1))
+    for part, other in ((0, 1), (1, 1), (2, 1), (2, 2)):
+        torch_s, ours_s = ([step[part] for step in times[which]] for which in (0, other))
         ratio = statistics.median(b / a for a, b in zip(torch_s, ours_s, strict=True))
         result.append((statistics.median(torch_s), statistics.median(ours_s), ratio))
     return result
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--mean", type=float, default=0.0, help="mean of the input, of standard deviation 1 (default: 0)"
     )
     options = parser.parse_args(arguments)
-    parts = ("forward", "backward", "both")
+    parts = ("forward", "backward", "both", "module")
     print(
         f"{'threads':>7} {'shape':<18} {'layout':<13} "
         + " ".join(f"{f'{part}: torch us, ours, ratio':>32}" for part in parts)

@@ -1,14 +1,16 @@
 """`evenstep verify`: it sees what differs, names it, and tells a failure from a difference."""
 
 import os
+import signal
 import subprocess
 
 import pytest
 
+import processes
 from evenstep.cli import verify as module
 from evenstep.cli.main import main
 from evenstep.cli.verify import Trace, compare
-from workers import cli_run
+from workers import Cli, cli_run
 
 TRAIN = """
     import os
@@ -93,6 +95,15 @@ def test_a_script_without_a_step_cannot_be_compared(warm, script, capsys):
 def test_a_script_that_takes_too_long_is_ended(script, capsys):
     assert main(["verify", "--workers", "1,2", "--timeout", "0.5", str(script("import time; time.sleep(600)"))]) == 1
     assert "did not end within 0.5 s; see --timeout" in capsys.readouterr().err
+
+
+def test_a_verification_that_is_killed_takes_its_runs_with_it(script):
+    with Cli("verify", script("import time; time.sleep(600)")) as cli:
+        assert processes.until(lambda: any("evenstep run" in line for line in processes.descendants(cli.pid).values()))
+        family = processes.descendants(cli.pid)
+        cli.kill(signal.SIGKILL)
+        cli.wait()
+        assert processes.until(lambda: not any(map(processes.is_alive, family)))
 
 
 def test_arguments_of_the_script_are_its_own(warm, script, capsys):

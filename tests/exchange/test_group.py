@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evenstep.core.errors import MismatchError, PeerError, SilenceError
-from evenstep.exchange.group import Group, sum_rows
+from evenstep.exchange.group import Group
 from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.segment import Segment
@@ -129,9 +129,15 @@ def test_json_values_of_any_size_are_exchanged():
     assert run_workers(3, body)[0] == [[0.1 + w, float("inf"), None] for w in range(3)]
 
 
-def test_the_sum_of_rows_is_the_tree_sum():
+def test_the_sum_over_shards_is_the_tree_sum_on_every_worker():
     rows = torch.randn(7, 33)
-    assert torch.equal(sum_rows(rows), tree.reduce(list(rows), torch.add))
+
+    def body(worker):
+        first = [0, 3, 5][worker]
+        return join(worker).sum("sum", rows[first : [3, 5, 7][worker]], [3, 2, 2]).numpy().tobytes()
+
+    expected = tree.reduce(list(rows), torch.add).numpy().tobytes()
+    assert run_workers(3, body) == [expected] * 3
 
 
 def test_thousands_of_exchanges_of_all_and_of_some_never_mix():
@@ -317,6 +323,7 @@ def test_a_worker_that_waits_can_be_interrupted():
     def body(worker):
         group = join(worker)
         if worker == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest in the background has it ignored
             begin = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
                 group.barrier("waiting")

@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import spans
 import torch
 from torch import nn
 from torch.nn import BatchNorm2d as ImportedEarly
 
-import spans
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.nn import (
     DataParallel,

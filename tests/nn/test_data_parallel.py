@@ -4,6 +4,7 @@ import collections
 import copy
 import functools
 import pickle
+import signal
 import threading
 import time
 
@@ -306,6 +307,29 @@ def test_a_replica_that_does_not_come_within_the_timeout_is_named():
     ours = DataParallel(Function(function), devices=["cpu", "cpu"], timeout_s=0.3)
     with pytest.raises(SilenceError, match=r"replica 1 .* did not come to 'trunk.norm call 0' within 0.3 s"):
         ours(torch.arange(2.0).view(2, 1).expand(2, 2))
+
+
+def test_ctrl_c_ends_the_forward():
+    layer = SyncBatchNorm1d(2)
+    ended = []
+
+    def function(x):
+        try:
+            if x[0, 0] == 1:
+                time.sleep(0.5)
+            return layer(x)
+        finally:
+            ended.append(int(x[0, 0]))
+
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.2, signal.pthread_kill, args=(main, signal.SIGINT))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        parallel(function, 2)(torch.arange(2.0).view(2, 1).expand(2, 2))
+    assert time.monotonic() - begin < 3.0
+    timer.join()
+    assert sorted(ended) == [0, 1]
 
 
 class Called(nn.Module):

@@ -5,11 +5,11 @@ import signal
 import time
 
 import pytest
+import spans
 import torch
 from torch import distributed, nn
 
 import evenstep
-import spans
 from evenstep.core.errors import MismatchError, SilenceError
 from evenstep.nn import SyncBatchNorm1d, convert_sync_batchnorm, process_group
 from workers import run_outcomes
@@ -58,7 +58,7 @@ def silence_on(others, num_ranks, body, folder, *, timeout_s=TIMEOUT_S):
     messages = []
     for rank in others:
         assert outcomes[rank].kind == "_Answer", outcomes[rank].text
-        value = eval(outcomes[rank].text.rpartition("_Answer: ")[2])  # noqa: S307  # our own repr
+        value = eval(outcomes[rank].text.rpartition("_Answer: ")[2])  # our own repr
         assert value is not None, f"rank {rank} got no error"
         assert value[1] < IN_TIME_S
         messages.append(value[0])
@@ -165,9 +165,7 @@ def test_ranks_at_different_calls_all_learn_it_at_once(tmp_path):
         model = Two()
         y = model.a(x())
         with pytest.raises(MismatchError) as caught:
-            if rank == 0:
-                y = model.a(x())
-            y.square().sum().backward()
+            model.a(x()) if rank == 0 else y.square().sum().backward()
         return str(caught.value)
 
     for message in spans.run_ranks(2, body, tmp_path):
@@ -216,7 +214,7 @@ def test_a_lost_rank_of_a_subgroup_is_named_by_its_global_number(tmp_path):
 
 
 def test_layers_that_come_and_go_do_not_confuse_the_call_numbers(tmp_path):
-    """Ranks that free layers at different times must not count the calls of a new layer by the address of an old one."""
+    """Ranks free layers at different times and must not count a new layer's calls by the address of an old one."""
 
     def body(rank):
         kept = []

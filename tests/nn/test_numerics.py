@@ -4,10 +4,10 @@ import copy
 import itertools
 
 import pytest
+import spans
 import torch
 from torch import nn
 
-import spans
 from evenstep.nn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, convert_sync_batchnorm
 from evenstep.nn.functional import EpsMode
 

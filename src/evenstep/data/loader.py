@@ -4,6 +4,8 @@ Every sample is drawn with the random generators seeded by (seed, epoch, index),
 pixels whichever worker or loader process draws it. Sample code always runs with one intra-op thread.
 """
 
+import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from evenstep.core.errors import ConfigError, SilenceError
+from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
 from evenstep.data.order import Request
 from evenstep.engine.randomness import Stream, derive, preserved, seed_all
 from evenstep.native import core
@@ -20,7 +22,7 @@ from evenstep.native import core
 __all__ = ["Batch", "Loader", "cut_batch", "to_device"]
 
 Collate = Callable[[list[Any]], Any]
-_LONGEST_S = 1e6  # what a queue can be asked to wait
+_SLICE_S = 0.5  # how soon a loader process that died is noticed, at the latest
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Loader:
 
         Raises:
             SilenceError: No batch came from the loader processes within the timeout.
-            RuntimeError: A loader process was killed; torch names it.
+            EvenstepError: A loader process was killed.
         """
         if self._loaders == 0:
             own = Stream()
@@ -131,19 +133,47 @@ class Loader:
             prefetch_factor=self._prefetch,
             collate_fn=_as_it_is,
             worker_init_fn=_loader_begins,
-            timeout=min(self._timeout_s, _LONGEST_S),
+            timeout=min(self._timeout_s, _SLICE_S),
             multiprocessing_context="fork",
             generator=torch.Generator(),
         )
-        try:
-            yield from loader
-        except RuntimeError as error:
-            if str(error).startswith("DataLoader timed out"):
-                raise SilenceError(
-                    f"no batch came from the loader processes within {self._timeout_s:g} s; look at what the data set does, "
-                    "or raise Run(timeout_s=...)"
+        before = signal.getsignal(signal.SIGCHLD)
+        batches = iter(loader)
+        if signal.getsignal(signal.SIGCHLD) is not before:
+            # torch's handler raises wherever this process is when a loader process dies, and that may be inside of a
+            # queue whose lock then stays locked; we look by ourselves whether they are alive
+            signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+        yield from self._wait_for(batches)
+
+    def _wait_for(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches, each awaited slice by slice: torch looks only between them whether its processes are alive."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (RuntimeError, ConnectionError, FileNotFoundError, EOFError) as error:
+                text = str(error)
+                if "in DataLoader worker process" in text:
+                    raise  # the data set's own error, with its traceback
+                if isinstance(error, RuntimeError) and not text.startswith(
+                    ("DataLoader timed out", "DataLoader worker")
+                ):
+                    raise
+                if text.startswith("DataLoader timed out"):
+                    if time.monotonic() < deadline:
+                        continue
+                    raise SilenceError(
+                        f"no batch came from the loader processes within {self._timeout_s:g} s; look at what the data "
+                        "set does, or raise Run(timeout_s=...)"
+                    ) from error
+                raise EvenstepError(
+                    f"a loader process ended while a batch was awaited ({text or type(error).__name__}); if the system "
+                    "killed it, memory may be short: use fewer loaders or a smaller prefetch"
                 ) from error
-            raise
+            yield batch
+            deadline = time.monotonic() + self._timeout_s
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -5,20 +5,16 @@ user code never runs twice at once and the process-wide random generators can be
 inside the forward of a spanning layer; backward is one call for all.
 """
 
-import contextvars
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from evenstep.engine.randomness import Stream
 from evenstep.engine.slots import Lane
-from evenstep.exchange.rendezvous import Lead, Participant, ParticipantError, Rendezvous
+from evenstep.exchange.rendezvous import Lead, Participant, Rendezvous
 from evenstep.exchange.surroundings import inside
+from evenstep.exchange.threads import Threads, side_by_side
 
 __all__ = ["LaneSurroundings", "Lanes"]
 
@@ -56,7 +52,7 @@ class Lanes:
             noun="shard", timeout_s=timeout_s, turns=True, resume=self._resume, pause=self._pause
         )
         self._streams: list[Stream] = []
-        self._threads: list[_LaneThread] = []
+        self._threads = Threads("lane")
         self._lanes: Sequence[Lane] = ()
         self.token: Tensor | None = None  # of the last run: differentiated too, it brings backward to every joint node
 
@@ -86,95 +82,23 @@ class Lanes:
         self._streams += [Stream() for _ in range(len(shards) - len(self._streams))]
         for stream, seed in zip(self._streams, seeds, strict=False):
             stream.reseed(seed)
-        results: list[Any] = [None] * len(shards)
-        errors: list[BaseException | None] = [None] * len(shards)
-        modes = _thread_modes()
-
-        def body(participant: Participant) -> None:
-            surroundings = LaneSurroundings(participant, prefix, gather)
+        def body(me: Participant) -> Any:
+            surroundings = LaneSurroundings(me, prefix, gather)
             try:
-                with participant, modes(), inside(surroundings):
-                    results[participant.index] = functions[participant.index]()
-            except BaseException as error:  # noqa: BLE001  # a thread's border: the caller raises it
-                errors[participant.index] = error
-            if participant.index == 0:
-                self.token = surroundings.token
-            surroundings.token = None  # the graph holds the surroundings: the other way round too, both would stay
+                with inside(surroundings):
+                    return functions[me.index]()
+            finally:
+                if me.index == 0:
+                    self.token = surroundings.token
+                surroundings.token = None  # the graph holds the surroundings: the other way round too, both would stay
 
-        session = self._rendezvous.register(shards)
-        self._threads += [_LaneThread(len(self._threads) + n) for n in range(len(shards) - len(self._threads))]
-        running = [thread.submit(body, p) for thread, p in zip(self._threads, session.participants, strict=False)]
-        try:
-            for done in running:
-                while not done.wait(timeout=1.0):
-                    pass
-        except BaseException:  # Ctrl-C, say: let the shards go at their next meeting
-            session.cancel("the step was interrupted")
-            for done in running:
-                done.wait(timeout=5.0)
-            raise
-        _raise_first(shards, errors)
-        return results
-
+        return side_by_side(self._threads, self._rendezvous.register(shards), body, _explain)
 
     def close(self) -> None:
         """End the threads."""
-        for thread in self._threads:
-            thread.close()
-        self._threads = []
+        self._threads.close()
 
 
-class _LaneThread:
-    """A thread that lives as long as the run: the kernels' caches are per thread, and a new one starts cold."""
-
-    def __init__(self, number: int) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=f"evenstep-lane-{number}", daemon=True)
-        self._thread.start()
-
-    def _loop(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
-
-    def submit(self, body: Callable[[Participant], None], participant: Participant) -> threading.Event:
-        """Run `body`, which never raises, in the caller's context; the event says when it has ended."""
-        done = threading.Event()
-        context = contextvars.copy_context()
-
-        def task() -> None:
-            context.run(body, participant)
-            done.set()
-
-        self._tasks.put(task)
-        return done
-
-    def close(self) -> None:
-        """End the thread; one that is stuck in user code is left behind, it cannot keep the process."""
-        self._tasks.put(None)
-        self._thread.join(timeout=5.0)
-
-
-def _raise_first(shards: Sequence[int], errors: Sequence[BaseException | None]) -> None:
-    """Raise the cause rather than its consequences in the other shards."""
-    found = [(shard, error) for shard, error in zip(shards, errors, strict=True) if error is not None]
-    causes = [(shard, error) for shard, error in found if not isinstance(error, ParticipantError)]
-    for shard, error in causes or found:
-        error.add_note(f"in shard {shard}")
-        raise error
-
-
-def _thread_modes() -> Callable[[], ExitStack]:
-    """The caller's grad mode and autocast state, to be entered by another thread."""
-    grad = torch.is_grad_enabled()
-    autocasts = [
-        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    ]
-
-    def enter() -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(torch.set_grad_enabled(grad))
-        for device, dtype in autocasts:
-            stack.enter_context(torch.autocast(device, dtype=dtype))
-        return stack
-
-    return enter
+def _explain(who: Participant, error: BaseException) -> BaseException:
+    error.add_note(f"in shard {who.identifier}")
+    return error

@@ -94,7 +94,7 @@ class Models:
 
     def release(self, pairs: Sequence[Pair]) -> None:
         """Copy everything out of the segment, so that models and optimizers are ordinary ones again."""
-        self.slots.bind(self.slots.base())
+        self.slots.bind_base()
         with torch.no_grad():
             for name, parameter in self.slots.parameters.items():
                 entry = self.state.entries.get(name)  # None: prepare failed half-way

@@ -34,9 +34,9 @@ def seed_all(seed: int) -> None:
 class Stream:
     """One run of random numbers that others may interrupt."""
 
-    def __init__(self) -> None:
+    def __init__(self, bits: Any = None) -> None:
         self._seed: int | None = None
-        self._bits = np.random.MT19937(0)
+        self._bits = bits if bits is not None else np.random.MT19937(0)
         self._state: tuple[Any, ...] | None = None
 
     def reseed(self, seed: int) -> None:
@@ -62,12 +62,15 @@ class Stream:
         self._state = (torch.default_generator.get_state(), cuda, random.getstate())
 
 
+_spare = np.random.MT19937(0)  # what is seeded while the caller's own is put aside
+
+
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leave the generators of the caller as they were."""
-    outer = Stream()
-    outer._bits = np.random.get_bit_generator()
+    """Leave the generators of the caller as they were. Does not nest: inside, there is nothing to preserve."""
+    outer = Stream(np.random.get_bit_generator())
     outer.pause()
+    np.random.set_bit_generator(_spare)  # seeding would change the caller's in place
     try:
         yield
     finally:

@@ -22,8 +22,8 @@ class Slots:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.modules: list[nn.Module] = []
-        self._places: list[tuple[dict[str, Any], str, str]] = []
-        self._buffer_places: dict[str, tuple[dict[str, Any], str]] = {}
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._names: list[str] = []  # what hangs at each place
         self._flat: list[nn.Module] = []
 
     def add(self, model: nn.Module, prefix: str) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
@@ -45,25 +45,32 @@ class Slots:
                     if name not in self.parameters and name not in self.buffers:
                         added[kind][name] = tensor  # type: ignore[assignment]  # kind 0 are parameters
                         (self.parameters, self.buffers)[kind][name] = tensor  # type: ignore[index]  # likewise
-                    self._places.append((tensors, key, name))
-                    if kind:
-                        self._buffer_places.setdefault(name, (tensors, key))
+                    self._places.append((tensors, key))
+                    self._names.append(name)
         return added
 
-    def bind(self, tensors: dict[str, Tensor]) -> None:
-        """Hang tensors into their places."""
-        for place, key, name in self._places:
-            place[key] = tensors[name]
+    def in_place_order(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """One tensor for every place."""
+        return [tensors[name] for name in self._names]
+
+    def bind(self, tensors: list[Tensor]) -> None:
+        """Hang one tensor into every place."""
+        for (place, key), tensor in zip(self._places, tensors, strict=True):
+            place[key] = tensor
         for module in self._flat:  # an RNN keeps a list of its weights beside the places
             module._flat_weights = [getattr(module, key, None) for key in module._flat_weights_names]  # type: ignore[union-attr,has-type,assignment]  # RNNBase's own fields
 
-    def bound_buffers(self) -> dict[str, Tensor]:
-        """The buffers as they hang there now: a forward may have put others in their place."""
-        return {name: place[key] for name, (place, key) in self._buffer_places.items()}
+    def bound(self) -> list[Tensor]:
+        """What hangs at every place now: a forward may have put another buffer there."""
+        return [place[key] for place, key in self._places]
 
-    def base(self) -> dict[str, Tensor]:
-        """The tensors that the user's model holds between steps."""
-        return {**self.parameters, **self.buffers}
+    def named(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """Tensors in place order, by name; of a tied one, the first place counts."""
+        return dict(zip(reversed(self._names), reversed(tensors), strict=True))
+
+    def bind_base(self) -> None:
+        """Hang in what the user's model holds between steps."""
+        self.bind(self.in_place_order({**self.parameters, **self.buffers}))
 
 
 class Lane:
@@ -76,7 +83,7 @@ class Lane:
         if own:
             self.leaves = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in slots.parameters.items()}
             self._buffers = {name: b.detach().clone() for name, b in slots.buffers.items()}
-        self._bound: dict[str, Tensor] = {}
+        self._bound: list[Tensor] = []
 
     def begin(self, buffers: dict[str, Tensor]) -> None:
         """Start a shard's step: the buffers of version v, and whatever is frozen by now stays frozen."""
@@ -86,15 +93,15 @@ class Lane:
                 leaf.requires_grad_(parameter.requires_grad)
             leaf.grad = None
         copy_into(buffers, self._buffers)
-        self._bound = {**self.leaves, **self._buffers}
+        self._bound = self._slots.in_place_order({**self.leaves, **self._buffers})
 
     def resume(self) -> None:
         """Hang this lane into the model."""
         self._slots.bind(self._bound)
 
     def pause(self) -> None:
-        """Remember the buffers that hang there now, before another lane takes the place."""
-        self._bound.update(self._slots.bound_buffers())
+        """Remember what hangs there now, before another lane takes the place."""
+        self._bound = self._slots.bound()
 
     def buffers_after(self) -> dict[str, Tensor]:
         """The buffers as this shard's forward left them.
@@ -102,7 +109,8 @@ class Lane:
         Raises:
             UnsupportedError: The forward changed the shape or type of a buffer.
         """
-        after = {name: self._bound[name] for name in self._slots.buffers}
+        bound = self._slots.named(self._bound)
+        after = {name: bound[name] for name in self._slots.buffers}
         _check_buffers(after, self._slots.buffers)
         return after
 

@@ -60,6 +60,7 @@ class Engine:
     def __init__(self, config: RunConfig, group: Group) -> None:
         self.config, self.group = config, group
         self.spans = cut(config.shards, group.num_workers)
+        self.shares = [end - first for first, end in self.spans]
         self.models = Models(config, group)
         self.state = self.models.state
         self.pairs: list[Pair] = []
@@ -122,7 +123,7 @@ class Engine:
             raise
         finally:
             pair.gradients.clear()
-            self.models.slots.bind(self.models.slots.base())
+            self.models.slots.bind_base()
         self.state.commit()
         pair.commit()
         self.models.pull()

@@ -20,11 +20,13 @@ from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.segment import Segment
 
-__all__ = ["Group", "tree_sum"]
+__all__ = ["SUMMABLE", "Group", "tree_sum"]
 
 _SLICE_NS = 50_000_000  # how long the C core sleeps before we look whether the peer is still alive
 _JSON_BYTES = 2048  # what fits is exchanged in one go
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+SUMMABLE = tuple(_DTYPES)
+"""What a tree sum can add."""
 
 
 class Group:
@@ -43,6 +45,7 @@ class Group:
         self._round = 0  # exchanges of all workers so far
         self._inner = 0  # exchanges among some of them since
         self._pidfds: dict[int, int] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         # Spinning is a gain only while every worker has a core of its own.
         self._spin = 2000 if self.num_workers <= len(os.sched_getaffinity(0)) else 20
         core.set_pid(segment.base, worker, os.getpid())
@@ -70,27 +73,39 @@ class Group:
         """
         everyone = shares is None if everyone is None else everyone
         counts = [len(rows)] * self.num_workers if shares is None else shares
+        out = rows.new_empty((sum(counts), rows.shape[1]))
+        self._gather_into(out.data_ptr(), tag, rows, counts, everyone)
+        return out
+
+    def sum(self, tag: str, rows: Tensor, shares: Sequence[int]) -> Tensor:
+        """Offer one row [rows of this worker, n] for each shard; return their tree sum [n], the same on all workers."""
+        num_rows, size = sum(shares), rows.shape[1]
+        row_bytes = size * rows.element_size()
+        if self._scratch.numel() < num_rows * row_bytes:
+            self._scratch = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
+        first = self._scratch.data_ptr()
+        self._gather_into(first, tag, rows, shares, everyone=False)
+        out = rows.new_empty(size)
+        places = tuple(range(first, first + num_rows * row_bytes, row_bytes))
+        core.tree_sum(_DTYPES[rows.dtype], places, tree.leaf_program(num_rows), out.data_ptr(), size)
+        return out
+
+    def _gather_into(self, place: int, tag: str, rows: Tensor, counts: Sequence[int], everyone: bool) -> None:
+        """Gather everyone's rows, ours too, to an address."""
         mine = rows.contiguous()
         row_bytes = rows.shape[1] * rows.element_size()
-        out = rows.new_empty((sum(counts), rows.shape[1]))
-        first = 0
-        places: list[tuple[int, int, int]] = []  # (worker, where its rows go, how many bytes they are)
+        places = []  # (worker, where its rows go, how many bytes they are)
         for worker, count in enumerate(counts):
-            if worker == self.worker:
-                out[first : first + count].copy_(mine)
-            elif count or everyone:
-                places.append((worker, out.data_ptr() + first * row_bytes, count * row_bytes))
-            first += count
-        if self.num_workers > 1:
-            self._gather_pieces(tag, mine.data_ptr(), len(rows) * row_bytes, places, everyone)
-        return out
+            if count or everyone:
+                places.append((worker, place, count * row_bytes))
+            place += count * row_bytes
+        self._gather_pieces(tag, mine.data_ptr(), len(rows) * row_bytes, places, everyone)
 
     def _gather_pieces(
         self, tag: str, mine: int, num_bytes: int, places: list[tuple[int, int, int]], everyone: bool
     ) -> None:
-        most = max([num_bytes, *(theirs for _, _, theirs in places)])
         step = self.segment.slot_bytes
-        num_pieces = max(-(-most // step), 1)
+        num_pieces = max(-(-max(theirs for _, _, theirs in places) // step), 1)
         for piece in range(num_pieces):
             if everyone:
                 self._round, self._inner = self._round + 1, 0
@@ -118,7 +133,8 @@ class Group:
 
     def _gather_bytes(self, tag: str, value: bytes, num_bytes: int) -> list[bytes]:
         row = torch.frombuffer(bytearray(value.ljust(num_bytes, b"\0")), dtype=torch.uint8)
-        return [bytes(other.numpy()) for other in self.gather(tag, row.unsqueeze(0))]
+        found = self.gather(tag, row.unsqueeze(0)).numpy().tobytes()
+        return [found[start : start + num_bytes] for start in range(0, len(found), num_bytes)]
 
     def barrier(self, tag: str) -> None:
         """Wait until all workers have come here."""
@@ -213,8 +229,3 @@ def tree_sum(inputs: Sequence[Tensor], program: bytes, out: Tensor) -> Tensor:
         dtype, count = (torch.float32 if dtype == torch.complex64 else torch.float64), 2 * count
     core.tree_sum(_DTYPES[dtype], tuple(t.data_ptr() for t in inputs), program, out.data_ptr(), count)
     return out
-
-
-def sum_rows(rows: Tensor) -> Tensor:
-    """The tree sum of [K, n] rows, one per shard, as [n]."""
-    return tree.reduce(list(rows.unbind(0)), torch.add)

@@ -4,20 +4,61 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
 from evenstep.exchange.rendezvous import Participant, ParticipantError, Session
 
-__all__ = ["side_by_side", "thread_modes"]
+__all__ = ["Threads", "side_by_side"]
 
 _GRACE_S = 1.0  # how long the others may take to unwind after a failure before the caller is told anyway
 
 
+class Threads:
+    """Threads that are kept for the next time: the kernels' caches are per thread, and a new one starts cold.
+
+    They are daemons: one that is stuck in user code cannot keep the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+
+    def submit(self, number: int, task: Callable[[], None]) -> None:
+        """Let thread `number` run a task, which must not raise, in a copy of the caller's context."""
+        while len(self._threads) <= number:
+            tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            name = f"evenstep-{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=_work, args=(tasks,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+            self._tasks.append(tasks)
+        context = contextvars.copy_context()
+        self._tasks[number].put(lambda: context.run(task))
+
+    def close(self) -> None:
+        """End the threads, as soon as they have nothing to do; wait a little for that."""
+        for tasks in self._tasks:
+            tasks.put(None)
+        deadline = time.monotonic() + _GRACE_S
+        for thread in self._threads:
+            thread.join(timeout=max(deadline - time.monotonic(), 0.001))
+        self._threads, self._tasks = [], []
+
+
+def _work(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # it holds what it worked on
+
+
 def side_by_side(
+    threads: Threads,
     session: Session,
     body: Callable[[Participant], Any],
     explain: Callable[[Participant, BaseException], BaseException],
@@ -27,6 +68,7 @@ def side_by_side(
     Blocks until all have ended, or soon after one has failed.
 
     Args:
+        threads: Who runs it.
         session: A fresh session.
         body: Called with each participant's handle, through which it may meet the others.
         explain: Given the participant that failed first and its error, returns the error to raise.
@@ -34,7 +76,7 @@ def side_by_side(
     Returns:
         What the body returned for each, in the order of the participants.
     """
-    modes = thread_modes()
+    modes = _thread_modes()
     outcomes: queue.SimpleQueue[tuple[Participant, Any, BaseException | None]] = queue.SimpleQueue()
 
     def run(me: Participant) -> None:
@@ -46,24 +88,13 @@ def side_by_side(
         else:
             outcomes.put((me, result, None))
 
-    threads = [
-        threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(run, p),
-            name=f"evenstep-{session.settings.noun}-{p.identifier}",
-            daemon=True,
-        )
-        for p in session.participants
-    ]
     try:
-        for thread in threads:
-            thread.start()
+        for participant in session.participants:
+            threads.submit(participant.index, partial(run, participant))
         results, failures = _collect(outcomes, session)
     except BaseException as error:  # Ctrl-C, or no memory for a thread: let them go at their next meeting
         session.cancel(f"the caller was interrupted by {type(error).__name__}", error)
-        _join(threads, _GRACE_S)
         raise
-    _join(threads, 0.1)  # they have nothing left to do, or are given up
     if failures:
         raise explain(*_first_cause(failures))
     return [results[p.index] for p in session.participants]
@@ -88,20 +119,13 @@ def _collect(
     return results, failures
 
 
-def _join(threads: Sequence[threading.Thread], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join(timeout=max(deadline - time.monotonic(), 0.001))
-
-
 def _first_cause(failures: dict[Participant, BaseException]) -> tuple[Participant, BaseException]:
     """The cause rather than its consequences in the other participants; of several, the first participant's."""
     ordered = sorted(failures.items(), key=lambda item: item[0].index)
     return next((item for item in ordered if not isinstance(item[1], ParticipantError)), ordered[0])
 
 
-def thread_modes() -> Callable[[], ExitStack]:
+def _thread_modes() -> Callable[[], ExitStack]:
     """The caller's grad mode and autocast state, to be entered by another thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()

@@ -9,27 +9,30 @@
 #define FAST
 #endif
 
+/* Into every clone, before it is vectorized. */
+#define INLINE inline __attribute__((always_inline))
+
 enum { BLOCK = 2048, ROWS = 32, TILE = 256 };
 
 typedef struct {
     double count, mean, m2;
 } moments;
 
-static inline void merge(moments *into, double count, double mean, double m2) {
+static INLINE void merge(moments *into, double count, double mean, double m2) {
     double share = count / (into->count + count), delta = mean - into->mean;
     into->mean += delta * share;
     into->m2 += m2 + delta * delta * (into->count * share);
     into->count += count;
 }
 
-static inline float from_bf16(uint16_t value) {
+static INLINE float from_bf16(uint16_t value) {
     uint32_t bits = (uint32_t)value << 16;
     float out;
     memcpy(&out, &bits, sizeof out);
     return out;
 }
 
-static inline uint16_t to_bf16(float value) {
+static INLINE uint16_t to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);

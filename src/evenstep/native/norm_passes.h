@@ -4,55 +4,50 @@
  *   NAME(x) the name of a function for this type.
  */
 
-typedef A NAME(lanes) __attribute__((vector_size(LANES * sizeof(A))));
-
-/* Some elements less a value; what is missing of a whole set of lanes is zero. */
-static inline NAME(lanes) NAME(less)(const T *from, size_t count, A value) {
-    A piece[LANES];
-    NAME(lanes) out;
-    if (count >= LANES && sizeof(T) == sizeof(A)) {
-        memcpy(&out, from, sizeof out);
-        return out - value;
-    }
-    if (count >= LANES)
-        for (size_t i = 0; i < LANES; ++i) piece[i] = READ(from[i]) - value;
-    else
-        for (size_t i = 0; i < LANES; ++i) piece[i] = i < count ? READ(from[i]) - value : 0;
-    memcpy(&out, piece, sizeof out);
-    return out;
-}
-
-static inline double NAME(total)(const NAME(lanes) * value) {
-    const A *each = (const A *)value;
+static INLINE double NAME(total)(const A *lanes) {
     double sums[8] = {0};
-    for (int i = 0; i < LANES; ++i) sums[i % 8] += each[i];
+    for (int i = 0; i < LANES; i += 8)
+        for (int j = 0; j < 8; ++j) sums[j] += lanes[i + j];
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
 /* A mean as what A can hold of it and the rest, so that x - mean loses nothing where the mean is large. */
-static inline A NAME(head)(double value, double *rest) {
+static INLINE A NAME(head)(double value, double *rest) {
     A head = (A)value;
     *rest = value - head;
     return head;
 }
 
-/* Some runs of one channel that together fit the L1 cache. */
-static inline void NAME(block_moments)(const T *x, size_t runs, size_t stride, size_t length, moments *into) {
+/* Some runs of one channel that together fit the L1 cache. Element i of a run goes to lane i % LANES. */
+static INLINE void NAME(block_moments)(const T *x, size_t runs, size_t stride, size_t length, moments *into) {
     double count = (double)runs * (double)length;
-    A pivot = READ(x[0]);
-    NAME(lanes) sum = {0}, square = {0};
-    for (size_t r = 0; r < runs; ++r)
-        for (size_t i = 0; i < length; i += LANES) sum += NAME(less)(x + r * stride + i, length - i, pivot);
-    A centre = pivot + (A)(NAME(total)(&sum) / count); /* the mean but for a rounding, which the second pass measures */
-    sum = (NAME(lanes)){0};
-    for (size_t r = 0; r < runs; ++r)
-        for (size_t i = 0; i < length; i += LANES) {
-            NAME(lanes) d = NAME(less)(x + r * stride + i, length - i, centre);
-            sum += d;
-            square += d * d;
+    A pivot = READ(x[0]), sum[LANES] = {0}, square[LANES] = {0};
+    for (size_t r = 0; r < runs; ++r) {
+        const T *run = x + r * stride;
+        size_t i = 0;
+        for (; i + LANES <= length; i += LANES)
+            for (int j = 0; j < LANES; ++j) sum[j] += READ(run[i + j]) - pivot;
+        for (int j = 0; i < length; ++i, ++j) sum[j] += READ(run[i]) - pivot;
+    }
+    A centre = pivot + (A)(NAME(total)(sum) / count); /* the mean but for a rounding, which the second pass measures */
+    memset(sum, 0, sizeof sum);
+    for (size_t r = 0; r < runs; ++r) {
+        const T *run = x + r * stride;
+        size_t i = 0;
+        for (; i + LANES <= length; i += LANES)
+            for (int j = 0; j < LANES; ++j) {
+                A d = READ(run[i + j]) - centre;
+                sum[j] += d;
+                square[j] += d * d;
+            }
+        for (int j = 0; i < length; ++i, ++j) {
+            A d = READ(run[i]) - centre;
+            sum[j] += d;
+            square[j] += d * d;
         }
-    double off = NAME(total)(&sum) / count;
-    merge(into, count, centre + off, NAME(total)(&square) - off * off * count);
+    }
+    double off = NAME(total)(sum) / count;
+    merge(into, count, centre + off, NAME(total)(square) - off * off * count);
 }
 
 FAST static void NAME(planes_statistics)(es_shape s, const T *x, double *mean, double *m2) {
@@ -90,24 +85,32 @@ FAST static void NAME(planes_reduce)(es_shape s, const T *dy, const T *x, const 
     for (size_t c = 0; c < s.channels; ++c) {
         double plain = 0, weighted = 0, rest;
         A m = NAME(head)(mean[c], &rest);
-        NAME(lanes) sum = {0}, product = {0};
+        A sum[LANES] = {0}, product[LANES] = {0};
         size_t pending = 0;
         for (size_t n = 0; n < s.outer; ++n) {
             const T *g = dy + n * s.stride + c * s.inner, *v = x + n * s.stride + c * s.inner;
-            for (size_t i = 0; i < s.inner; i += LANES) {
-                NAME(lanes) d = NAME(less)(g + i, s.inner - i, 0);
-                sum += d;
-                product += d * NAME(less)(v + i, s.inner - i, m);
+            size_t i = 0;
+            for (; i + LANES <= s.inner; i += LANES) {
+                for (int j = 0; j < LANES; ++j) {
+                    sum[j] += READ(g[i + j]);
+                    product[j] += READ(g[i + j]) * (READ(v[i + j]) - m);
+                }
                 if ((pending += LANES) >= BLOCK) {
-                    plain += NAME(total)(&sum);
-                    weighted += NAME(total)(&product);
-                    sum = product = (NAME(lanes)){0};
+                    plain += NAME(total)(sum);
+                    weighted += NAME(total)(product);
+                    memset(sum, 0, sizeof sum);
+                    memset(product, 0, sizeof product);
                     pending = 0;
                 }
             }
+            for (int j = 0; i < s.inner; ++i, ++j) {
+                sum[j] += READ(g[i]);
+                product[j] += READ(g[i]) * (READ(v[i]) - m);
+            }
+            pending += LANES;
         }
-        sum_dy[c] = plain + NAME(total)(&sum);
-        sum_dy_xmu[c] = weighted + NAME(total)(&product) - rest * sum_dy[c];
+        sum_dy[c] = plain + NAME(total)(sum);
+        sum_dy_xmu[c] = weighted + NAME(total)(product) - rest * sum_dy[c];
     }
 }
 

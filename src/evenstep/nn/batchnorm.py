@@ -105,7 +105,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def extra_repr(self) -> str:
         """As for `nn.BatchNorm2d`, with the eps mode where it is not torch's."""
-        return super().extra_repr() + ("" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode}")
+        described: str = super().extra_repr()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return described if self.eps_mode == "plus" else f"{described}, eps_mode={self.eps_mode}"
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize a participant's input; blocks until all participants have come, at most for the timeout.
@@ -118,18 +119,23 @@ class SyncBatchNorm(_BatchNorm):
         if input.shape[1] != self.num_features:
             raise ValueError(f"expected input with {self.num_features} channels (got {input.shape[1]} channels)")
         if self.training or (self.running_mean is None and self.running_var is None):
-            return self._with_batch_statistics(input)
+            output: Tensor = self._with_batch_statistics(input)
+            return output
         if self.eps_mode == "plus" or self.running_var is None:
             return super().forward(input)
         variance = self.running_var.clamp(min=self.eps)
-        return nn.functional.batch_norm(input, self.running_mean, variance, self.weight, self.bias, eps=0.0)
+        # nn.functional.batch_norm refuses an eps of 0 in some versions.
+        return torch.batch_norm(
+            input, self.weight, self.bias, self.running_mean, variance, False, 0.0, 0.0, torch.backends.cudnn.enabled
+        )
 
-    @torch.compiler.disable  # a rendezvous cannot be traced: the graph breaks here, cleanly
+    # A rendezvous cannot be traced: the graph breaks here, cleanly.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def _with_batch_statistics(self, input: Tensor) -> Tensor:
-        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # torch has no public way
+        in_backward = torch._C._current_graph_task_id() != -1  # torch has no public way
         if in_backward and self in _remembered and (call := _recall(self, input)) is not None:
             offer = _Offer.of(self, input, in_backward)
-            return _Recomputed.apply(input, call, offer.weight, offer.bias)  # type: ignore[no-any-return]  # a Tensor
+            return _apply(_Recomputed, input, call, offer.weight, offer.bias)  # type: ignore[no-any-return]  # a Tensor
         around_us = self._surroundings(in_backward) if self.training else None
         if around_us is None and self.eps_mode == "plus":
             return super().forward(input)
@@ -149,7 +155,7 @@ class SyncBatchNorm(_BatchNorm):
         elif found is not None or self in _meets_in_threads:
             raise UnsupportedError(
                 f"{self._name()} is computed inside backward, where its other participants cannot be met; "
-                "with activation checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), and see "
+                "with activation checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False) and see "
                 "that the recomputation gets the same input as the first one (preserve_rng_state=True)"
             )
         return around(self._group.group)
@@ -179,19 +185,19 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
 class LazySyncBatchNorm1d(_LazyNormBase, SyncBatchNorm):
     """What a converted `nn.LazyBatchNorm1d` is until its first input; torch looks `forward` up before that."""
 
-    cls_to_become = SyncBatchNorm1d  # type: ignore[assignment]  # as in torch
+    cls_to_become = SyncBatchNorm1d
 
 
 class LazySyncBatchNorm2d(_LazyNormBase, SyncBatchNorm):
     """What a converted `nn.LazyBatchNorm2d` is until its first input."""
 
-    cls_to_become = SyncBatchNorm2d  # type: ignore[assignment]  # as in torch
+    cls_to_become = SyncBatchNorm2d
 
 
 class LazySyncBatchNorm3d(_LazyNormBase, SyncBatchNorm):
     """What a converted `nn.LazyBatchNorm3d` is until its first input."""
 
-    cls_to_become = SyncBatchNorm3d  # type: ignore[assignment]  # as in torch
+    cls_to_become = SyncBatchNorm3d
 
 
 def check_eps_mode(eps_mode: str) -> None:
@@ -222,11 +228,11 @@ class _Offer:
         keep: list[Any] = []
         weight, bias, hold = module.weight, module.bias, None
         if torch.is_grad_enabled():
-            hold = _Keep.apply(keep, x, weight, bias)
+            hold = _apply(_Keep, keep, x, weight, bias)
         if hold is None or not hold.requires_grad:
             x, weight, bias = (None if t is None else t.detach() for t in (x, weight, bias))  # type: ignore[assignment]  # x is a Tensor
             keep, hold = [], None
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]  # torch has no public way
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
         return cls(module, x, weight, bias, hold, keep, hooks is not None, in_backward)
 
 
@@ -240,7 +246,7 @@ class _Keep(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]  # torch's own signature is *Any
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None, None, None]:
         return None, None, None, None
 
 
@@ -288,10 +294,14 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
         token = None
         if any(keeps):
             token = around_us.token if around_us.token is not None else torch.zeros(0, requires_grad=True)
-        after, *outputs = _Joint.apply(call, token, *tensors)
+        after, *outputs = _apply(_Joint, call, token, *tensors)
         if token is not None:
             around_us.token = after
-    return outputs
+    return list(outputs)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _check_count(stats: Stats, offers: Sequence[_Offer]) -> None:
@@ -341,7 +351,7 @@ class _Joint(torch.autograd.Function):
         return (torch.zeros(0), *outputs)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *dys: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's own signature is *Any
+    def backward(ctx: Any, _: Tensor | None, *dys: Tensor | None) -> tuple[Any, ...]:
         call: _Call = ctx.call
         if current() is not None:
             raise UnsupportedError(
@@ -353,7 +363,7 @@ class _Joint(torch.autograd.Function):
             gradients = _gradients(call, dys, saved, ctx.needs_input_grad[2:])
         if torch.is_grad_enabled():  # create_graph=True
             sources = [tensor for tensor in (*dys, *chain(*saved)) if tensor is not None]
-            gradients = list(_Once.apply(call.tag, gradients, *sources))
+            gradients = list(_apply(_Once, call.tag, gradients, *sources))
         return (None, torch.zeros(0), *gradients)
 
 

@@ -43,7 +43,9 @@ _KINDS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.LazyBatchNorm3d: LazySyncBatchNorm3d,
     nn.SyncBatchNorm: SyncBatchNorm,
 }
-_PLAIN = {kind: plain for plain, kind in _KINDS.items() if plain is not nn.SyncBatchNorm}
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {
+    kind: plain for plain, kind in _KINDS.items() if plain is not nn.SyncBatchNorm
+}
 _ADDED = ("_group", "eps_mode", "qualified_name", "_origin")
 
 
@@ -138,7 +140,7 @@ def _revert(module: nn.Module) -> None:
     origin = module.__dict__.get("_origin") or _Origin(_PLAIN[type(module)], None)
     kind = origin.kind
     if issubclass(kind, LazyModuleMixin) and not isinstance(module, LazyModuleMixin):  # it has had its first input
-        kind = kind.cls_to_become  # type: ignore[assignment]  # every lazy batch norm has one
+        kind = kind.__dict__["cls_to_become"]  # every lazy batch norm has one
     for name in _ADDED:
         module.__dict__.pop(name, None)
     module.__class__ = kind

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.exchange.rendezvous import Lead, Participant, ParticipantError, Rendezvous
 from evenstep.exchange.surroundings import inside
-from evenstep.exchange.threads import side_by_side
+from evenstep.exchange.threads import Threads, side_by_side
 from evenstep.nn.scatter import gather, num_parts, scatter
 from evenstep.nn.unchained import Unchained
 
@@ -173,7 +173,11 @@ def _apply(
     def explain(me: Participant, error: BaseException) -> BaseException:
         return _in_replica(error, f"in replica {me.index} on {devices[me.index]}")
 
-    return side_by_side(rendezvous.register(range(len(replicas))), body, explain)
+    threads = Threads("replica")  # for this forward only: a model is copied, pickled and forked, threads are not
+    try:
+        return side_by_side(threads, rendezvous.register(range(len(replicas))), body, explain)
+    finally:
+        threads.close()
 
 
 @contextmanager
@@ -207,7 +211,7 @@ def _run_callbacks(replicas: Sequence[nn.Module]) -> None:
 def _replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """Shallow copies of a module and all modules in it; see `DataParallel` for what they share."""
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise UnsupportedError(f"'{name}' has no shape yet; call the lazy module once before DataParallel runs it")
         if tensor.device != devices[0]:
             raise UnsupportedError(f"'{name}' is on {tensor.device}, expected {devices[0]}: move the module there")

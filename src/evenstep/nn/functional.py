@@ -14,17 +14,18 @@ calls, they record no graph.
 
 What the caller must keep:
 
-- Vectors per channel (mean, invstd, sum_dy, sum_dy_xmu) are ``[C]`` in float64, on the device of ``x``: they are small, and
-  so neither a large mean nor a large count costs anything. Elements are read as they are and summed in float32 (float64 for
-  float64) within blocks, in float64 between them.
+- Vectors per channel (mean, invstd, sum_dy, sum_dy_xmu) are ``[C]`` in float64, on the device of ``x``: they are small,
+  and so neither a large mean nor a large count costs anything. Elements are read as they are and summed in float32
+  (float64 for float64) within blocks, in float64 between them.
 - The global count is at least 2 before ``update_running`` and at least 1 before ``inverse_std``; asking is the caller's
   business, because it is the caller who knows the error to give.
-- The result of every function is a function of the values, shape and memory layout of its arguments and the device, bit
-  for bit. On the CPU it does not depend on the number of intra-op threads either: they share the channels.
+- The result of every function is a function of the values, shape and memory layout of its arguments and the device,
+  bit for bit. On the CPU it does not depend on the number of intra-op threads either: they share the channels.
 
-On the CPU the four passes are the C core's (``native/norm.h``), each one read of its inputs; elsewhere they are torch's.
+On the CPU the four passes are the C core's (``native/norm.h``), each one read of its inputs; elsewhere torch's.
 """
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -370,14 +371,15 @@ def _native(
         run(0, channels)
     else:
         first, *others = cut(channels, threads)
-        waiting = [_pool(threads - 1).submit(run, *span) for span in others]
+        waiting = [_pool(threads - 1, os.getpid()).submit(run, *span) for span in others]
         run(*first)
         for future in waiting:
             future.result()
 
 
 @lru_cache(maxsize=1)
-def _pool(num_threads: int) -> ThreadPoolExecutor:
+def _pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
+    """The threads of this process: a fork inherits the pool but none of its threads, and would wait for ever."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="evenstep-norm")
 
 

@@ -125,7 +125,7 @@ class ProcessGroup(Unchained):
 def _ask_store(tag: str, rank: int, members: list[int], answers: "queue.SimpleQueue[list[int]]") -> None:
     missing = members
     try:
-        store = distributed.distributed_c10d._get_default_store()  # type: ignore[attr-defined]  # torch has no public way
+        store = distributed.distributed_c10d._get_default_store()  # torch has no public way
         store.set(f"evenstep/failed/{tag}/{rank}", "here")
         end = time.monotonic() + _REPORT_S
         while missing and time.monotonic() < end:

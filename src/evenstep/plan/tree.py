@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-__all__ = ["cover", "merge_program", "present_program", "reduce", "tree_nodes"]
+__all__ = ["cover", "leaf_program", "merge_program", "present_program", "reduce", "tree_nodes"]
 
 T = TypeVar("T")
 Span = tuple[int, int]
@@ -46,8 +46,16 @@ def merge_program(items: tuple[Span, ...], num_leaves: int) -> bytes:
     program, starts = [], set()
     for first, end in items:
         starts.add(first)
-        program.append(sum(1 for start, stop in tree_nodes(num_leaves) if stop == end and start < first and start in starts))
+        program.append(
+            sum(1 for start, stop in tree_nodes(num_leaves) if stop == end and start < first and start in starts)
+        )
     return bytes(program)
+
+
+@lru_cache(maxsize=1024)
+def leaf_program(num_leaves: int) -> bytes:
+    """The merges after each leaf of a whole tree."""
+    return merge_program(tuple((i, i + 1) for i in range(num_leaves)), num_leaves)
 
 
 @lru_cache(maxsize=4096)
@@ -69,8 +77,7 @@ def present_program(program: bytes, present: tuple[bool, ...]) -> bytes:
 def reduce(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
     """Combine one item per leaf in tree order. `combine` may be called with any associative-looking operation."""
     stack: list[T] = []
-    leaves = tuple((i, i + 1) for i in range(len(items)))
-    for item, merges in zip(items, merge_program(leaves, len(items)), strict=True):
+    for item, merges in zip(items, leaf_program(len(items)), strict=True):
         stack.append(item)
         for _ in range(merges):
             right = stack.pop()

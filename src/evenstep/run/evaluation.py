@@ -1,5 +1,6 @@
 """Evaluation and prediction: every sample exactly once, results that do not depend on who computed them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -93,8 +94,8 @@ def _gather_nested(group: Group, tag: str, values: list[Any], shares: list[int])
     for n, (dtype, sample) in enumerate(specs):
         kind = getattr(torch, dtype)
         rows = leaves[n] if leaves else torch.empty((0, *sample), dtype=kind)
-        flat = rows.detach().cpu().contiguous().reshape(len(rows), -1)
-        full = group.gather(f"{tag}: output {n}", flat, shares) if any(shares) else flat
+        flat = rows.detach().cpu().contiguous().reshape(len(rows), math.prod(sample))
+        full = group.gather(f"{tag}: output {n}", flat, shares, everyone=True)
         out.append(full.reshape(len(full), *sample))
     return _fill(shape, iter(out))
 

@@ -39,14 +39,15 @@ class Display:
         self._stream = stream or sys.stderr
         self._bar: tqdm[Any] | None = None
         self._epoch = -1
-        self._begin = time.monotonic()
+        self._begin = self._last = time.monotonic()
         self._samples = 0
 
     def show(self, progress: Progress) -> None:
         """Show where the batches are now."""
         if progress.epoch != self._epoch:
             self.close()
-            self._epoch, self._begin, self._samples = progress.epoch, time.monotonic(), 0
+            self._epoch, self._begin, self._samples = progress.epoch, self._last, 0
+        self._last = time.monotonic()
         self._samples += progress.num_samples
         rate = self._samples / max(time.monotonic() - self._begin, 1e-9)
         head = f"epoch {progress.epoch + 1}/{progress.num_epochs}"

@@ -22,7 +22,7 @@ from evenstep.engine.models import check_model
 from evenstep.engine.pair import Pair
 from evenstep.engine.randomness import seed_all
 from evenstep.engine.step import Engine
-from evenstep.exchange.group import sum_rows
+from evenstep.exchange.group import SUMMABLE
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.plan.placement import cut
 from evenstep.run import checkpoint
@@ -411,13 +411,15 @@ class Run:
         Returns:
             The sum over all shards in tree order, [n], the same bits on every worker.
         """
-        shares = [end - first for first, end in self._engine.spans]
+        shares = self._engine.shares
         if rows.ndim != 2 or len(rows) != shares[self.worker]:
             raise ConfigError(
                 f"exchange got {tuple(rows.shape)}, expected ({shares[self.worker]}, n): one row for each shard of worker "
                 f"{self.worker}"
             )
-        return sum_rows(self._group.gather(tag, rows.cpu().contiguous(), shares)).to(rows.device)
+        if rows.dtype not in SUMMABLE or not rows.numel():
+            raise ConfigError(f"exchange got {rows.dtype} {tuple(rows.shape)}; expected at least one of {SUMMABLE}")
+        return self._group.sum(tag, rows.cpu(), shares).to(rows.device)
 
     def fingerprint(self) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of parameters, buffers and optimizer state.
