@@ -1,7 +1,7 @@
-"""Exactness on one GPU: the same training on several numbers of workers that share it, and again; fingerprints and times.
+"""Exactness on one GPU: one training on several numbers of workers that share it, and again; fingerprints and times.
 
-Run it on a machine with a GPU: ``python benchmarks/gpu_exactness.py``. The exit code is 1 if any fingerprint differs. With
-``--train`` it is itself the training script that the launcher starts.
+Run it on a machine with a GPU: ``python benchmarks/gpu_exactness.py``. The exit code is 1 if any fingerprint differs.
+With ``--train`` it is itself the training script that the launcher starts.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def train(device: str, autocast: bool) -> None:
     )
     with evenstep.Run(shards=8, seed=0, device=device) as run:
         model = Network()
-        model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+        model, _ = run.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
 
         def loss(part: list[Tensor]) -> Tensor:
             with torch.autocast(device, torch.bfloat16, enabled=autocast):

@@ -6,7 +6,9 @@ from pathlib import Path
 from textwrap import dedent
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with a thread pool cannot be forked safely
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some virtual machines announce AMX and do not grant it
+os.environ.setdefault(
+    "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+)  # some virtual machines announce AMX and do not grant it
 
 import pytest
 import torch

@@ -254,7 +254,7 @@ def batches_smaller_than_the_number_of_shards(run: evenstep.Run) -> Seen:
 @case
 def plain_tensors_as_batches(run: evenstep.Run) -> Seen:
     model = flat()
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     x, y = images().tensors
     return [
         float(run.step({"x": x[n:], "y": y[n:]}, lambda part: F.cross_entropy(model(part["x"]), part["y"])))

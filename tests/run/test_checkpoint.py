@@ -28,7 +28,12 @@ class Noisy(Dataset):
 
 def build(run, width=4):
     model = nn.Sequential(
-        nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(16 * width, 4)
+        nn.Conv2d(3, width, 3),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(16 * width, 4),
     )
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -88,7 +93,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_the_differences(tmp_path
     refused(tmp_path, "seed: 2 in the checkpoint, 7 here", seed=7)
     with evenstep.Run(shards=4, seed=2, quiet=True) as run:
         build(run, width=5)
-        with pytest.raises(evenstep.CheckpointError, match=r"model.0.bias: \(4,\) torch.float32 in the checkpoint, \(5,\)"):
+        with pytest.raises(
+            evenstep.CheckpointError, match=r"model.0.bias: \(4,\) torch.float32 in the checkpoint, \(5,\)"
+        ):
             run.load(tmp_path)
     (state,) = tmp_path.glob("*.safetensors")
     data = bytearray(state.read_bytes())

@@ -6,6 +6,7 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -151,10 +152,8 @@ def test_a_parameter_outside_of_the_model_is_refused():
 def test_a_sparse_gradient_is_refused_at_the_step_that_meets_it():
     with evenstep.Run(quiet=True) as run:
         model = prepare(run, nn.Embedding(4, 2))
-        with pytest.raises(evenstep.UnsupportedError, match="'model.weight' got a sparse gradient"):
-            run.step(
-                torch.zeros(8, dtype=torch.long), lambda part: F.embedding(part, model.weight, sparse=True).sum()
-            )
+        with pytest.raises(evenstep.UnsupportedError, match=r"'model.weight' got a sparse gradient"):
+            run.step(torch.zeros(8, dtype=torch.long), lambda part: F.embedding(part, model.weight, sparse=True).sum())
 
 
 def test_a_buffer_that_changes_its_shape_is_refused():
@@ -170,7 +169,7 @@ def test_a_buffer_that_changes_its_shape_is_refused():
 
     with evenstep.Run(quiet=True) as run:
         model = prepare(run, Growing())
-        with pytest.raises(evenstep.UnsupportedError, match="buffer 'model.cache' from \\(1,\\)"):
+        with pytest.raises(evenstep.UnsupportedError, match=r"buffer 'model.cache' from \(1,\)"):
             step(run, model)
         assert model.cache.shape == (1,)
 
@@ -244,3 +243,42 @@ def test_another_model_on_another_worker_is_named():
     outcomes = run_outcomes(2, body)
     assert "MismatchError" in {o.kind for o in outcomes}
     assert all("model.weight" in o.text for o in outcomes)
+
+
+def test_parameters_are_changed_by_edit_only():
+    def body(_):
+        with evenstep.Run(shards=4, quiet=True) as run:
+            model = prepare(run, nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, 4)))
+            step(run, model)
+
+            def halve():
+                model[2].weight.mul_(0.5)
+                model[0].running_mean.fill_(7.0)
+
+            before = model[2].weight.detach().clone()
+            run.edit(halve)
+            assert torch.equal(model[2].weight, before * 0.5)
+            assert torch.equal(model[0].running_mean, torch.full((3,), 7.0))
+            step(run, model)
+            return run.fingerprint()
+
+    assert len({body(0), *(outcome.value for outcome in run_outcomes(3, body))}) == 1
+    with evenstep.Run(shards=4, quiet=True) as run:
+        model = prepare(run, flat())
+        step(run, model)
+        with torch.no_grad():
+            model[1].weight.mul_(0.5)
+        with pytest.raises(evenstep.NondeterminismError, match=r"'model.1.weight' was changed between steps"):
+            step(run, model)
+
+
+def test_predict_and_random_numbers_do_not_depend_on_workers_without_samples():
+    def body(_):
+        with evenstep.Run(shards=4, seed=1, quiet=True) as run:
+            model = prepare(run, flat())
+            found = run.predict(images(2), 2, lambda part: (model(part[0]), part[1]))
+            scores = run.evaluate(images(5), 3, lambda part: {"x": model(part[0]).sum(1)})
+            return [t.tolist() for t in found], scores, float(np.random.rand()), float(torch.rand(()))
+
+    alone = body(0)
+    assert all(outcome.value == alone for outcome in run_outcomes(3, body))

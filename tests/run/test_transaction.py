@@ -1,5 +1,7 @@
 """A step commits everything or leaves everything as it was."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,9 +93,10 @@ def test_a_step_that_fails_leaves_the_version_untouched_and_can_be_done_again(fa
             for number in range(4):
                 if planted and number == after:
                     before, state = run.fingerprint(), {n: t.clone() for n, t in model.state_dict().items()}
-                    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(Fault, match="planted"):
-                        loss = fault(run._engine, monkeypatch)
-                        run.step(batch, lambda part: loss(model, part))
+                    with pytest.MonkeyPatch.context() as monkeypatch:
+                        function = partial(fault(run._engine, monkeypatch), model)
+                        with pytest.raises(Fault, match="planted"):
+                            run.step(batch, function)
                     assert run.fingerprint() == before
                     assert all(torch.equal(t, state[n]) for n, t in model.state_dict().items())
                     assert run.version == number

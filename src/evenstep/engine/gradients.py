@@ -1,7 +1,7 @@
 """From the gradients of single shards to the tree sum at each parameter's owner, bucket by bucket, during backward.
 
-Each worker adds up its own shards as far as the tree allows (a binary counter: about log2 K buffers) and is left with the
-tree nodes that cover its span. For a parameter that somebody else owns these go into this worker's area of the shared
+Each worker adds up its own shards as far as the tree allows (a binary counter: about log2 K buffers) and is left with
+the tree nodes that cover its span. For a parameter that somebody else owns these go into this worker's area of the
 segment; when all parameters of a bucket are there, its ready word is set. The owner adds the nodes of all workers in
 tree order as soon as it sees a bucket of its own ready everywhere. A shard that gave no gradient for a parameter is
 absent from the sum, and a parameter absent everywhere has no gradient.
@@ -29,7 +29,9 @@ _BUCKET_BYTES = 1 << 20
 class Gradients:
     """The gradients of one optimizer's parameters in one step after the other."""
 
-    def __init__(self, group: Group, spans: Sequence[tuple[int, int]], names: Sequence[str], like: Sequence[Tensor]):
+    def __init__(
+        self, group: Group, spans: Sequence[tuple[int, int]], names: Sequence[str], like: Sequence[Tensor]
+    ) -> None:
         self._group, self._names, self._like = group, names, like
         num_shards = spans[-1][1]
         me = group.worker
@@ -190,7 +192,11 @@ class Gradients:
         if len(inputs) == 1:
             total = inputs[0]
         else:
-            out = mine if mine is not None else torch.empty_strided(inputs[0].shape, inputs[0].stride(), dtype=inputs[0].dtype)
+            out = (
+                mine
+                if mine is not None
+                else torch.empty_strided(inputs[0].shape, inputs[0].stride(), dtype=inputs[0].dtype)
+            )
             total = tree_sum(inputs, tree.present_program(self._program, tuple(present)), out)
         return total.to(self._like[i].device)
 

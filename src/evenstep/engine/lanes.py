@@ -75,13 +75,14 @@ class Lanes:
     ) -> list[Any]:
         """Run the functions in turn; return their results in the order of the shards.
 
-        Blocks until all have ended. The first error that is not merely a consequence of another's is raised, with a note
-        that names its shard.
+        Blocks until all have ended. The first error that is not merely a consequence of another's is raised, with a
+        note that names its shard.
         """
         self._lanes = lanes
         self._streams += [Stream() for _ in range(len(shards) - len(self._streams))]
         for stream, seed in zip(self._streams, seeds, strict=False):
             stream.reseed(seed)
+
         def body(me: Participant) -> Any:
             surroundings = LaneSurroundings(me, prefix, gather)
             try:

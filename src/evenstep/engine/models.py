@@ -1,14 +1,15 @@
 """The prepared models: their parameters and buffers moved into the state, alike on all workers."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
 from evenstep.core.fingerprint import fingerprint
 from evenstep.engine.pair import Pair
 from evenstep.engine.slots import Slots, copy_into
@@ -29,6 +30,7 @@ class Models:
         self.slots = Slots()
         self._roots: list[nn.Module] = []
         self._kept: dict[str, Tensor] | None = None
+        self._versions: dict[str, int] = {}
 
     def add(self, model: nn.Module) -> None:
         """Take in a model. All workers must call this alike; worker 0's values become everyone's.
@@ -92,6 +94,37 @@ class Models:
             for name in (*self.slots.parameters, *self.slots.buffers):
                 self.state.entries[name].pull()
 
+    def remember_versions(self) -> None:
+        """Note what torch counts as the version of each parameter, now that nobody should change it but a step."""
+        self._versions = {name: p._version for name, p in self.slots.parameters.items()}
+
+    def check_versions(self) -> None:
+        """Say so if user code changed a parameter between steps.
+
+        Raises:
+            NondeterminismError: It did. (A change through `.data` goes unseen: torch does not count it.)
+        """
+        for name, version in self._versions.items():
+            if self.slots.parameters[name]._version != version:
+                raise NondeterminismError(
+                    f"parameter '{name}' was changed between steps; it is one tensor for all workers, so every worker "
+                    "would change it once more: pass the change to run.edit(function) instead"
+                )
+
+    def edit(self, function: Callable[[], None]) -> None:
+        """Let worker 0 change parameters and buffers; everyone has the result afterwards."""
+        entries = [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
+        self._group.barrier("edit begins")
+        with torch.no_grad():
+            if self._group.worker == 0:
+                function()
+                for entry in entries:
+                    entry.publish()
+            self._group.barrier("edit ends")
+            for entry in entries:
+                entry.pull()
+        self.remember_versions()
+
     def release(self, pairs: Sequence[Pair]) -> None:
         """Copy everything out of the segment, so that models and optimizers are ordinary ones again."""
         self.slots.bind_base()
@@ -116,10 +149,11 @@ def check_model(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedError(
-                f"layer '{name}' was built with sparse=True; evenstep adds dense gradients only: build it with sparse=False"
+                f"layer '{name}' was built with sparse=True; evenstep adds dense gradients only: build it with "
+                "sparse=False"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise UnsupportedError(f"'{name}' has no shape yet; call the lazy model once before prepare")
         if tensor.device.type == "meta":
             raise UnsupportedError(f"'{name}' is on the meta device; give it memory and values before prepare")

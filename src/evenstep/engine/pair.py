@@ -113,7 +113,11 @@ class Pair:
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The options of the parameter groups, such as learning rates, as plain values."""
         return [
-            {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+            {
+                key: float(value) if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
             for group in self.optimizer.param_groups
         ]
 
@@ -181,7 +185,9 @@ class Pair:
                 if worker == self._group.worker:
                     known[key].live.copy_(mine)
             else:
-                fresh[name] = mine if mine is not None else torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                fresh[name] = (
+                    mine if mine is not None else torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                )
         for (name, tensor), entry in zip(fresh.items(), self._state.add(fresh, shared=True), strict=True):
             known[name.rpartition(".")[2]] = entry
             if worker == self._group.worker:

@@ -1,7 +1,7 @@
 """The three global generators (torch, NumPy, `random`) as streams that can be seeded, paused and resumed.
 
-They belong to the process, not to a thread. Whoever runs a shard's or a sample's code first makes its stream the current
-one; what it draws is then a function of its seed alone.
+They belong to the process, not to a thread. Whoever runs a shard's or a sample's code first makes its stream the
+current one; what it draws is then a function of its seed alone.
 """
 
 import hashlib
@@ -25,10 +25,14 @@ def derive(purpose: str, *numbers: int) -> int:
 def seed_all(seed: int) -> None:
     """Seed the generators as they are now, and the current CUDA device's if CUDA is in use."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if _cuda_in_use():
         torch.cuda.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+def _cuda_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 class Stream:
@@ -45,7 +49,7 @@ class Stream:
 
     def resume(self) -> None:
         """Make this stream the current one of the process."""
-        np.random.set_bit_generator(self._bits)
+        np.random.set_bit_generator(self._bits)  # type: ignore[attr-defined]  # NumPy's stubs lack it
         if self._state is None:
             assert self._seed is not None, "a stream is seeded before it is used"
             seed_all(self._seed)
@@ -58,7 +62,7 @@ class Stream:
 
     def pause(self) -> None:
         """Remember where this stream, the current one, has come to."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        cuda = torch.cuda.get_rng_state() if _cuda_in_use() else None
         self._state = (torch.default_generator.get_state(), cuda, random.getstate())
 
 
@@ -68,9 +72,10 @@ _spare = np.random.MT19937(0)  # what is seeded while the caller's own is put as
 @contextmanager
 def preserved() -> Iterator[None]:
     """Leave the generators of the caller as they were. Does not nest: inside, there is nothing to preserve."""
-    outer = Stream(np.random.get_bit_generator())
+    outer = Stream(np.random.get_bit_generator())  # type: ignore[attr-defined]  # NumPy's stubs lack it
     outer.pause()
-    np.random.set_bit_generator(_spare)  # seeding would change the caller's in place
+    # Seeding changes a generator in place, so the caller's is put aside.
+    np.random.set_bit_generator(_spare)  # type: ignore[attr-defined]  # NumPy's stubs lack it
     try:
         yield
     finally:

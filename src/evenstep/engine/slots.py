@@ -43,8 +43,8 @@ class Slots:
                         continue
                     name = names.setdefault(id(tensor), f"{path}.{key}")
                     if name not in self.parameters and name not in self.buffers:
-                        added[kind][name] = tensor  # type: ignore[assignment]  # kind 0 are parameters
-                        (self.parameters, self.buffers)[kind][name] = tensor  # type: ignore[index]  # likewise
+                        added[kind][name] = tensor
+                        (self.parameters, self.buffers)[kind][name] = tensor
                     self._places.append((tensors, key))
                     self._names.append(name)
         return added
@@ -58,7 +58,7 @@ class Slots:
         for (place, key), tensor in zip(self._places, tensors, strict=True):
             place[key] = tensor
         for module in self._flat:  # an RNN keeps a list of its weights beside the places
-            module._flat_weights = [getattr(module, key, None) for key in module._flat_weights_names]  # type: ignore[union-attr,has-type,assignment]  # RNNBase's own fields
+            module._flat_weights = [getattr(module, key, None) for key in module._flat_weights_names]  # type: ignore[union-attr,assignment]  # RNNBase's own fields
 
     def bound(self) -> list[Tensor]:
         """What hangs at every place now: a forward may have put another buffer there."""
@@ -74,7 +74,7 @@ class Slots:
 
 
 class Lane:
-    """One shard's own leaves and buffers, or (with `own` false) the model's, for shards that run one after the other."""
+    """One shard's own leaves and buffers, or (`own` false) the model's, for shards that run one after the other."""
 
     def __init__(self, slots: Slots, *, own: bool) -> None:
         self._slots = slots

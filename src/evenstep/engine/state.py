@@ -123,7 +123,7 @@ class State:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether the strides are a permutation of contiguous ones, so that they can be kept (channels-last, transposed)."""
+    """Whether the strides are a permutation of contiguous ones (channels-last, transposed) and can be kept."""
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
     expected = 1
     for stride, size in dims:

@@ -77,6 +77,7 @@ class Engine:
         """Take a model, and the optimizer that trains it, into the run. All workers must call this alike."""
         self.models.add(model)
         self._forget_lanes()
+        self.models.remember_versions()
         if optimizer is not None:
             prefix = "optimizer" if not self.pairs else f"optimizer{len(self.pairs) + 1}"
             names = {id(p): name for name, p in self.models.slots.parameters.items()}
@@ -102,6 +103,7 @@ class Engine:
             clip_value: Clip every element of the gradients to this magnitude.
         """
         self.determinism.check()
+        self.models.check_versions()
         self._attempt += 1
         where = f"step {self.version}: "
         active = [w for w, (first, end) in enumerate(self.spans) if any(sizes[first:end])]
@@ -120,6 +122,7 @@ class Engine:
         except BaseException:
             self.state.rollback()
             pair.rollback()
+            self.models.remember_versions()
             raise
         finally:
             pair.gradients.clear()
@@ -128,6 +131,7 @@ class Engine:
         pair.commit()
         self.models.pull()
         pair.adopt(news_of_all)
+        self.models.remember_versions()
         self.version += 1
         return Outcome(outcome.loss, outcome.metrics, norm)
 
@@ -206,7 +210,9 @@ class Engine:
             values = self._lanes.run(shards, lanes, seeds, where, gather, functions)
             losses = [value[0] * weights[shard] for shard, value in zip(shards, values, strict=True)]
             token, self._lanes.token = self._lanes.token, None
-            if token is not None:  # where no shard of this worker uses a layer's output, other workers still wait for it
+            if (
+                token is not None
+            ):  # where no shard of this worker uses a layer's output, other workers still wait for it
                 losses.append(token.sum())
             self._backward(losses, lanes, pair, shards)
         except Exception as error:
@@ -260,7 +266,7 @@ class Engine:
 
         requires_grad = leaf.requires_grad
         leaf.requires_grad_(True)  # a hook can be hung on nothing else; it may be unfrozen later
-        self._hooks.append(leaf.register_post_accumulate_grad_hook(arrived))
+        self._hooks.append(leaf.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]  # torch's
         leaf.requires_grad_(requires_grad)
 
     _arrivals: dict[int, tuple[Pair, dict[str, int], int]] = {}  # noqa: RUF012  # replaced as a whole, never changed
@@ -329,6 +335,7 @@ class Engine:
         self.group.barrier("checkpoint restored")
         for entry in self.state.entries.values():
             entry.pull()
+        self.models.remember_versions()
         self.version = version
 
     def close(self) -> None:

@@ -45,7 +45,9 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any])
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
     except TypeError as error:
-        raise CheckpointError(f"cannot write the checkpoint {directory}: a tracked object's state is no JSON: {error}") from error
+        raise CheckpointError(
+            f"cannot write the checkpoint {directory}: a tracked object's state is no JSON: {error}"
+        ) from error
 
 
 def read(directory: Path, *, tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -57,7 +59,9 @@ def read(directory: Path, *, tensors: bool) -> tuple[dict[str, Any], dict[str, T
     try:
         facts = json.loads((directory / "checkpoint.json").read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} holds no checkpoint.json; expected a directory that run.save wrote") from None
+        raise CheckpointError(
+            f"{directory} holds no checkpoint.json; expected a directory that run.save wrote"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory / 'checkpoint.json'} cannot be read: {error}") from error
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:

@@ -108,7 +108,9 @@ def _describe(value: Any, leaves: list[Tensor]) -> Any:
         return {"dict": {key: _describe(item, leaves) for key, item in value.items()}}
     if isinstance(value, list | tuple):
         return {"list" if isinstance(value, list) else "tuple": [_describe(item, leaves) for item in value]}
-    raise ConfigError(f"predict got a {type(value).__name__} from the model; expected tensors in tuples, lists or dicts")
+    raise ConfigError(
+        f"predict got a {type(value).__name__} from the model; expected tensors in tuples, lists or dicts"
+    )
 
 
 def _specs(shape: Any, into: list[Any]) -> None:

@@ -38,7 +38,7 @@ def _inherited(env: Environment) -> Segment:
 
 def _from_store(env: Environment) -> Segment:
     """Worker 0 makes the segment; the others open it through /proc, so that it needs no name."""
-    store, _, _ = next(iter(distributed.rendezvous("env://", env.worker, env.num_workers)))
+    store, _, _ = next(iter(distributed.rendezvous("env://", env.worker, env.num_workers)))  # type: ignore[attr-defined]  # not in __all__
     if env.worker == 0:
         segment = Segment.create(env.num_workers)
         store.set("evenstep/segment", f"/proc/{os.getpid()}/fd/{segment.fd}")
@@ -48,13 +48,15 @@ def _from_store(env: Environment) -> Segment:
         return _open(env, os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
         raise ConfigError(
-            f"worker {env.worker} cannot open worker 0's segment {path} ({error}); all workers must run on one machine, "
-            "as one user, in one process namespace"
+            f"worker {env.worker} cannot open worker 0's segment {path} ({error}); all workers must run on one "
+            "machine, as one user, in one process namespace"
         ) from error
 
 
 def _open(env: Environment, fd: int) -> Segment:
     segment = Segment(fd)
     if segment.num_workers != env.num_workers:
-        raise ConfigError(f"the segment is for {segment.num_workers} workers but the environment says {env.num_workers}")
+        raise ConfigError(
+            f"the segment is for {segment.num_workers} workers but the environment says {env.num_workers}"
+        )
     return segment

@@ -56,7 +56,9 @@ class Display:
         if self._stream.isatty():
             if self._bar is None:
                 bar = "{desc} {bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
-                self._bar = tqdm(desc=head, total=progress.num_batches, bar_format=bar, file=self._stream, dynamic_ncols=True)
+                self._bar = tqdm(
+                    desc=head, total=progress.num_batches, bar_format=bar, file=self._stream, dynamic_ncols=True
+                )
             self._bar.set_postfix_str(f"{tail}  {rate:.0f} samples/s", refresh=False)
             self._bar.update(progress.batch - self._bar.n)
         elif progress.batch == progress.num_batches:

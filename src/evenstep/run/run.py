@@ -39,9 +39,9 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741  # the type of the user's optimi
 class Run:
     """A training run whose result does not depend on the number of workers.
 
-    Making it joins the other workers, seeds torch, NumPy and `random`, and pins what the bits rest on. Use it as a context
-    manager: leaving it waits for all workers, prints the fingerprint and gives models and optimizers back as ordinary
-    ones.
+    Making it joins the other workers, seeds torch, NumPy and `random`, and pins what the bits rest on. Use it as a
+    context manager: leaving it waits for all workers, prints the fingerprint and gives models and optimizers back as
+    ordinary ones.
 
     Args:
         shards: K, the number of parts of every batch and the unit of arithmetic; default 8. A run with another K is
@@ -123,7 +123,9 @@ class Run:
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
         else:
@@ -253,9 +255,7 @@ class Run:
             yield batch
             if self._display is not None:
                 loss, metrics = self._last
-                self._display.show(
-                    Progress(batch.epoch, epochs, done, plan.num_batches, len(batch), loss, metrics)
-                )
+                self._display.show(Progress(batch.epoch, epochs, done, plan.num_batches, len(batch), loss, metrics))
 
     _next: dict[str, int] | None = None  # where batches would go on after the current one
 
@@ -320,7 +320,9 @@ class Run:
         if not pairs:
             raise ConfigError("no optimizer was prepared; call model, optimizer = run.prepare(model, optimizer) first")
         if optimizer is None and len(pairs) > 1:
-            raise ConfigError(f"{len(pairs)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)")
+            raise ConfigError(
+                f"{len(pairs)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
+            )
         for pair in pairs:
             if optimizer is None or pair.optimizer is optimizer:
                 return pair
@@ -360,9 +362,7 @@ class Run:
         try:
             with evaluating(self._engine.models.slots.modules):
                 batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
-                return mean_metrics(
-                    self._group, batches, self.shards, self.config.device, self.config.seed, metrics
-                )
+                return mean_metrics(self._group, batches, self.shards, self.config.device, self.config.seed, metrics)
         except BaseException:
             self._tell_others()
             raise
@@ -401,6 +401,18 @@ class Run:
         plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle=False, drop_last=False)
         return self._loader(dataset, "evaluate", collate, loaders, prefetch).load(plan.requests(0))
 
+    def edit(self, function: Callable[[], None]) -> None:
+        """Change parameters or buffers of prepared models between steps: clip, reset, average, load.
+
+        They are one tensor for all workers, so only worker 0 calls the function, without gradients; afterwards everyone
+        has the result. All workers must call this alike.
+        """
+        try:
+            self._engine.models.edit(function)
+        except BaseException:
+            self._tell_others()
+            raise
+
     def exchange(self, tag: str, rows: Tensor) -> Tensor:
         """The one primitive: each shard offers a vector under a tag, all receive the tree sum.
 
@@ -414,8 +426,8 @@ class Run:
         shares = self._engine.shares
         if rows.ndim != 2 or len(rows) != shares[self.worker]:
             raise ConfigError(
-                f"exchange got {tuple(rows.shape)}, expected ({shares[self.worker]}, n): one row for each shard of worker "
-                f"{self.worker}"
+                f"exchange got {tuple(rows.shape)}, expected ({shares[self.worker]}, n): one row for each shard "
+                f"of worker {self.worker}"
             )
         if rows.dtype not in SUMMABLE or not rows.numel():
             raise ConfigError(f"exchange got {rows.dtype} {tuple(rows.shape)}; expected at least one of {SUMMABLE}")
@@ -433,7 +445,9 @@ class Run:
     def track(self, name: str, value: Any) -> None:
         """Save and load something else with the run, such as a scheduler: anything with a plain `state_dict`."""
         if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
-            raise ConfigError(f"track got a {type(value).__name__}; expected an object with state_dict and load_state_dict")
+            raise ConfigError(
+                f"track got a {type(value).__name__}; expected an object with state_dict and load_state_dict"
+            )
         self._tracked[name] = value
 
     def save(self, path: str | Path) -> None:
@@ -462,7 +476,8 @@ class Run:
         """Go on from a checkpoint, on any number of workers. All workers must call this alike, after `prepare`.
 
         Raises:
-            CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing changed.
+            CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing
+                changed.
         """
         facts, tensors = checkpoint.read(Path(path), tensors=True)
         self._check_checkpoint(Path(path), facts, tensors)
@@ -486,8 +501,12 @@ class Run:
         ]
         here = {"shards": self.shards, "seed": self.config.seed, "optimizers": len(self._engine.pairs)}
         there = {"shards": facts["shards"], "seed": facts["seed"], "optimizers": len(facts["groups"])}
-        differences += [f"{key}: {there[key]} in the checkpoint, {here[key]} here" for key in here if here[key] != there[key]]
-        differences += [f"tracked '{name}': not in the checkpoint" for name in self._tracked if name not in facts["tracked"]]
+        differences += [
+            f"{key}: {there[key]} in the checkpoint, {here[key]} here" for key in here if here[key] != there[key]
+        ]
+        differences += [
+            f"tracked '{name}': not in the checkpoint" for name in self._tracked if name not in facts["tracked"]
+        ]
         if differences:
             raise CheckpointError(f"{path} belongs to another run: " + "; ".join(differences[:5]))
 
@@ -508,4 +527,6 @@ def _check_device(device: str) -> None:
     if kind not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r}, expected 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={device!r} but torch sees no CUDA device; use device='cpu', or a CUDA build of torch")
+        raise ConfigError(
+            f"device={device!r} but torch sees no CUDA device; use device='cpu', or a CUDA build of torch"
+        )
