@@ -184,6 +184,14 @@ NORM(norm_apply, 5, es_norm_apply(type, shape, at[0], at[1], at[2], at[3], at[4]
 NORM(norm_reduce, 5, es_norm_reduce(type, shape, at[0], at[1], at[2], at[3], at[4]))
 NORM(norm_backward, 7, es_norm_backward(type, shape, at[0], at[1], at[2], at[3], at[4], at[5], at[6]))
 
+static PyObject *norm_merge(PyObject *self, PyObject *args) {
+    Py_ssize_t num_rows, channels;
+    unsigned long long rows;
+    ARGS("nnK", &num_rows, &channels, &rows);
+    es_norm_merge((size_t)num_rows, (size_t)channels, AT(rows));
+    Py_RETURN_NONE;
+}
+
 static PyObject *keep_memory(PyObject *self, PyObject *args) {
 #ifdef __GLIBC__
     mallopt(M_MMAP_MAX, 0);
@@ -204,6 +212,7 @@ static PyMethodDef methods[] = {
     {"tree_sum", tree_sum, METH_VARARGS, NULL},           {"die_with_parent", die_with_parent, METH_NOARGS, NULL},
     {"norm_statistics", norm_statistics, METH_VARARGS, NULL}, {"norm_apply", norm_apply, METH_VARARGS, NULL},
     {"norm_reduce", norm_reduce, METH_VARARGS, NULL},     {"norm_backward", norm_backward, METH_VARARGS, NULL},
+    {"norm_merge", norm_merge, METH_VARARGS, NULL},
     {"keep_memory", keep_memory, METH_NOARGS, NULL},      {NULL, NULL, 0, NULL},
 };
 

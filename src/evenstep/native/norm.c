@@ -74,6 +74,30 @@ void es_norm_statistics(es_norm_type type, es_shape shape, const void *x, double
     DISPATCH(statistics, x, mean, m2)
 }
 
+FAST static void merge_rows(size_t channels, double *restrict a, const double *restrict b) {
+    double all = a[0] + b[0], share = b[0] / all, weight = a[0] * share;
+    double *mean = a + 1, *m2 = mean + channels;
+    const double *other_mean = b + 1, *other_m2 = other_mean + channels;
+    for (size_t c = 0; c < channels; ++c) {
+        double delta = other_mean[c] - mean[c];
+        mean[c] += delta * share;
+        m2[c] += other_m2[c] + delta * delta * weight;
+    }
+    a[0] = all;
+}
+
+void es_norm_merge(size_t num_rows, size_t channels, double *rows) {
+    size_t width = 1 + 2 * channels;
+    for (size_t step = 1; step < num_rows; step *= 2)
+        for (size_t i = 0; i + step < num_rows; i += 2 * step) {
+            double *left = rows + i * width, *right = rows + (i + step) * width;
+            if (left[0] == 0)
+                memcpy(left, right, width * sizeof(double));
+            else if (right[0] != 0)
+                merge_rows(channels, left, right);
+        }
+}
+
 void es_norm_apply(es_norm_type type, es_shape shape, const void *x, const double *mean, const double *scale,
                    const double *bias, void *y) {
     DISPATCH(apply, x, mean, scale, bias, y)

@@ -21,6 +21,9 @@ typedef enum { ES_NORM_F32 = 0, ES_NORM_F64 = 1, ES_NORM_BF16 = 2 } es_norm_type
 
 /* The mean and the sum of squared deviations from it. Two passes within each block: nothing cancels. */
 void es_norm_statistics(es_norm_type type, es_shape shape, const void *x, double *mean, double *m2);
+/* Merges rows of (count, mean[channels], m2[channels]), one for each shard, level by level: the fixed tree over shards.
+ * The rows are used up; the first becomes the result. A row with count 0 leaves its sibling as it is. */
+void es_norm_merge(size_t num_rows, size_t channels, double *rows);
 /* y = (x - mean) * scale + bias */
 void es_norm_apply(es_norm_type type, es_shape shape, const void *x, const double *mean, const double *scale,
                    const double *bias, void *y);

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from evenstep.core.errors import UnsupportedError
+from evenstep.exchange.group import tree_sum
 from evenstep.exchange.surroundings import Surroundings, current
 from evenstep.nn import functional as f
 from evenstep.nn.functional import EpsMode, Stats
 from evenstep.nn.process_group import GroupHandle, around
 from evenstep.nn.unchained import Unchained
+from evenstep.plan import tree
 
 __all__ = [
     "LazySyncBatchNorm1d",
@@ -273,8 +275,8 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
     module, device = offers[0].module, offers[0].x.device
     with torch.no_grad():
         local = [f.statistics(offer.x.detach()) for offer in offers]
-        rows = torch.stack([torch.cat([s.count.view(1), s.mean, s.m2]).to(device) for s in local])
-        stats = _merge_all(around_us.gather(f"{tag} forward", rows))
+        rows = torch.stack([f.as_row(s).to(device) for s in local])
+        stats = f.merge_rows(around_us.gather(f"{tag} forward", rows))
         _check_count(stats, offers)
         if module.training and module.track_running_stats and not offers[0].in_backward:
             _update_running(module, stats)
@@ -318,22 +320,10 @@ def _update_running(module: SyncBatchNorm, stats: Stats) -> None:
     f.update_running(module.running_mean, module.running_var, module.num_batches_tracked, stats, module.momentum)
 
 
-def _merge_all(rows: Tensor) -> Stats:
-    """Merge [K, 1 + 2C] rows, one per shard, level by level: the fixed tree."""
-    stats = Stats(rows[:, :1], *rows[:, 1:].chunk(2, dim=1))
-    while len(stats.mean) > 1:
-        even = len(stats.mean) // 2 * 2
-        pairs = f.merge(Stats(*(s[0:even:2] for s in stats)), Stats(*(s[1:even:2] for s in stats)))
-        stats = Stats(*(torch.cat([p, s[even:]]) for p, s in zip(pairs, stats, strict=True)))
-    return Stats(stats.count.view(()), stats.mean[0], stats.m2[0])
-
-
 def _sum_all(rows: Tensor) -> Tensor:
-    """Sum [K, n] rows, one per shard, level by level: the fixed tree."""
-    while len(rows) > 1:
-        even = len(rows) // 2 * 2
-        rows = torch.cat([rows[0:even:2] + rows[1:even:2], rows[even:]])
-    return rows[0]
+    """Sum [K, n] rows, one per shard, in the fixed tree over shards."""
+    host = rows.cpu()
+    return tree_sum(host.unbind(0), tree.leaf_program(len(host)), torch.empty_like(host[0])).to(rows.device)
 
 
 class _Joint(torch.autograd.Function):

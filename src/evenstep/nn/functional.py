@@ -40,11 +40,13 @@ from evenstep.plan.placement import cut
 __all__ = [
     "EpsMode",
     "Stats",
+    "as_row",
     "backward_input",
     "backward_reduce",
     "inverse_std",
     "mask_clamped",
     "merge",
+    "merge_rows",
     "normalize",
     "statistics",
     "update_running",
@@ -106,17 +108,25 @@ def merge(a: Stats, b: Stats) -> Stats:
     Returns:
         The merged statistics. Where one side has count 0 these are the other side's, bit for bit.
     """
-    count = a.count + b.count
-    share = b.count / count.clamp(min=1)
-    delta = b.mean - a.mean
-    mean = torch.addcmul(a.mean, delta, share)
-    m2 = a.m2 + b.m2 + delta.square() * (a.count * share)
-    a_empty, b_empty = a.count == 0, b.count == 0
-    return Stats(
-        count,
-        torch.where(b_empty, a.mean, torch.where(a_empty, b.mean, mean)),
-        torch.where(b_empty, a.m2, torch.where(a_empty, b.m2, m2)),
-    )
+    return merge_rows(torch.stack([as_row(a), as_row(b)]))
+
+
+def as_row(stats: Stats) -> Tensor:
+    """Statistics as one vector ``[1 + 2C]`` for the wire: count, mean, M2."""
+    return torch.cat([stats.count.view(1), stats.mean, stats.m2])
+
+
+def merge_rows(rows: Tensor) -> Stats:
+    """Merge the statistics of several shards, one row each, in the fixed tree over shards.
+
+    Args:
+        rows: ``[K, 1 + 2C]``, each as ``as_row`` gives it. Used up.
+    """
+    host = rows.cpu().contiguous()
+    channels = (host.shape[1] - 1) // 2
+    core.norm_merge(len(host), channels, host.data_ptr())
+    merged = host[0].to(rows.device)
+    return Stats(merged[0], merged[1 : 1 + channels], merged[1 + channels :])
 
 
 def inverse_std(stats: Stats, eps: float, eps_mode: EpsMode = "plus") -> Tensor:
