@@ -10,6 +10,7 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -93,31 +94,33 @@ class Group:
     def _gather_into(self, place: int, tag: str, rows: Tensor, counts: Sequence[int], everyone: bool) -> None:
         """Gather everyone's rows, ours too, to an address."""
         mine = rows.contiguous()
-        row_bytes = rows.shape[1] * rows.element_size()
-        places = []  # (worker, where its rows go, how many bytes they are)
-        for worker, count in enumerate(counts):
-            if count or everyone:
-                places.append((worker, place, count * row_bytes))
-            place += count * row_bytes
-        self._gather_pieces(tag, mine.data_ptr(), len(rows) * row_bytes, places, everyone)
-
-    def _gather_pieces(
-        self, tag: str, mine: int, num_bytes: int, places: list[tuple[int, int, int]], everyone: bool
-    ) -> None:
+        layout, most = _layout(tuple(counts), rows.shape[1] * rows.element_size(), everyone)
+        num_bytes = mine.numel() * mine.element_size()
         step = self.segment.slot_bytes
-        num_pieces = max(-(-max(theirs for _, _, theirs in places) // step), 1)
+        if most <= step:
+            self._exchange(tag, mine.data_ptr(), num_bytes, layout, place, everyone)
+            return
+        num_pieces = -(-most // step)
         for piece in range(num_pieces):
-            if everyone:
-                self._round, self._inner = self._round + 1, 0
-            else:
-                self._inner += 1
-            seq = self._round << 32 | self._inner
-            name = tag if num_pieces == 1 else f"{tag} ({piece + 1} of {num_pieces})"
             start = piece * step
-            core.post(self.segment.base, self.worker, seq, name, mine + start, min(max(num_bytes - start, 0), step))
-            deadline = time.monotonic() + self.timeout_s
-            for worker, place, theirs in places:
-                self._collect(worker, seq, name, place + start, min(max(theirs - start, 0), step), deadline)
+            here = [(worker, at + start, min(max(theirs - start, 0), step)) for worker, at, theirs in layout]
+            mine_here = min(max(num_bytes - start, 0), step)
+            name = f"{tag} ({piece + 1} of {num_pieces})"
+            self._exchange(name, mine.data_ptr() + start, mine_here, here, place, everyone)
+
+    def _exchange(
+        self, tag: str, mine: int, num_bytes: int, layout: Sequence[tuple[int, int, int]], place: int, everyone: bool
+    ) -> None:
+        """Post what fits into a slot, and collect from everyone in the layout."""
+        if everyone:
+            self._round, self._inner = self._round + 1, 0
+        else:
+            self._inner += 1
+        seq = self._round << 32 | self._inner
+        core.post(self.segment.base, self.worker, seq, tag, mine, num_bytes)
+        deadline = time.monotonic() + self.timeout_s
+        for worker, at, theirs in layout:
+            self._collect(worker, seq, tag, place + at, theirs, deadline)
 
     def gather_json(self, tag: str, value: Any) -> list[Any]:
         """Offer a JSON value of any size; return everyone's in worker order. All workers take part."""
@@ -214,6 +217,17 @@ class Group:
             os.close(fd)
         self._pidfds.clear()
         self.segment.close()
+
+
+@lru_cache(maxsize=1024)
+def _layout(counts: tuple[int, ...], row_bytes: int, everyone: bool) -> tuple[tuple[tuple[int, int, int], ...], int]:
+    """(worker, where its rows go, how many bytes they are) for all who take part, and the most bytes of one."""
+    places, at = [], 0
+    for worker, count in enumerate(counts):
+        if count or everyone:
+            places.append((worker, at, count * row_bytes))
+        at += count * row_bytes
+    return tuple(places), max(theirs for _, _, theirs in places)
 
 
 def tree_sum(inputs: Sequence[Tensor], program: bytes, out: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evenstep.core.errors import CheckpointError
 
-__all__ = ["read", "write"]
+__all__ = ["check", "read", "write"]
 
 _FORMAT = 1
 
@@ -73,6 +73,34 @@ def read(directory: Path, *, tensors: bool) -> tuple[dict[str, Any], dict[str, T
         return facts, load_file(state) if tensors else {}
     except (OSError, SafetensorError, KeyError) as error:
         raise CheckpointError(f"{state} cannot be read: {error}") from error
+
+
+def check(
+    directory: Path,
+    facts: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    here: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+) -> None:
+    """Raise CheckpointError with the differences if a checkpoint belongs to another run.
+
+    Args:
+        directory: Where it lies.
+        facts: What it says of itself.
+        tensors: What it holds.
+        here: What this run says: shards, seed, number of optimizers, names of tracked objects.
+        state: What this run holds. Optimizer state is not compared: a fresh optimizer has none yet.
+    """
+    there = {**facts, "tracked": sorted(facts["tracked"])}
+    found = [f"{key}: {there[key]} in the checkpoint, {here[key]} here" for key in here if here[key] != there[key]]
+    mine, theirs = ({n: f"{tuple(t.shape)} {t.dtype}" for n, t in s.items()} for s in (state, tensors))
+    found += [
+        f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, {mine.get(name, 'nothing')} here"
+        for name in sorted(mine.keys() | theirs.keys())
+        if mine.get(name) != theirs.get(name) and not name.startswith("optimizer")
+    ]
+    if found:
+        raise CheckpointError(f"{directory} belongs to another run: " + "; ".join(found[:5]))
 
 
 def _checksum(path: Path) -> str:

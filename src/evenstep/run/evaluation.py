@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from evenstep.core.errors import ConfigError
 from evenstep.data.loader import Batch, to_device
+from evenstep.engine.compute import total_of
 from evenstep.engine.randomness import derive, preserved, seed_all
-from evenstep.engine.step import total_of
 from evenstep.exchange.group import Group
 from evenstep.plan import tree
 

@@ -306,7 +306,8 @@ class Run:
             batch = batch if isinstance(batch, Batch) else self._cut(batch)
             parts = {shard: to_device(part, self.config.device) for shard, part in batch.parts.items()}
             self._trace(first=True)
-            outcome = self._engine.step(parts, batch.sizes, function, pair, clip_norm, clip_value)
+            work = self._engine.work(parts, batch.sizes, function, pair)
+            outcome = self._engine.step(work, clip_norm, clip_value)
             self._trace(first=False)
         except BaseException:
             self._tell_others()
@@ -455,9 +456,8 @@ class Run:
         failure = None
         if self.worker == 0:
             facts = {
+                **self._identity(),
                 "version": self.version,
-                "shards": self.shards,
-                "seed": self.config.seed,
                 "position": self._next,
                 "fingerprint": self.fingerprint(),
                 "values": self._engine.state.values,
@@ -480,7 +480,8 @@ class Run:
                 changed.
         """
         facts, tensors = checkpoint.read(Path(path), tensors=True)
-        self._check_checkpoint(Path(path), facts, tensors)
+        here = {**self._identity(), "tracked": sorted(self._tracked)}
+        checkpoint.check(Path(path), facts, tensors, here, self._engine.state.tensors())
         self._engine.restore(tensors, facts["values"], facts["version"])
         for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
             pair.set_hyperparameters(groups)
@@ -490,25 +491,9 @@ class Run:
         if self.fingerprint() != facts["fingerprint"]:
             raise CheckpointError(f"{path} was loaded but its fingerprint differs from the one that was saved")
 
-    def _check_checkpoint(self, path: Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        state = self._engine.state.entries
-        mine = {n: f"{tuple(e.live.shape)} {e.live.dtype}" for n, e in state.items() if not n.startswith("optimizer")}
-        theirs = {n: f"{tuple(t.shape)} {t.dtype}" for n, t in tensors.items() if not n.startswith("optimizer")}
-        differences = [
-            f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, {mine.get(name, 'nothing')} here"
-            for name in sorted(mine.keys() | theirs.keys())
-            if mine.get(name) != theirs.get(name)
-        ]
-        here = {"shards": self.shards, "seed": self.config.seed, "optimizers": len(self._engine.pairs)}
-        there = {"shards": facts["shards"], "seed": facts["seed"], "optimizers": len(facts["groups"])}
-        differences += [
-            f"{key}: {there[key]} in the checkpoint, {here[key]} here" for key in here if here[key] != there[key]
-        ]
-        differences += [
-            f"tracked '{name}': not in the checkpoint" for name in self._tracked if name not in facts["tracked"]
-        ]
-        if differences:
-            raise CheckpointError(f"{path} belongs to another run: " + "; ".join(differences[:5]))
+    def _identity(self) -> dict[str, int]:
+        """What must be alike for a checkpoint to fit."""
+        return {"shards": self.shards, "seed": self.config.seed, "optimizers": len(self._engine.pairs)}
 
     # ---- for `evenstep verify` ----
 

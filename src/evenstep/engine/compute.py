@@ -1,0 +1,247 @@
+"""Forward and backward of one worker's shards in one step.
+
+If no layer spans shards they run one after the other on the model itself, so one shard's activations are alive at a
+time. If one does, each shard has a lane; they go forward in turns, meet in the layer, and go backward at once. Either
+way hooks on the leaves carry every gradient away as it comes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.engine.lanes import Lanes
+from evenstep.engine.models import Models
+from evenstep.engine.pair import Pair
+from evenstep.engine.randomness import Stream, derive, preserved
+from evenstep.engine.slots import Lane, spanning_layers
+from evenstep.exchange.group import Group
+from evenstep.exchange.surroundings import inside
+
+__all__ = ["Compute", "ShardResult", "StepFunction", "Work", "total_of"]
+
+StepFunction = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one worker has to do in one step.
+
+    Attributes:
+        version: The version that the step reads.
+        parts: The samples of this worker's shards, for those that have any.
+        sizes: The number of samples of every shard of the run.
+        function: Called with a part; returns its mean loss, or (loss, {metric: value}).
+        pair: Whose parameters are trained.
+    """
+
+    version: int
+    parts: dict[int, Any]
+    sizes: Sequence[int]
+    function: StepFunction
+    pair: Pair
+
+    @property
+    def where(self) -> str:
+        """How the tags of this step's exchanges begin."""
+        return f"step {self.version}: "
+
+    def weight(self, shard: int) -> float:
+        """The share of a shard in the mean over all samples."""
+        return self.sizes[shard] / sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """What one shard's step function gave: loss and metrics, each summed over the shard's samples."""
+
+    loss: float
+    metrics: dict[str, float]
+
+
+class Compute:
+    """Runs the step function for every part, and backward."""
+
+    def __init__(
+        self, group: Group, models: Models, spans: Sequence[tuple[int, int]], seed: int, timeout_s: float
+    ) -> None:
+        self._group, self._models, self._spans, self._seed = group, models, spans, seed
+        self._stream = Stream()
+        self._lanes = Lanes(timeout_s)
+        self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
+        self._hooks: list[Any] = []
+        self._arrivals: dict[int, tuple[Pair, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
+
+    def run(self, work: Work) -> dict[int, ShardResult]:
+        """Compute the shards of this worker; return what each gave. The gradients are with the pair then.
+
+        Leaves the random generators of the caller as they were. In models whose layers span shards this blocks in
+        exchanges with the other workers that have samples.
+        """
+        buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
+        with preserved():
+            if spanning_layers(self._models.slots.modules):
+                values = self._side_by_side(work, buffers)
+            else:
+                values = self._one_after_the_other(work, buffers)
+        return {shard: _measure(value, work.sizes[shard]) for shard, value in values.items()}
+
+    def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
+        lane = self._lane(0)
+        values = {}
+        for shard, part in work.parts.items():
+            lane.begin(buffers)
+            lane.resume()
+            self._stream.reseed(derive("step", self._seed, work.version, shard))
+            self._stream.resume()
+            try:
+                with inside(_Alone()):
+                    loss, metrics = _split(work.function(part))
+                    self._backward([loss * work.weight(shard)], [lane], work.pair, [shard])
+            except Exception as error:
+                error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
+                raise
+            lane.pause()
+            if shard == 0:
+                self._models.keep_buffers(lane.buffers_after())
+            values[shard] = (loss.detach(), metrics)
+        return values
+
+    def _side_by_side(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
+        shards = list(work.parts)
+        lanes = [self._lane(1 + n) for n in range(len(shards))]
+        for lane in lanes:
+            lane.begin(buffers)
+        functions = [lambda part=part: _split(work.function(part)) for part in work.parts.values()]
+        seeds = [derive("step", self._seed, work.version, shard) for shard in shards]
+        try:
+            values = self._lanes.run(shards, lanes, seeds, work.where, self._gather(work.sizes), functions)
+            losses = [value[0] * work.weight(shard) for shard, value in zip(shards, values, strict=True)]
+            token, self._lanes.token = self._lanes.token, None
+            if (
+                token is not None
+            ):  # where no shard here uses a layer's output, other workers still wait for its backward
+                losses.append(token.sum())
+            self._backward(losses, lanes, work.pair, shards)
+        except Exception as error:
+            error.add_note(f"in worker {self._group.worker}, step {work.version}")
+            raise
+        if shards[0] == 0:
+            self._models.keep_buffers(lanes[0].buffers_after())
+        return {shard: (loss.detach(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
+
+    def _gather(self, sizes: Sequence[int]) -> Callable[[str, Tensor], Tensor]:
+        """How a layer's rows reach the other workers: only those with samples take part; the rest are rows of zeros."""
+        shares = [sum(1 for size in sizes[first:end] if size) for first, end in self._spans]
+        present = [k for k, size in enumerate(sizes) if size]
+
+        def gather(tag: str, rows: Tensor) -> Tensor:
+            found = self._group.gather(tag, rows.cpu(), shares)
+            if len(present) == len(sizes):
+                return found.to(rows.device)
+            every = found.new_zeros((len(sizes), found.shape[1]))
+            every[present] = found
+            return every.to(rows.device)
+
+        return gather
+
+    def _backward(self, losses: list[Tensor], lanes: Sequence[Lane], pair: Pair, shards: Sequence[int]) -> None:
+        """One backward for some shards."""
+        leaves = [leaf for lane in lanes for name in pair.names if (leaf := lane.leaves[name]).requires_grad]
+        own = [p for p in pair.parameters if p.requires_grad and lanes[0].leaves is not self._models.slots.parameters]
+        if not leaves:
+            return
+        index = {name: i for i, name in enumerate(pair.names)}
+        self._arrivals = {id(lane): (pair, index, shard) for lane, shard in zip(lanes, shards, strict=True)}
+        try:
+            torch.autograd.backward(losses, inputs=leaves + own)
+        finally:
+            self._arrivals = {}
+        for name, p in zip(pair.names, pair.parameters, strict=True):
+            if own and p.grad is not None:
+                p.grad = None
+                raise UnsupportedError(
+                    f"the step function used parameter '{name}' through a reference kept outside of the model; "
+                    "in a model with synchronized batch norm take it from the module, as in model.layer.weight"
+                )
+
+    def _lane(self, number: int) -> Lane:
+        while len(self._lane_of) <= number:
+            lane = Lane(self._models.slots, own=bool(self._lane_of))
+            for name, leaf in lane.leaves.items():
+                if leaf.requires_grad or leaf.is_floating_point():
+                    self._hook(lane, name, leaf)
+            self._lane_of.append(lane)
+        return self._lane_of[number]
+
+    def _hook(self, lane: Lane, name: str, leaf: nn.Parameter) -> None:
+        def arrived(_: Tensor) -> None:
+            found = self._arrivals.get(id(lane))
+            if found is not None and leaf.grad is not None:
+                pair, index, shard = found
+                gradient, leaf.grad = leaf.grad, None
+                pair.gradients.arrive(index[name], shard, gradient)
+
+        requires_grad = leaf.requires_grad
+        leaf.requires_grad_(True)  # a hook can be hung on nothing else; it may be unfrozen later
+        self._hooks.append(leaf.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]  # torch's
+        leaf.requires_grad_(requires_grad)
+
+    def forget_lanes(self) -> None:
+        """Let go of all leaves: the models have changed, or the run is over."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._lane_of = [], []
+
+    def close(self) -> None:
+        """End the threads and take the hooks off the user's parameters."""
+        self._lanes.close()
+        self.forget_lanes()
+
+
+class _Alone:
+    """The surroundings of a step in which no layer was expected to span shards."""
+
+    token: Tensor | None = None
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UnsupportedError(
+            "a layer that spans shards was met in a step that began without one in training mode; "
+            "call model.train() before run.step, not inside the step function"
+        )
+
+    meet = gather = call_number = _refuse
+
+
+def _split(value: Any) -> tuple[Tensor, dict[str, Any]]:
+    loss, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, dict):
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise ConfigError(
+            f"the step function returned a {type(value).__name__}{shape}; expected the mean loss of its part "
+            "as a tensor with one element, or (loss, {'metric': value})"
+        )
+    return loss.reshape(()), metrics
+
+
+def _measure(value: tuple[Tensor, dict[str, Any]], size: int) -> ShardResult:
+    loss, metrics = value
+    return ShardResult(float(loss) * size, {name: total_of(name, metric, size) for name, metric in metrics.items()})
+
+
+def total_of(name: str, metric: Any, size: int) -> float:
+    """A metric of a part, given per sample or as a mean, summed over the part's samples."""
+    if not isinstance(metric, Tensor):
+        return float(metric) * size
+    metric = metric.detach()
+    if metric.ndim == 0:
+        return float(metric.double()) * size
+    if metric.shape[0] != size:
+        raise ConfigError(
+            f"metric '{name}' has {metric.shape[0]} values for a part of {size} samples; "
+            "expected one value for each sample, or their mean"
+        )
+    return float(metric.reshape(size, -1).double().mean(1).sum())
