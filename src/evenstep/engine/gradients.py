@@ -85,6 +85,17 @@ class Gradients:
         self._keep = ready  # keeps the mapping of the words
         return areas, present.numpy(), addresses
 
+    @property
+    def shared_bytes(self) -> int:
+        """How many bytes of the segment this worker's gradients take: those of parameters that others own."""
+        areas = self._areas[self._group.worker] if self._areas else []
+        return sum(
+            t.nbytes
+            for node in areas
+            for t, owner in zip(node, self.owners, strict=True)
+            if owner != self._group.worker
+        )
+
     def begin(self, token: int, active: Sequence[int], shards: Sequence[int]) -> None:
         """Start a step.
 

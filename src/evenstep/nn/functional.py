@@ -350,7 +350,7 @@ def _native(
     vectors: tuple[Tensor, ...],
     outputs: tuple[Tensor, ...] = (),
 ) -> None:
-    """Call a pass of the C core on dense CPU tensors; the threads share the channels.
+    """Call a pass of the C core on dense CPU tensors, shared between the threads so that no bit depends on them.
 
     Args:
         function: Which pass.
@@ -370,17 +370,22 @@ def _native(
     outer = x.numel() // (channels * inner)
     vectors = tuple(v.contiguous() for v in vectors)
 
-    def run(first: int, end: int) -> None:
-        here = [t.data_ptr() + first * inner * t.element_size() for t in inputs]
-        here += [v.data_ptr() + first * v.element_size() for v in vectors]
-        here += [t.data_ptr() + first * inner * t.element_size() for t in outputs]
-        function(_NATIVE[x.dtype], outer, end - first, inner, channels * inner, *here)
+    by_channel = not outputs  # a sum is one thread's; where each element is by itself, threads share the outer blocks
 
-    threads = min(torch.get_num_threads(), channels, x.numel() // _PARALLEL_ELEMENTS)
+    def run(first: int, end: int) -> None:
+        ahead = first * inner if by_channel else first * channels * inner
+        blocks, width = (outer, end - first) if by_channel else (end - first, channels)
+        here = [t.data_ptr() + ahead * t.element_size() for t in inputs]
+        here += [v.data_ptr() + (first * v.element_size() if by_channel else 0) for v in vectors]
+        here += [t.data_ptr() + ahead * t.element_size() for t in outputs]
+        function(_NATIVE[x.dtype], blocks, width, inner, channels * inner, *here)
+
+    size = channels if by_channel else outer
+    threads = min(torch.get_num_threads(), size, x.numel() // _PARALLEL_ELEMENTS)
     if threads <= 1:
-        run(0, channels)
+        run(0, size)
     else:
-        first, *others = cut(channels, threads)
+        first, *others = cut(size, threads)
         waiting = [_pool(threads - 1, os.getpid()).submit(run, *span) for span in others]
         run(*first)
         for future in waiting:
