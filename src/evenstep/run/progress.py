@@ -39,15 +39,14 @@ class Display:
         self._stream = stream or sys.stderr
         self._bar: tqdm[Any] | None = None
         self._epoch = -1
-        self._begin = self._last = time.monotonic()
+        self._begin = time.monotonic()
         self._samples = 0
 
     def show(self, progress: Progress) -> None:
         """Show where the batches are now."""
         if progress.epoch != self._epoch:
             self.close()
-            self._epoch, self._begin, self._samples = progress.epoch, self._last, 0
-        self._last = time.monotonic()
+            self._epoch, self._begin, self._samples = progress.epoch, time.monotonic(), 0
         self._samples += progress.num_samples
         rate = self._samples / max(time.monotonic() - self._begin, 1e-9)
         head = f"epoch {progress.epoch + 1}/{progress.num_epochs}"
@@ -86,7 +85,8 @@ class Pipe:
     def show(self, progress: Progress) -> None:
         """Send where the batches are, at most ten times a second."""
         self._pending += progress.num_samples
-        if time.monotonic() - self._last > 0.1 or progress.batch == progress.num_batches:
+        at_an_end = progress.num_samples == 0 or progress.batch == progress.num_batches
+        if at_an_end or time.monotonic() - self._last > 0.1:
             send(self._fd, {"progress": asdict(progress) | {"num_samples": self._pending}})
             self._pending, self._last = 0, time.monotonic()
 

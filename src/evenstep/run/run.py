@@ -245,6 +245,7 @@ class Run:
             for epoch in range(start["epoch"], epochs):
                 yield from plan.requests(epoch, start["batch"] if epoch == start["epoch"] else 0)
 
+        shown = -1
         for batch in loader.load(requests()):
             if self._env.max_steps is not None and self.version >= self._env.max_steps:
                 return
@@ -252,6 +253,9 @@ class Run:
             wrap = done == plan.num_batches
             self._next = {"epoch": batch.epoch + wrap, "batch": 0 if wrap else done}
             self._last = (None, {})
+            if self._display is not None and batch.epoch != shown:
+                shown = batch.epoch  # starts the clock of the epoch
+                self._display.show(Progress(batch.epoch, epochs, batch.number, plan.num_batches, 0, None, {}))
             yield batch
             if self._display is not None:
                 loss, metrics = self._last
