@@ -36,7 +36,7 @@ def build(run, width=4):
         nn.Linear(16 * width, 4),
     )
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)  # its state has keys that are no text
     run.track("scheduler", scheduler)
     return (*run.prepare(model, optimizer), scheduler)
 
@@ -118,3 +118,26 @@ def test_a_place_that_cannot_be_written_is_said_on_every_worker(tmp_path):
                 run.save(tmp_path / "file" / "inside")
 
     run_workers(2, body)
+
+
+def test_a_second_loop_goes_on_with_the_next_epoch_also_after_a_checkpoint(tmp_path):
+    def train(*, load, stop_at=None):
+        with evenstep.Run(shards=2, seed=4, quiet=True) as run:
+            model, _, _ = build(run)
+            if load:
+                run.load(tmp_path)
+            seen = []
+            for _ in range(3):
+                for batch in run.batches(Noisy(), batch_size=16):
+                    seen.append(float(run.step(batch, lambda p: F.cross_entropy(model(p[0]), p[1]))))
+                    if run.version == stop_at:
+                        run.save(tmp_path)
+                        return run.fingerprint(), seen
+            return run.fingerprint(), seen
+
+    whole = train(load=False)
+    assert len(whole[1]) == 9
+    first = train(load=False, stop_at=5)
+    fingerprint, rest = train(load=True)
+    assert fingerprint == whole[0]
+    assert first[1] + rest == whole[1]

@@ -252,6 +252,7 @@ def test_parameters_are_changed_by_edit_only():
             step(run, model)
 
             def halve():
+                torch.rand(3)  # random numbers of an edit are its own
                 model[2].weight.mul_(0.5)
                 model[0].running_mean.fill_(7.0)
 
@@ -260,7 +261,7 @@ def test_parameters_are_changed_by_edit_only():
             assert torch.equal(model[2].weight, before * 0.5)
             assert torch.equal(model[0].running_mean, torch.full((3,), 7.0))
             step(run, model)
-            return run.fingerprint()
+            return run.fingerprint(), float(torch.rand(()))
 
     assert len({body(0), *(outcome.value for outcome in run_outcomes(3, body))}) == 1
     with evenstep.Run(shards=4, quiet=True) as run:
@@ -282,3 +283,71 @@ def test_predict_and_random_numbers_do_not_depend_on_workers_without_samples():
 
     alone = body(0)
     assert all(outcome.value == alone for outcome in run_outcomes(3, body))
+
+
+def differing(*changes):
+    """Two workers, of which the second does something else; what each says."""
+
+    def body(worker):
+        with evenstep.Run(shards=4, quiet=True) as run:
+            model = flat()
+            parameters = list(model.parameters())
+            options = {
+                "lr": 0.1,
+                "batch": 16,
+                "clip_value": None,
+                "reverse": False,
+                **(dict(changes) if worker else {}),
+            }
+            if options["reverse"]:
+                parameters.reverse()
+            model, optimizer = run.prepare(model, torch.optim.SGD(parameters, 0.1))
+            optimizer.param_groups[0]["lr"] = options["lr"]
+            batch = [t[: options["batch"]] for t in images(16).tensors]
+            run.step(batch, lambda p: F.cross_entropy(model(p[0]), p[1]), clip_value=options["clip_value"])
+
+    return run_outcomes(2, body)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("lr", 0.2), "options"),
+        (("batch", 8), "batch"),
+        (("clip_value", 1.0), "clipping"),
+        (("reverse", True), "optimizer"),
+    ],
+)
+def test_workers_that_do_not_do_the_same_step_are_told_so(change, said):
+    outcomes = differing(change)
+    assert [o.kind for o in outcomes] == ["MismatchError"] * 2
+    assert all("worker 1" in o.text and said in o.text for o in outcomes)
+
+
+def test_a_forward_of_evaluate_leaves_the_buffers_as_committed():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(108, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(x.flatten(1)) * 0 + self.calls
+
+    def body(_):
+        with evenstep.Run(shards=4, quiet=True) as run:
+            model = prepare(run, Counting())
+            scores = run.evaluate(images(16), 8, lambda part: {"calls": model(part[0]).mean(1)})
+            return scores["calls"], float(model.calls)
+
+    assert body(0) == (1.0, 0.0)
+    assert all(outcome.value == (1.0, 0.0) for outcome in run_outcomes(2, body))
+
+
+def test_evaluate_wants_the_same_metrics_from_every_part():
+    with evenstep.Run(shards=4, quiet=True) as run:
+        prepare(run, flat())
+        calls = iter(range(100))
+        with pytest.raises(evenstep.ConfigError, match=r"metrics gave \['b'\] in batch 0, shard 2, but \['a'\]"):
+            run.evaluate(images(16), 8, lambda part: {"b" if next(calls) == 2 else "a": 1.0})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Environment", "read", "worker_variables", "write"]
+__all__ = ["Environment", "kernel_choices", "read", "worker_variables", "write"]
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,8 @@ def worker_variables(
 def write(variables: dict[str, str]) -> None:
     """Set variables in this process, for what it loads or starts from now on."""
     os.environ.update(variables)
+
+
+def kernel_choices() -> dict[str, str | None]:
+    """The variables by which the libraries under torch choose their kernels, and so their last bits."""
+    return {name: os.environ.get(name) for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")}

@@ -34,6 +34,7 @@ class Work:
         version: The version that the step reads.
         parts: The samples of this worker's shards, for those that have any.
         sizes: The number of samples of every shard of the run.
+        samples: Which samples these are, in words: alike on all workers, and compared.
         function: Called with a part; returns its mean loss, or (loss, {metric: value}).
         pair: Whose parameters are trained.
     """
@@ -41,6 +42,7 @@ class Work:
     version: int
     parts: dict[int, Any]
     sizes: Sequence[int]
+    samples: str
     function: StepFunction
     pair: Pair
 

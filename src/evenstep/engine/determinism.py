@@ -23,6 +23,7 @@ def profile(config: RunConfig) -> dict[str, Any]:
         "threads": config.threads,
         "device": torch.cuda.get_device_name(config.device) if cuda else "cpu",
         "torch": torch.__version__,
+        **env.kernel_choices(),
         "processor": torch.backends.cpu.get_cpu_capability() + " " + platform.machine(),
     }
 
@@ -43,6 +44,8 @@ class Determinism:
         )
         if self.config.device.startswith("cuda"):
             env.write({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS sums in a fixed order only with this
+            self._device = torch.cuda.current_device()
+            torch.cuda.set_device(self.config.device)  # what is seeded is the current device's generator
         torch.set_num_threads(self.config.threads)
         torch.use_deterministic_algorithms(True, warn_only=self.config.on_nondeterminism == "warn")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor
@@ -77,6 +80,8 @@ class Determinism:
     def restore(self) -> None:
         """Give the process its own settings back."""
         threads, enabled, warn_only, fill, benchmark = self._before
+        if self.config.device.startswith("cuda"):
+            torch.cuda.set_device(self._device)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]  # a module property

@@ -12,6 +12,7 @@ from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
 from evenstep.core.fingerprint import fingerprint
 from evenstep.engine.pair import Pair
+from evenstep.engine.randomness import preserved, seed_all
 from evenstep.engine.slots import Slots, copy_into
 from evenstep.engine.state import State
 from evenstep.exchange.group import Group
@@ -111,13 +112,22 @@ class Models:
                     "would change it once more: pass the change to run.edit(function) instead"
                 )
 
-    def edit(self, function: Callable[[], None]) -> None:
+    def restore_buffers(self) -> None:
+        """Undo what a forward outside of a step did to the buffers: put the committed ones back."""
+        self.slots.bind_base()
+        with torch.no_grad():
+            for name in self.slots.buffers:
+                self.state.entries[name].pull()
+
+    def edit(self, function: Callable[[], None], seed: int) -> None:
         """Let worker 0 change parameters and buffers; everyone has the result afterwards."""
         entries = [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
         self._group.barrier("edit begins")
         with torch.no_grad():
             if self._group.worker == 0:
-                function()
+                with preserved():
+                    seed_all(seed)
+                    function()
                 for entry in entries:
                     entry.publish()
             self._group.barrier("edit ends")

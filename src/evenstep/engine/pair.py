@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evenstep.core.errors import UnsupportedError
+from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.engine.gradients import Gradients
 from evenstep.engine.state import Entry, State
 from evenstep.exchange.group import Group
@@ -56,8 +56,19 @@ class Pair:
                 "make it part of the model that is passed to prepare"
             )
         self.names = [names[id(p)] for p in self.parameters]
+        mine = [type(optimizer).__name__, self.names, self.hyperparameters()]
+        of_all = group.gather_json(f"{prefix}: optimizer", mine)
+        for worker, theirs in enumerate(of_all):
+            if theirs != of_all[0]:
+                raise MismatchError(
+                    f"worker {worker} prepares the optimizer {theirs} where worker 0 prepares {of_all[0]}: "
+                    "all workers must build the same"
+                )
         self.gradients = Gradients(group, spans, self.names, self.parameters)
         self._state_entries: dict[int, dict[str, Entry]] = {}
+        for p in self.parameters:  # an optimizer may make state when it is built, before the model moved to its device
+            held = optimizer.state.get(p, {})
+            held.update({k: v.to(p.device) for k, v in held.items() if isinstance(v, Tensor) and v.ndim})
         self._state_values: dict[int, dict[str, Any]] = {}
         self._undo: dict[int, dict[str, Any]] = {}
         if any(gathered := group.gather_json(f"{prefix}: existing state", self._news(range(len(self.names))))):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import ConfigError
+from evenstep.core.errors import ConfigError, MismatchError
 from evenstep.engine.compute import Compute, ShardResult, StepFunction, Work
 from evenstep.engine.determinism import Determinism
 from evenstep.engine.models import Models
@@ -67,9 +67,11 @@ class Engine:
             names = {id(p): name for name, p in self.models.slots.parameters.items()}
             self.pairs.append(Pair(self.group, self.state, self.spans, optimizer, names, prefix))
 
-    def work(self, parts: dict[int, Any], sizes: Sequence[int], function: StepFunction, pair: Pair) -> Work:
+    def work(
+        self, parts: dict[int, Any], sizes: Sequence[int], samples: str, function: StepFunction, pair: Pair
+    ) -> Work:
         """The next step for these samples."""
-        return Work(self.version, parts, sizes, function, pair)
+        return Work(self.version, parts, sizes, samples, function, pair)
 
     def step(self, work: Work, clip_norm: float | None = None, clip_value: float | None = None) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed.
@@ -88,7 +90,7 @@ class Engine:
         try:
             results = self.compute.run(work) if work.parts else {}
             pair.gradients.end_backward()
-            outcome = self._share_results(where, results, work.sizes)
+            outcome = self._share_results(work, results, [clip_norm, clip_value])
             sums = pair.gradients.finish()
             norm = self._clip(where, sums, pair, clip_norm, clip_value)
             news = pair.update(sums)
@@ -111,11 +113,27 @@ class Engine:
         self.version += 1
         return Outcome(outcome.loss, outcome.metrics, norm)
 
-    def _share_results(self, where: str, results: dict[int, ShardResult], sizes: Sequence[int]) -> Outcome:
+    def _share_results(self, work: Work, results: dict[int, ShardResult], clips: list[float | None]) -> Outcome:
+        """Losses and metrics over all shards; and all workers must be doing the same step."""
+        sizes = work.sizes
         mine = {k: [r.loss, r.metrics] for k, r in results.items()}
+        facts = {
+            "batch": list(sizes),
+            "samples": work.samples,
+            "optimizer": self.pairs.index(work.pair),
+            "options": work.pair.hyperparameters(),
+            "clipping": clips,
+        }
+        of_all = self.group.gather_json(work.where + "result", [facts, mine])
         by_shard: dict[int, Any] = {}
-        for theirs in self.group.gather_json(where + "result", mine):
-            by_shard.update({int(k): value for k, value in theirs.items()})
+        for worker, (theirs, found) in enumerate(of_all):
+            for key, value in theirs.items():
+                if value != (expected := of_all[0][0][key]):
+                    raise MismatchError(
+                        f"in step {work.version} worker {worker} has {key} {value} but worker 0 has {expected}: "
+                        "all workers must do the same step"
+                    )
+            by_shard.update({int(k): value for k, value in found.items()})
         names = {k: sorted(metrics) for k, (_, metrics) in by_shard.items()}
         first = min(by_shard)
         for k, found in names.items():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evenstep.core.errors import CheckpointError
 
-__all__ = ["check", "read", "write"]
+__all__ = ["check", "pack", "read", "unpack", "write"]
 
 _FORMAT = 1
 
@@ -73,6 +73,28 @@ def read(directory: Path, *, tensors: bool) -> tuple[dict[str, Any], dict[str, T
         return facts, load_file(state) if tensors else {}
     except (OSError, SafetensorError, KeyError) as error:
         raise CheckpointError(f"{state} cannot be read: {error}") from error
+
+
+def pack(value: Any) -> Any:
+    """A plain value as JSON that keeps what JSON would lose: keys that are no text, and tuples.
+
+    A scheduler's state holds such things; read back as text they would be ignored in silence.
+    """
+    if isinstance(value, dict):
+        return {"dict": [[pack(key), pack(item)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return {"list" if isinstance(value, list) else "tuple": [pack(item) for item in value]}
+    return value
+
+
+def unpack(value: Any) -> Any:
+    """The inverse of `pack`."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, items),) = value.items()
+    if kind == "dict":
+        return {unpack(key): unpack(item) for key, item in items}
+    return (list if kind == "list" else tuple)(unpack(item) for item in items)
 
 
 def check(

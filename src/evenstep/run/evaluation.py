@@ -12,6 +12,7 @@ from evenstep.core.errors import ConfigError
 from evenstep.data.loader import Batch, to_device
 from evenstep.engine.compute import total_of
 from evenstep.engine.randomness import derive, preserved, seed_all
+from evenstep.engine.step import Engine
 from evenstep.exchange.group import Group
 from evenstep.plan import tree
 
@@ -34,24 +35,25 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def _call(batch: Batch, device: str, seed: int, function: Function) -> dict[int, Any]:
+def _call(engine: Engine, batch: Batch, function: Function) -> dict[int, Any]:
+    """Call the function for every part, each time with the committed buffers and random numbers of its own."""
     values = {}
     with preserved():
         for shard, part in batch.parts.items():
-            seed_all(derive("evaluate", seed, batch.number, shard))
-            values[shard] = function(to_device(part, device))
+            engine.models.restore_buffers()
+            seed_all(derive("evaluate", engine.config.seed, batch.number, shard))
+            values[shard] = function(to_device(part, engine.config.device))
+    engine.models.restore_buffers()
     return values
 
 
-def mean_metrics(
-    group: Group, batches: Iterator[Batch], num_shards: int, device: str, seed: int, metrics: Function
-) -> dict[str, float]:
+def mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) -> dict[str, float]:
     """The mean of each metric over all samples: tree sums over shards, then over batches in order."""
     mine: list[dict[str, Any]] = []
     num_samples = 0
     for batch in batches:
         row = {}
-        for shard, found in _call(batch, device, seed, metrics).items():
+        for shard, found in _call(engine, batch, metrics).items():
             if not isinstance(found, dict):
                 raise ConfigError(
                     f"metrics returned a {type(found).__name__}; expected a dict such as {{'accuracy': values}}"
@@ -59,25 +61,29 @@ def mean_metrics(
             row[str(shard)] = {name: total_of(name, value, batch.sizes[shard]) for name, value in found.items()}
         mine.append(row)
         num_samples += len(batch)
-    of_all = group.gather_json("evaluate", mine)
-    totals: dict[str, float] = {}
-    for rows in zip(*of_all, strict=True):
+    totals: dict[str, float] | None = None
+    for number, rows in enumerate(zip(*engine.group.gather_json("evaluate", mine), strict=True)):
         by_shard = {int(shard): found for row in rows for shard, found in row.items()}
-        for name in by_shard[min(by_shard)]:
-            values = [by_shard.get(k, {}).get(name, 0.0) for k in range(num_shards)]
-            totals[name] = totals.get(name, 0.0) + tree.reduce(values, lambda a, b: a + b)
-    return {name: total / num_samples for name, total in totals.items()}
+        totals = dict.fromkeys(by_shard[0], 0.0) if totals is None else totals
+        for shard, found in by_shard.items():
+            if found.keys() != totals.keys():
+                raise ConfigError(
+                    f"metrics gave {sorted(found)} in batch {number}, shard {shard}, but {sorted(totals)} at first; "
+                    "it must give the same ones for every part"
+                )
+        for name in totals:
+            values = [by_shard[k][name] if k in by_shard else 0.0 for k in range(engine.config.shards)]
+            totals[name] += tree.reduce(values, lambda a, b: a + b)
+    return {name: total / num_samples for name, total in (totals or {}).items()}
 
 
-def collect_outputs(
-    group: Group, spans: Sequence[tuple[int, int]], batches: Iterator[Batch], device: str, seed: int, function: Function
-) -> Any:
+def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function) -> Any:
     """The outputs for all samples, concatenated in data-set order, on every worker, on the CPU."""
     found: list[Any] = []
     for batch in batches:
-        values = list(_call(batch, device, seed, function).values())
-        shares = [sum(batch.sizes[first:end]) for first, end in spans]
-        found.append(_gather_nested(group, f"predict batch {batch.number}", values, shares))
+        values = list(_call(engine, batch, function).values())
+        shares = [sum(batch.sizes[first:end]) for first, end in engine.spans]
+        found.append(_gather_nested(engine.group, f"predict batch {batch.number}", values, shares))
     return _join(found)
 
 

@@ -1,6 +1,7 @@
 """How a process finds its fellow workers: alone, by the launcher's segment, or by torchrun's store."""
 
 import os
+from datetime import timedelta
 
 from torch import distributed
 
@@ -24,7 +25,7 @@ def join(env: Environment, timeout_s: float) -> Group:
         return Group(Segment.create(1), 0, timeout_s)
     key = (os.getpid(), env.worker)
     if key not in _joined:
-        segment = _from_store(env) if env.torchrun else _inherited(env)
+        segment = _from_store(env, timeout_s) if env.torchrun else _inherited(env)
         _joined[key] = Group(segment, env.worker, timeout_s)
     _joined[key].timeout_s = timeout_s
     return _joined[key]
@@ -36,9 +37,11 @@ def _inherited(env: Environment) -> Segment:
     return _open(env, env.segment_fd)
 
 
-def _from_store(env: Environment) -> Segment:
+def _from_store(env: Environment, timeout_s: float) -> Segment:
     """Worker 0 makes the segment; the others open it through /proc, so that it needs no name."""
-    store, _, _ = next(iter(distributed.rendezvous("env://", env.worker, env.num_workers)))  # type: ignore[attr-defined]  # not in __all__
+    timeout = timedelta(seconds=timeout_s)
+    meeting = distributed.rendezvous("env://", env.worker, env.num_workers, timeout=timeout)  # type: ignore[attr-defined]  # not in __all__
+    store, _, _ = next(iter(meeting))
     if env.worker == 0:
         segment = Segment.create(env.num_workers)
         store.set("evenstep/segment", f"/proc/{os.getpid()}/fd/{segment.fd}")

@@ -20,7 +20,7 @@ from evenstep.data.order import Plan
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
 from evenstep.engine.pair import Pair
-from evenstep.engine.randomness import seed_all
+from evenstep.engine.randomness import derive, seed_all
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE
 from evenstep.nn.convert import convert_sync_batchnorm
@@ -90,7 +90,8 @@ class Run:
         self.worker, self.num_workers = self._group.worker, self._group.num_workers
         self._engine = Engine(self.config, self._group)
         self._tracked: dict[str, Any] = {}
-        self._position: dict[str, int] | None = None
+        self._position: dict[str, int] | None = None  # where the loaded checkpoint was
+        self._epochs = 0  # that were asked for so far
         self._last: tuple[float | None, dict[str, float]] = (None, {})
         self._display: Display | Pipe | None = self._make_display()
         self.grad_norm: float | None = None
@@ -136,15 +137,17 @@ class Run:
         """Finish: wait for all workers, print the fingerprint (worker 0, unless quiet), let go of everything."""
         if self._closed:
             return
-        self._group.barrier("end of the run")
-        if self.worker == 0 and not self.config.quiet:
-            if self._display is not None:
-                self._display.close()
-            if self._env.events_fd is None:
-                print(f"fingerprint {self.fingerprint()}", flush=True)
-            else:
-                send(self._env.events_fd, {"fingerprint": self.fingerprint()})
-        self._release()
+        try:
+            self._group.barrier("end of the run")
+            if self.worker == 0 and not self.config.quiet:
+                if self._display is not None:
+                    self._display.close()
+                if self._env.events_fd is None:
+                    print(f"fingerprint {self.fingerprint()}", flush=True)
+                else:
+                    send(self._env.events_fd, {"fingerprint": self.fingerprint()})
+        finally:
+            self._release()
 
     def _tell_others(self) -> None:
         """Say why this worker stops, unless it stops because of another."""
@@ -224,7 +227,7 @@ class Run:
     ) -> Iterator[Batch]:
         """Global batches, of which this worker loads only the samples of its own shards.
 
-        After `load`, goes on where the checkpoint was written, mid-epoch too.
+        A second call goes on with the next epoch. After `load`, what the checkpoint had seen is left out, to the batch.
 
         Args:
             dataset: Any map-style data set. Randomness in its `__getitem__` is seeded by (seed, epoch, index).
@@ -239,10 +242,10 @@ class Run:
         plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last)
         loader = self._loader(dataset, "sample", collate_fn, loaders, prefetch)
         start = self._position or {"epoch": 0, "batch": 0}
-        self._position = None
+        base, self._epochs = self._epochs, self._epochs + epochs
 
         def requests() -> Iterator[Any]:
-            for epoch in range(start["epoch"], epochs):
+            for epoch in range(max(base, start["epoch"]), base + epochs):
                 yield from plan.requests(epoch, start["batch"] if epoch == start["epoch"] else 0)
 
         shown = -1
@@ -255,11 +258,13 @@ class Run:
             self._last = (None, {})
             if self._display is not None and batch.epoch != shown:
                 shown = batch.epoch  # starts the clock of the epoch
-                self._display.show(Progress(batch.epoch, epochs, batch.number, plan.num_batches, 0, None, {}))
+                self._display.show(Progress(batch.epoch - base, epochs, batch.number, plan.num_batches, 0, None, {}))
             yield batch
             if self._display is not None:
                 loss, metrics = self._last
-                self._display.show(Progress(batch.epoch, epochs, done, plan.num_batches, len(batch), loss, metrics))
+                self._display.show(
+                    Progress(batch.epoch - base, epochs, done, plan.num_batches, len(batch), loss, metrics)
+                )
 
     _next: dict[str, int] | None = None  # where batches would go on after the current one
 
@@ -310,7 +315,7 @@ class Run:
             batch = batch if isinstance(batch, Batch) else self._cut(batch)
             parts = {shard: to_device(part, self.config.device) for shard, part in batch.parts.items()}
             self._trace(first=True)
-            work = self._engine.work(parts, batch.sizes, function, pair)
+            work = self._engine.work(parts, batch.sizes, f"epoch {batch.epoch} batch {batch.number}", function, pair)
             outcome = self._engine.step(work, clip_norm, clip_value)
             self._trace(first=False)
         except BaseException:
@@ -367,7 +372,7 @@ class Run:
         try:
             with evaluating(self._engine.models.slots.modules):
                 batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
-                return mean_metrics(self._group, batches, self.shards, self.config.device, self.config.seed, metrics)
+                return mean_metrics(self._engine, batches, metrics)
         except BaseException:
             self._tell_others()
             raise
@@ -395,9 +400,7 @@ class Run:
         try:
             with evaluating(self._engine.models.slots.modules):
                 batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
-                return collect_outputs(
-                    self._group, self._engine.spans, batches, self.config.device, self.config.seed, function
-                )
+                return collect_outputs(self._engine, batches, function)
         except BaseException:
             self._tell_others()
             raise
@@ -409,11 +412,11 @@ class Run:
     def edit(self, function: Callable[[], None]) -> None:
         """Change parameters or buffers of prepared models between steps: clip, reset, average, load.
 
-        They are one tensor for all workers, so only worker 0 calls the function, without gradients; afterwards everyone
-        has the result. All workers must call this alike.
+        They are one tensor for all workers, so only worker 0 calls the function, without gradients and with random
+        numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
         try:
-            self._engine.models.edit(function)
+            self._engine.models.edit(function, derive("edit", self.config.seed, self.version))
         except BaseException:
             self._tell_others()
             raise
@@ -465,8 +468,8 @@ class Run:
                 "position": self._next,
                 "fingerprint": self.fingerprint(),
                 "values": self._engine.state.values,
-                "groups": [pair.hyperparameters() for pair in self._engine.pairs],
-                "tracked": {name: value.state_dict() for name, value in self._tracked.items()},
+                "groups": [checkpoint.pack(pair.hyperparameters()) for pair in self._engine.pairs],
+                "tracked": {name: checkpoint.pack(value.state_dict()) for name, value in self._tracked.items()},
             }
             try:
                 checkpoint.write(Path(path), self._engine.state.tensors(), facts)
@@ -483,14 +486,21 @@ class Run:
             CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing
                 changed.
         """
-        facts, tensors = checkpoint.read(Path(path), tensors=True)
-        here = {**self._identity(), "tracked": sorted(self._tracked)}
-        checkpoint.check(Path(path), facts, tensors, here, self._engine.state.tensors())
+        failure = None
+        try:
+            facts, tensors = checkpoint.read(Path(path), tensors=True)
+            here = {**self._identity(), "tracked": sorted(self._tracked)}
+            checkpoint.check(Path(path), facts, tensors, here, self._engine.state.tensors())
+        except CheckpointError as error:
+            failure = str(error)
+        failures = [text for text in self._group.gather_json("load", failure) if text is not None]
+        if failures:  # on any worker: nobody has changed anything yet, and nobody reads the state any more
+            raise CheckpointError(failures[0])
         self._engine.restore(tensors, facts["values"], facts["version"])
         for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
-            pair.set_hyperparameters(groups)
+            pair.set_hyperparameters(checkpoint.unpack(groups))
         for name, value in self._tracked.items():
-            value.load_state_dict(facts["tracked"][name])
+            value.load_state_dict(checkpoint.unpack(facts["tracked"][name]))
         self._position = self._next = facts["position"]
         if self.fingerprint() != facts["fingerprint"]:
             raise CheckpointError(f"{path} was loaded but its fingerprint differs from the one that was saved")
