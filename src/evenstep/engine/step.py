@@ -53,7 +53,7 @@ class Engine:
         self.pairs: list[Pair] = []
         self.version = 0
         self.determinism = Determinism(config)
-        core.keep_memory()  # activations come and go in every step: returning their pages costs a fifth of its time
+        core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
         self.compute = Compute(group, self.models, self.spans, config.seed, config.timeout_s)
         self._attempt = 0
 
