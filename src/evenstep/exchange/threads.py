@@ -1,6 +1,7 @@
 """Threads that are the participants of a session: each runs its body, the caller waits and gets what they return."""
 
 import contextvars
+import os
 import queue
 import threading
 import time
@@ -42,12 +43,18 @@ class Threads:
         self._tasks[number].put(lambda: context.run(task))
 
     def close(self) -> None:
-        """End the threads, as soon as they have nothing to do; wait a little for that."""
+        """End the threads, as soon as they have nothing to do; wait a little for that.
+
+        A joined thread may still be inside of the kernel libraries' clean-up, with one of their locks in its hand: a
+        process forked just then would inherit the lock and never get it. So wait until the system has let go of it.
+        """
         for tasks in self._tasks:
             tasks.put(None)
         deadline = time.monotonic() + _GRACE_S
         for thread in self._threads:
             thread.join(timeout=max(deadline - time.monotonic(), 0.001))
+            while time.monotonic() < deadline and os.path.exists(f"/proc/self/task/{thread.native_id}"):
+                time.sleep(0.0001)
         self._threads, self._tasks = [], []
 
 
