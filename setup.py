@@ -6,8 +6,9 @@ setup(
     ext_modules=[
         Extension(
             "evenstep.native.core",
-            sources=[f"src/evenstep/native/{name}.c" for name in ("core", "norm", "module")],
-            depends=["src/evenstep/native/core.h", "src/evenstep/native/norm.h", "src/evenstep/native/norm_passes.h"],
+            sources=[f"src/evenstep/native/{name}.c" for name in ("core", "norm", "parallel", "module")],
+            depends=[f"src/evenstep/native/{name}.h" for name in ("core", "norm", "norm_passes", "parallel")],
+            extra_link_args=["-pthread"],
             extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"],
         )
     ]

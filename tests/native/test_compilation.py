@@ -4,18 +4,20 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 import evenstep.native
 
 NATIVE = Path(evenstep.native.__file__).parent
 STRICT = ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror"]
 
 
-def test_the_core_compiles_without_a_warning():
-    for optimize in ("-O0", "-O3"):
-        done = subprocess.run(
-            [*STRICT, optimize, "-c", "-o", "/dev/null", NATIVE / "core.c"], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("name", ["core", "norm", "parallel"])
+@pytest.mark.parametrize("optimize", ["-O0", "-O3"])
+def test_the_core_compiles_without_a_warning(name: str, optimize: str):
+    command = [*STRICT, optimize, "-c", "-o", "/dev/null", NATIVE / f"{name}.c"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_the_macros_of_x86_nothing_of_x86_is_left():

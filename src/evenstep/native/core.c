@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
-#include <stdatomic.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -28,9 +27,7 @@ typedef struct {
 } es_slot;
 
 typedef struct {
-    _Atomic uint64_t seq;     /* the exchange that this worker has posted */
-    _Atomic uint32_t bell;    /* the futex: rung after every post and by an abort */
-    _Atomic uint32_t waiting; /* how many sleep on the bell; one that died there only costs a needless wake */
+    es_bell posted; /* the exchange that this worker has posted */
     _Atomic uint32_t pid;
     char padding[44];
     _Atomic uint64_t error_bytes;
@@ -67,10 +64,9 @@ static uint64_t hash_tag(const char *tag) {
     return hash;
 }
 
-static void ring(es_worker *worker) {
-    atomic_fetch_add(&worker->bell, 1);
-    if (atomic_load(&worker->waiting))
-        syscall(SYS_futex, &worker->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+void es_ring(es_bell *bell) {
+    atomic_fetch_add(&bell->bell, 1);
+    if (atomic_load(&bell->waiting)) syscall(SYS_futex, &bell->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 static void pause_briefly(void) {
@@ -112,37 +108,35 @@ void es_post(void *base, uint32_t worker, uint64_t seq, const char *tag, const v
     slot->tag_hash = hash_tag(tag);
     strncpy(slot->tag, tag, ES_TAG_BYTES - 1);
     memcpy(slot + 1, data, bytes);
-    atomic_store(&self->seq, seq); /* sequentially consistent: ordered before the look at `waiting` */
-    ring(self);
+    atomic_store(&self->posted.seq, seq); /* sequentially consistent: ordered before the look at `waiting` */
+    es_ring(&self->posted);
 }
 
-/* The one way to wait: spin a little, then sleep on the peer's bell until its seq is there. */
-static int wait_for(es_header *header, es_worker *peer, uint64_t seq, uint32_t spin, int64_t timeout_ns) {
+int es_wait(es_bell *bell, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns) {
     for (uint32_t i = 0; i < spin; ++i) {
-        if (atomic_load_explicit(&peer->seq, memory_order_acquire) >= seq) return ES_OK;
-        if (atomic_load_explicit(&header->aborted, memory_order_relaxed)) break;
+        if (atomic_load_explicit(&bell->seq, memory_order_acquire) >= seq) return ES_OK;
+        if (atomic_load_explicit(aborted, memory_order_relaxed)) break;
         pause_briefly();
     }
     int64_t deadline = now_ns() + timeout_ns;
     for (;;) {
-        uint32_t bell = atomic_load(&peer->bell);
-        if (atomic_load(&peer->seq) >= seq) return ES_OK;
-        if (atomic_load(&header->aborted)) return ES_ABORTED;
+        uint32_t rung = atomic_load(&bell->bell);
+        if (atomic_load(&bell->seq) >= seq) return ES_OK;
+        if (atomic_load(aborted)) return ES_ABORTED;
         int64_t left = deadline - now_ns();
         if (left <= 0) return ES_AGAIN;
         struct timespec wait = {left / 1000000000, left % 1000000000};
-        atomic_fetch_add(&peer->waiting, 1);
-        long rc = syscall(SYS_futex, &peer->bell, FUTEX_WAIT, bell, &wait, NULL, 0);
+        atomic_fetch_add(&bell->waiting, 1);
+        long rc = syscall(SYS_futex, &bell->bell, FUTEX_WAIT, rung, &wait, NULL, 0);
         int interrupted = rc == -1 && errno == EINTR;
-        atomic_fetch_sub(&peer->waiting, 1);
+        atomic_fetch_sub(&bell->waiting, 1);
         if (interrupted) return ES_AGAIN;
     }
 }
 
 int es_collect(void *base, uint32_t worker, uint64_t seq, const char *tag, void *out, size_t bytes, uint32_t spin,
                int64_t timeout_ns) {
-    es_worker *peer = worker_at(base, worker);
-    int rc = wait_for(base, peer, seq, spin, timeout_ns);
+    int rc = es_wait(&worker_at(base, worker)->posted, seq, &((es_header *)base)->aborted, spin, timeout_ns);
     if (rc != ES_OK) return rc;
     const es_slot *slot = slot_for(base, worker, seq);
     if (slot->seq != seq || slot->bytes != bytes || slot->tag_hash != hash_tag(tag)) return ES_MISMATCH;
@@ -151,7 +145,7 @@ int es_collect(void *base, uint32_t worker, uint64_t seq, const char *tag, void 
 }
 
 void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *bytes, char tag[ES_TAG_BYTES]) {
-    *seq = atomic_load(&worker_at(base, worker)->seq);
+    *seq = atomic_load(&worker_at(base, worker)->posted.seq);
     const es_slot *slot = slot_for(base, worker, *seq);
     *bytes = slot->bytes;
     memcpy(tag, slot->tag, ES_TAG_BYTES);
@@ -167,7 +161,7 @@ int es_abort(void *base, uint32_t author, uint32_t culprit, const char *text, si
     atomic_store(&self->error_bytes, bytes);
     uint32_t nobody = 0;
     int first = atomic_compare_exchange_strong(&header->aborted, &nobody, (author + 1) << 16 | (culprit + 1));
-    for (uint32_t i = 0; i < header->num_workers; ++i) ring(worker_at(base, i));
+    for (uint32_t i = 0; i < header->num_workers; ++i) es_ring(&worker_at(base, i)->posted);
     return first;
 }
 

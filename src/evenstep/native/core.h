@@ -9,6 +9,7 @@
 #ifndef EVENSTEP_CORE_H
 #define EVENSTEP_CORE_H
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -22,6 +23,17 @@ enum {
 enum { ES_F32 = 0, ES_F64 = 1, ES_BF16 = 2, ES_F16 = 3 };
 
 enum { ES_TAG_BYTES = 232, ES_ERROR_BYTES = 65536, ES_NUM_SLOTS = 4, ES_MAX_INPUTS = 256 };
+
+/* A number that somebody raises and others wait for; it may lie in shared memory, and starts as zeros. */
+typedef struct {
+    _Atomic uint64_t seq;     /* raise it, then call es_ring */
+    _Atomic uint32_t bell;    /* the futex: rung after every change of seq and by an abort */
+    _Atomic uint32_t waiting; /* how many sleep on the bell; one that died there only costs a needless wake */
+} es_bell;
+
+void es_ring(es_bell *bell);
+/* The one way to wait: spin a little, then sleep until seq is there; ES_ABORTED once `*aborted` is not 0. */
+int es_wait(es_bell *bell, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns);
 
 /* How many bytes the control part of a segment needs. */
 size_t es_control_bytes(uint32_t num_workers, size_t slot_bytes);

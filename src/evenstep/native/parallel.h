@@ -1,0 +1,16 @@
+/* Several threads for one piece of work, kept between the pieces.
+ *
+ * The helpers are started when they are first wanted, spin a little after a piece of work and then sleep. They take
+ * parts as they come, so nobody waits for a helper that the system does not let run, only for a part that one has begun.
+ */
+#ifndef EVENSTEP_PARALLEL_H
+#define EVENSTEP_PARALLEL_H
+
+#include <stddef.h>
+
+/* Calls work(argument, part) once for each part below num_parts, in any order and in up to num_threads threads (at most
+ * 16), and returns when all are done. Where the helpers are busy with the work of another caller, or cannot be started,
+ * the caller works alone. A forked child starts helpers of its own. */
+void es_parallel(unsigned num_threads, size_t num_parts, void (*work)(void *argument, size_t part), void *argument);
+
+#endif
