@@ -24,8 +24,56 @@ def store(word: int, value: int, /) -> None: ...
 def tree_sum(dtype: int, inputs: tuple[int, ...], merges: bytes, out: int, count: int, /) -> None: ...
 def die_with_parent() -> None: ...
 def keep_memory() -> None: ...
-def norm_statistics(dtype: int, outer: int, channels: int, inner: int, stride: int, *addresses: int) -> None: ...
-def norm_apply(dtype: int, outer: int, channels: int, inner: int, stride: int, *addresses: int) -> None: ...
-def norm_reduce(dtype: int, outer: int, channels: int, inner: int, stride: int, *addresses: int) -> None: ...
-def norm_backward(dtype: int, outer: int, channels: int, inner: int, stride: int, *addresses: int) -> None: ...
+def norm_statistics(
+    dtype: int, outer: int, channels: int, inner: int, num_threads: int, x: int, out: int, /
+) -> None: ...
+def norm_apply(
+    dtype: int,
+    outer: int,
+    channels: int,
+    inner: int,
+    num_threads: int,
+    x: int,
+    mean: int,
+    invstd: int,
+    weight_dtype: int,
+    weight: int,
+    bias_dtype: int,
+    bias: int,
+    out: int,
+    /,
+) -> None: ...
+def norm_reduce(
+    dtype: int, outer: int, channels: int, inner: int, num_threads: int, dy: int, x: int, mean: int, out: int, /
+) -> None: ...
+def norm_backward(
+    dtype: int,
+    outer: int,
+    channels: int,
+    inner: int,
+    num_threads: int,
+    dy: int,
+    x: int,
+    mean: int,
+    invstd: int,
+    weight_dtype: int,
+    weight: int,
+    sum_dy: int,
+    sum_dy_xmu: int,
+    count: float,
+    out: int,
+    /,
+) -> None: ...
+def norm_move(
+    channels: int,
+    mean: int,
+    m2: int,
+    count: float,
+    factor: float,
+    running_mean_dtype: int,
+    running_mean: int,
+    running_var_dtype: int,
+    running_var: int,
+    /,
+) -> None: ...
 def norm_merge(num_rows: int, channels: int, rows: int, /) -> None: ...

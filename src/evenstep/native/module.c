@@ -156,33 +156,67 @@ static PyObject *tree_sum(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Every norm function takes a type, the four numbers of a shape, then addresses. */
-static int parse_norm(PyObject *args, Py_ssize_t count, es_norm_type *type, es_shape *shape, void **at) {
-    if (PyTuple_GET_SIZE(args) != 5 + count) {
-        PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
-        return 0;
-    }
-    size_t *sizes[] = {&shape->outer, &shape->channels, &shape->inner, &shape->stride};
-    *type = (es_norm_type)PyLong_AsLong(PyTuple_GET_ITEM(args, 0));
-    for (Py_ssize_t i = 0; i < 4; ++i) *sizes[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(args, 1 + i));
-    for (Py_ssize_t i = 0; i < count; ++i) at[i] = AT(PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(args, 5 + i)));
-    return PyErr_Occurred() == NULL;
+static int address(PyObject *value, void *to) {
+    *(void **)to = PyLong_AsVoidPtr(value);
+    return !PyErr_Occurred();
 }
 
-#define NORM(name, count, call)                                        \
-    static PyObject *name(PyObject *self, PyObject *args) {            \
-        es_norm_type type;                                             \
-        es_shape shape;                                                \
-        void *at[count];                                               \
-        if (!parse_norm(args, count, &type, &shape, at)) return NULL;  \
-        Py_BEGIN_ALLOW_THREADS call;                                   \
-        Py_END_ALLOW_THREADS Py_RETURN_NONE;                           \
-    }
+/* Every pass takes the type, the shape and the number of threads, then what its formula in norm.h names. */
+#define PASS "innnI"
+#define COMMON(n) &n.type, &n.outer, &n.channels, &n.inner, &n.num_threads
 
-NORM(norm_statistics, 3, es_norm_statistics(type, shape, at[0], at[1], at[2]))
-NORM(norm_apply, 5, es_norm_apply(type, shape, at[0], at[1], at[2], at[3], at[4]))
-NORM(norm_reduce, 5, es_norm_reduce(type, shape, at[0], at[1], at[2], at[3], at[4]))
-NORM(norm_backward, 7, es_norm_backward(type, shape, at[0], at[1], at[2], at[3], at[4], at[5], at[6]))
+static PyObject *norm_statistics(PyObject *self, PyObject *args) {
+    es_norm n = {0};
+    int rc;
+    ARGS(PASS "O&O&", COMMON(n), address, &n.x, address, &n.out);
+    Py_BEGIN_ALLOW_THREADS
+    rc = es_norm_statistics(&n);
+    Py_END_ALLOW_THREADS
+    if (rc) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *norm_apply(PyObject *self, PyObject *args) {
+    es_norm n = {0};
+    ARGS(PASS "O&O&O&iO&iO&O&", COMMON(n), address, &n.x, address, &n.mean, address, &n.invstd, &n.weight.type, address,
+         &n.weight.at, &n.bias.type, address, &n.bias.at, address, &n.out);
+    Py_BEGIN_ALLOW_THREADS
+    es_norm_apply(&n);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *norm_reduce(PyObject *self, PyObject *args) {
+    es_norm n = {0};
+    int rc;
+    ARGS(PASS "O&O&O&O&", COMMON(n), address, &n.dy, address, &n.x, address, &n.mean, address, &n.out);
+    Py_BEGIN_ALLOW_THREADS
+    rc = es_norm_reduce(&n);
+    Py_END_ALLOW_THREADS
+    if (rc) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *norm_backward(PyObject *self, PyObject *args) {
+    es_norm n = {0};
+    ARGS(PASS "O&O&O&O&iO&O&O&dO&", COMMON(n), address, &n.dy, address, &n.x, address, &n.mean, address, &n.invstd,
+         &n.weight.type, address, &n.weight.at, address, &n.sum_dy, address, &n.sum_dy_xmu, &n.count, address, &n.out);
+    Py_BEGIN_ALLOW_THREADS
+    es_norm_backward(&n);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *norm_move(PyObject *self, PyObject *args) {
+    Py_ssize_t channels;
+    const double *mean, *m2;
+    double count, factor;
+    es_vector to_mean, to_var;
+    ARGS("nO&O&ddiO&iO&", &channels, address, &mean, address, &m2, &count, &factor, &to_mean.type, address, &to_mean.at,
+         &to_var.type, address, &to_var.at);
+    es_norm_move((size_t)channels, mean, m2, count, factor, to_mean, to_var);
+    Py_RETURN_NONE;
+}
 
 static PyObject *norm_merge(PyObject *self, PyObject *args) {
     Py_ssize_t num_rows, channels;
@@ -212,7 +246,7 @@ static PyMethodDef methods[] = {
     {"tree_sum", tree_sum, METH_VARARGS, NULL},           {"die_with_parent", die_with_parent, METH_NOARGS, NULL},
     {"norm_statistics", norm_statistics, METH_VARARGS, NULL}, {"norm_apply", norm_apply, METH_VARARGS, NULL},
     {"norm_reduce", norm_reduce, METH_VARARGS, NULL},     {"norm_backward", norm_backward, METH_VARARGS, NULL},
-    {"norm_merge", norm_merge, METH_VARARGS, NULL},
+    {"norm_merge", norm_merge, METH_VARARGS, NULL},       {"norm_move", norm_move, METH_VARARGS, NULL},
     {"keep_memory", keep_memory, METH_NOARGS, NULL},      {NULL, NULL, 0, NULL},
 };
 

@@ -18,19 +18,39 @@ static INLINE A NAME(head)(double value, double *rest) {
     return head;
 }
 
+/* y = (x - m) * a + b, with what A cannot hold of the mean in b. */
+static INLINE void NAME(forward_of)(const es_norm *n, size_t c, A *m, A *a, A *b) {
+    double rest, scale = n->invstd[c] * element(n->weight, c, 1);
+    *m = NAME(head)(n->mean[c], &rest);
+    *a = (A)scale;
+    *b = (A)(element(n->bias, c, 0) - rest * scale);
+}
+
+/* dx = (dy - b - (x - m) * k) * a */
+static INLINE void NAME(backward_of)(const es_norm *n, size_t c, double share, A *m, A *a, A *b, A *k) {
+    double rest, slope = n->invstd[c] * n->invstd[c] * n->sum_dy_xmu[c] * share;
+    *m = NAME(head)(n->mean[c], &rest);
+    *a = (A)(n->invstd[c] * element(n->weight, c, 1));
+    *b = (A)(n->sum_dy[c] * share - rest * slope);
+    *k = (A)slope;
+}
+
 /* Some runs of one channel that together fit the L1 cache. Element i of a run goes to lane i % LANES. */
 static INLINE void NAME(block_moments)(const T *x, size_t runs, size_t stride, size_t length, moments *into) {
     double count = (double)runs * (double)length;
-    A pivot = READ(x[0]), sum[LANES] = {0}, square[LANES] = {0};
-    for (size_t r = 0; r < runs; ++r) {
-        const T *run = x + r * stride;
-        size_t i = 0;
-        for (; i + LANES <= length; i += LANES)
-            for (int j = 0; j < LANES; ++j) sum[j] += READ(run[i + j]) - pivot;
-        for (int j = 0; i < length; ++i, ++j) sum[j] += READ(run[i]) - pivot;
+    A centre = (A)into->mean, sum[LANES] = {0}, square[LANES] = {0};
+    if (into->count == 0) {
+        A pivot = READ(x[0]);
+        for (size_t r = 0; r < runs; ++r) {
+            const T *run = x + r * stride;
+            size_t i = 0;
+            for (; i + LANES <= length; i += LANES)
+                for (int j = 0; j < LANES; ++j) sum[j] += READ(run[i + j]) - pivot;
+            for (int j = 0; i < length; ++i, ++j) sum[j] += READ(run[i]) - pivot;
+        }
+        centre = pivot + (A)(NAME(total)(sum) / count);
+        memset(sum, 0, sizeof sum);
     }
-    A centre = pivot + (A)(NAME(total)(sum) / count); /* the mean but for a rounding, which the second pass measures */
-    memset(sum, 0, sizeof sum);
     for (size_t r = 0; r < runs; ++r) {
         const T *run = x + r * stride;
         size_t i = 0;
@@ -50,17 +70,18 @@ static INLINE void NAME(block_moments)(const T *x, size_t runs, size_t stride, s
     merge(into, count, centre + off, NAME(total)(square) - off * off * count);
 }
 
-FAST static void NAME(planes_statistics)(es_shape s, const T *x, double *mean, double *m2) {
-    size_t length = s.inner < BLOCK ? s.inner : BLOCK;
+FAST static void NAME(planes_statistics)(const es_norm *n, size_t first, size_t end, void *out) {
+    double *mean = (double *)out + 1, *m2 = mean + n->channels;
+    size_t stride = n->channels * n->inner, length = n->inner < BLOCK ? n->inner : BLOCK;
     size_t together = BLOCK / length; /* short runs of several samples make one block */
-    for (size_t c = 0; c < s.channels; ++c) {
+    for (size_t c = first; c < end; ++c) {
         moments all = {0, 0, 0};
-        for (size_t n = 0; n < s.outer; n += together) {
-            size_t runs = s.outer - n < together ? s.outer - n : together;
-            const T *first = x + n * s.stride + c * s.inner;
-            for (size_t i = 0; i < s.inner; i += length) {
-                size_t here = s.inner - i < length ? s.inner - i : length;
-                NAME(block_moments)(first + i, runs, s.stride, here, &all);
+        for (size_t sample = 0; sample < n->outer; sample += together) {
+            size_t runs = n->outer - sample < together ? n->outer - sample : together;
+            const T *x = (const T *)n->x + sample * stride + c * n->inner;
+            for (size_t i = 0; i < n->inner; i += length) {
+                size_t here = n->inner - i < length ? n->inner - i : length;
+                NAME(block_moments)(x + i, runs, stride, here, &all);
             }
         }
         mean[c] = all.mean;
@@ -68,32 +89,30 @@ FAST static void NAME(planes_statistics)(es_shape s, const T *x, double *mean, d
     }
 }
 
-FAST static void NAME(planes_apply)(es_shape s, const T *x, const double *mean, const double *scale, const double *bias,
-                                    T *y) {
-    for (size_t n = 0; n < s.outer; ++n)
-        for (size_t c = 0; c < s.channels; ++c) {
-            const T *v = x + n * s.stride + c * s.inner;
-            T *out = y + n * s.stride + c * s.inner;
-            double rest;
-            A m = NAME(head)(mean[c], &rest), a = (A)scale[c], b = (A)(bias[c] - rest * scale[c]);
-            for (size_t i = 0; i < s.inner; ++i) out[i] = WRITE((READ(v[i]) - m) * a + b);
-        }
+FAST static void NAME(planes_apply)(const es_norm *n, size_t first, size_t end, void *out) {
+    for (size_t run = first; run < end; ++run) {
+        const T *x = (const T *)n->x + run * n->inner;
+        T *y = (T *)out + run * n->inner;
+        A m, a, b;
+        NAME(forward_of)(n, run % n->channels, &m, &a, &b);
+        for (size_t i = 0; i < n->inner; ++i) y[i] = WRITE((READ(x[i]) - m) * a + b);
+    }
 }
 
-FAST static void NAME(planes_reduce)(es_shape s, const T *dy, const T *x, const double *mean, double *sum_dy,
-                                     double *sum_dy_xmu) {
-    for (size_t c = 0; c < s.channels; ++c) {
+FAST static void NAME(planes_reduce)(const es_norm *n, size_t first, size_t end, void *out) {
+    double *sum_dy = out, *sum_dy_xmu = sum_dy + n->channels;
+    for (size_t c = first; c < end; ++c) {
         double plain = 0, weighted = 0, rest;
-        A m = NAME(head)(mean[c], &rest);
+        A m = NAME(head)(n->mean[c], &rest);
         A sum[LANES] = {0}, product[LANES] = {0};
         size_t pending = 0;
-        for (size_t n = 0; n < s.outer; ++n) {
-            const T *g = dy + n * s.stride + c * s.inner, *v = x + n * s.stride + c * s.inner;
-            size_t i = 0;
-            for (; i + LANES <= s.inner; i += LANES) {
+        for (size_t sample = 0; sample < n->outer; ++sample) {
+            size_t at = (sample * n->channels + c) * n->inner, i = 0;
+            const T *dy = (const T *)n->dy + at, *x = (const T *)n->x + at;
+            for (; i + LANES <= n->inner; i += LANES) {
                 for (int j = 0; j < LANES; ++j) {
-                    sum[j] += READ(g[i + j]);
-                    product[j] += READ(g[i + j]) * (READ(v[i + j]) - m);
+                    sum[j] += READ(dy[i + j]);
+                    product[j] += READ(dy[i + j]) * (READ(x[i + j]) - m);
                 }
                 if ((pending += LANES) >= BLOCK) {
                     plain += NAME(total)(sum);
@@ -103,9 +122,9 @@ FAST static void NAME(planes_reduce)(es_shape s, const T *dy, const T *x, const 
                     pending = 0;
                 }
             }
-            for (int j = 0; i < s.inner; ++i, ++j) {
-                sum[j] += READ(g[i]);
-                product[j] += READ(g[i]) * (READ(v[i]) - m);
+            for (int j = 0; i < n->inner; ++i, ++j) {
+                sum[j] += READ(dy[i]);
+                product[j] += READ(dy[i]) * (READ(x[i]) - m);
             }
             pending += LANES;
         }
@@ -114,41 +133,68 @@ FAST static void NAME(planes_reduce)(es_shape s, const T *dy, const T *x, const 
     }
 }
 
-FAST static void NAME(planes_backward)(es_shape s, const T *dy, const T *x, const double *mean, const double *shift,
-                                       const double *slope, const double *scale, T *dx) {
-    for (size_t n = 0; n < s.outer; ++n)
-        for (size_t c = 0; c < s.channels; ++c) {
-            size_t at = n * s.stride + c * s.inner;
-            double rest;
-            A m = NAME(head)(mean[c], &rest), k = (A)slope[c], b = (A)(shift[c] - rest * slope[c]), a = (A)scale[c];
-            for (size_t i = 0; i < s.inner; ++i)
-                dx[at + i] = WRITE((READ(dy[at + i]) - b - (READ(x[at + i]) - m) * k) * a);
-        }
+FAST static void NAME(planes_backward)(const es_norm *n, size_t first, size_t end, void *out) {
+    double share = 1 / n->count;
+    for (size_t run = first; run < end; ++run) {
+        const T *dy = (const T *)n->dy + run * n->inner, *x = (const T *)n->x + run * n->inner;
+        T *dx = (T *)out + run * n->inner;
+        A m, a, b, k;
+        NAME(backward_of)(n, run % n->channels, share, &m, &a, &b, &k);
+        for (size_t i = 0; i < n->inner; ++i) dx[i] = WRITE((READ(dy[i]) - b - (READ(x[i]) - m) * k) * a);
+    }
 }
 
-/* The same for rows: the channels lie side by side, so they are the lanes. They go in tiles whose vectors stay in L1. */
+/* The same for rows: the channels lie side by side, so they are the lanes. They go in tiles whose vectors stay in L1,
+ * and four rows at a time, so that a sum is fetched and put back once for all of them. */
 
-FAST static void NAME(rows_statistics)(es_shape s, const T *x, double *mean, double *m2) {
-    for (size_t tile = 0; tile < s.channels; tile += TILE) {
-        size_t c, width = s.channels - tile < TILE ? s.channels - tile : TILE;
-        double all_mean[TILE] = {0}, all_m2[TILE] = {0};
-        for (size_t first = 0; first < s.outer; first += ROWS) {
-            size_t rows = s.outer - first < ROWS ? s.outer - first : ROWS;
-            const T *block = x + first * s.stride + tile;
-            A sum[TILE] = {0}, square[TILE] = {0}, centre[TILE];
-            for (size_t r = 0; r < rows; ++r)
-                for (c = 0; c < width; ++c) sum[c] += READ(block[r * s.stride + c]) - READ(block[c]);
-            for (c = 0; c < width; ++c) {
-                centre[c] = READ(block[c]) + sum[c] / (A)rows;
-                sum[c] = 0;
-            }
-            for (size_t r = 0; r < rows; ++r)
+static INLINE void NAME(rows_centre)(const T *x, size_t rows, size_t stride, size_t width, A *centre) {
+    A sum[TILE];
+    size_t r, c;
+    for (c = 0; c < width; ++c) sum[c] = 0;
+    for (r = 0; r + 4 <= rows; r += 4) {
+        const T *p = x + r * stride, *q = p + stride, *s = q + stride, *t = s + stride;
+        for (c = 0; c < width; ++c)
+            sum[c] += ((READ(p[c]) - READ(x[c])) + (READ(q[c]) - READ(x[c]))) +
+                      ((READ(s[c]) - READ(x[c])) + (READ(t[c]) - READ(x[c])));
+    }
+    for (; r < rows; ++r)
+        for (c = 0; c < width; ++c) sum[c] += READ(x[r * stride + c]) - READ(x[c]);
+    for (c = 0; c < width; ++c) centre[c] = READ(x[c]) + sum[c] / (A)rows;
+}
+
+FAST static void NAME(rows_statistics)(const es_norm *n, size_t first, size_t end, void *out) {
+    double *mean = (double *)out + 1, *m2 = mean + n->channels;
+    size_t stride = n->channels;
+    *(double *)out = (double)(end - first);
+    for (size_t tile = 0; tile < n->channels; tile += TILE) {
+        size_t c, width = n->channels - tile < TILE ? n->channels - tile : TILE;
+        double all_mean[TILE], all_m2[TILE];
+        A sum[TILE], square[TILE], centre[TILE];
+        for (c = 0; c < width; ++c) all_mean[c] = all_m2[c] = 0;
+        for (size_t start = first; start < end; start += ROWS) {
+            size_t r, rows = end - start < ROWS ? end - start : ROWS;
+            const T *x = (const T *)n->x + start * stride + tile;
+            if (start == first)
+                NAME(rows_centre)(x, rows, stride, width, centre);
+            else
+                for (c = 0; c < width; ++c) centre[c] = (A)all_mean[c];
+            for (c = 0; c < width; ++c) sum[c] = square[c] = 0;
+            for (r = 0; r + 4 <= rows; r += 4) {
+                const T *p = x + r * stride, *q = p + stride, *s = q + stride, *t = s + stride;
                 for (c = 0; c < width; ++c) {
-                    A d = READ(block[r * s.stride + c]) - centre[c];
+                    A d = READ(p[c]) - centre[c], e = READ(q[c]) - centre[c];
+                    A f = READ(s[c]) - centre[c], g = READ(t[c]) - centre[c];
+                    sum[c] += (d + e) + (f + g);
+                    square[c] += (d * d + e * e) + (f * f + g * g);
+                }
+            }
+            for (; r < rows; ++r)
+                for (c = 0; c < width; ++c) {
+                    A d = READ(x[r * stride + c]) - centre[c];
                     sum[c] += d;
                     square[c] += d * d;
                 }
-            double before = (double)first, count = (double)rows, share = count / (before + count);
+            double before = (double)(start - first), count = (double)rows, share = count / (before + count);
             for (c = 0; c < width; ++c) {
                 double off = sum[c] / count, delta = centre[c] + off - all_mean[c];
                 all_m2[c] += square[c] - off * off * count + delta * delta * (before * share);
@@ -160,45 +206,52 @@ FAST static void NAME(rows_statistics)(es_shape s, const T *x, double *mean, dou
     }
 }
 
-FAST static void NAME(rows_apply)(es_shape s, const T *x, const double *mean, const double *scale, const double *bias,
-                                  T *y) {
-    for (size_t tile = 0; tile < s.channels; tile += TILE) {
-        size_t c, width = s.channels - tile < TILE ? s.channels - tile : TILE;
+FAST static void NAME(rows_apply)(const es_norm *n, size_t first, size_t end, void *out) {
+    for (size_t tile = 0; tile < n->channels; tile += TILE) {
+        size_t c, width = n->channels - tile < TILE ? n->channels - tile : TILE;
         A m[TILE], a[TILE], b[TILE];
-        for (c = 0; c < width; ++c) {
-            double rest;
-            m[c] = NAME(head)(mean[tile + c], &rest);
-            a[c] = (A)scale[tile + c];
-            b[c] = (A)(bias[tile + c] - rest * scale[tile + c]);
-        }
-        for (size_t r = 0; r < s.outer; ++r) {
-            const T *v = x + r * s.stride + tile;
-            T *out = y + r * s.stride + tile;
-            for (c = 0; c < width; ++c) out[c] = WRITE((READ(v[c]) - m[c]) * a[c] + b[c]);
+        for (c = 0; c < width; ++c) NAME(forward_of)(n, tile + c, m + c, a + c, b + c);
+        for (size_t r = first; r < end; ++r) {
+            const T *x = (const T *)n->x + r * n->channels + tile;
+            T *y = (T *)out + r * n->channels + tile;
+            for (c = 0; c < width; ++c) y[c] = WRITE((READ(x[c]) - m[c]) * a[c] + b[c]);
         }
     }
 }
 
-FAST static void NAME(rows_reduce)(es_shape s, const T *dy, const T *x, const double *mean, double *sum_dy,
-                                   double *sum_dy_xmu) {
-    for (size_t tile = 0; tile < s.channels; tile += TILE) {
-        size_t c, width = s.channels - tile < TILE ? s.channels - tile : TILE;
-        double plain[TILE] = {0}, weighted[TILE] = {0}, rest[TILE];
-        A m[TILE];
-        for (c = 0; c < width; ++c) m[c] = NAME(head)(mean[tile + c], &rest[c]);
-        for (size_t first = 0; first < s.outer; first += ROWS) {
-            size_t end = s.outer - first < ROWS ? s.outer : first + ROWS;
-            A sum[TILE] = {0}, product[TILE] = {0};
-            for (size_t r = first; r < end; ++r) {
-                const T *g = dy + r * s.stride + tile, *v = x + r * s.stride + tile;
+FAST static void NAME(rows_reduce)(const es_norm *n, size_t first, size_t end, void *out) {
+    double *sum_dy = out, *sum_dy_xmu = sum_dy + n->channels;
+    size_t stride = n->channels;
+    for (size_t tile = 0; tile < n->channels; tile += TILE) {
+        size_t c, width = n->channels - tile < TILE ? n->channels - tile : TILE;
+        double plain[TILE], weighted[TILE], rest[TILE];
+        A m[TILE], sum[TILE], product[TILE];
+        for (c = 0; c < width; ++c) {
+            m[c] = NAME(head)(n->mean[tile + c], &rest[c]);
+            plain[c] = weighted[c] = 0;
+            sum[c] = product[c] = 0;
+        }
+        for (size_t start = first; start < end; start += ROWS) {
+            size_t r, rows = end - start < ROWS ? end - start : ROWS;
+            const T *dy = (const T *)n->dy + start * stride + tile, *x = (const T *)n->x + start * stride + tile;
+            for (r = 0; r + 4 <= rows; r += 4) {
+                const T *p = dy + r * stride, *q = p + stride, *s = q + stride, *t = s + stride;
+                const T *e = x + r * stride, *f = e + stride, *g = f + stride, *h = g + stride;
                 for (c = 0; c < width; ++c) {
-                    sum[c] += READ(g[c]);
-                    product[c] += READ(g[c]) * (READ(v[c]) - m[c]);
+                    sum[c] += (READ(p[c]) + READ(q[c])) + (READ(s[c]) + READ(t[c]));
+                    product[c] += (READ(p[c]) * (READ(e[c]) - m[c]) + READ(q[c]) * (READ(f[c]) - m[c])) +
+                                  (READ(s[c]) * (READ(g[c]) - m[c]) + READ(t[c]) * (READ(h[c]) - m[c]));
                 }
             }
+            for (; r < rows; ++r)
+                for (c = 0; c < width; ++c) {
+                    sum[c] += READ(dy[r * stride + c]);
+                    product[c] += READ(dy[r * stride + c]) * (READ(x[r * stride + c]) - m[c]);
+                }
             for (c = 0; c < width; ++c) {
                 plain[c] += sum[c];
                 weighted[c] += product[c];
+                sum[c] = product[c] = 0;
             }
         }
         for (c = 0; c < width; ++c) {
@@ -208,22 +261,17 @@ FAST static void NAME(rows_reduce)(es_shape s, const T *dy, const T *x, const do
     }
 }
 
-FAST static void NAME(rows_backward)(es_shape s, const T *dy, const T *x, const double *mean, const double *shift,
-                                     const double *slope, const double *scale, T *dx) {
-    for (size_t tile = 0; tile < s.channels; tile += TILE) {
-        size_t c, width = s.channels - tile < TILE ? s.channels - tile : TILE;
-        A m[TILE], b[TILE], k[TILE], a[TILE];
-        for (c = 0; c < width; ++c) {
-            double rest;
-            m[c] = NAME(head)(mean[tile + c], &rest);
-            k[c] = (A)slope[tile + c];
-            b[c] = (A)(shift[tile + c] - rest * slope[tile + c]);
-            a[c] = (A)scale[tile + c];
-        }
-        for (size_t r = 0; r < s.outer; ++r) {
-            size_t at = r * s.stride + tile;
-            for (c = 0; c < width; ++c)
-                dx[at + c] = WRITE((READ(dy[at + c]) - b[c] - (READ(x[at + c]) - m[c]) * k[c]) * a[c]);
+FAST static void NAME(rows_backward)(const es_norm *n, size_t first, size_t end, void *out) {
+    double share = 1 / n->count;
+    for (size_t tile = 0; tile < n->channels; tile += TILE) {
+        size_t c, width = n->channels - tile < TILE ? n->channels - tile : TILE;
+        A m[TILE], a[TILE], b[TILE], k[TILE];
+        for (c = 0; c < width; ++c) NAME(backward_of)(n, tile + c, share, m + c, a + c, b + c, k + c);
+        for (size_t r = first; r < end; ++r) {
+            size_t at = r * n->channels + tile;
+            const T *dy = (const T *)n->dy + at, *x = (const T *)n->x + at;
+            T *dx = (T *)out + at;
+            for (c = 0; c < width; ++c) dx[c] = WRITE((READ(dy[c]) - b[c] - (READ(x[c]) - m[c]) * k[c]) * a[c]);
         }
     }
 }

@@ -274,8 +274,8 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
     """Merge the statistics of all participants, move the running ones, and make the one node of the local ones."""
     module, device = offers[0].module, offers[0].x.device
     with torch.no_grad():
-        local = [f.statistics(offer.x.detach()) for offer in offers]
-        rows = torch.stack([f.as_row(s).to(device) for s in local])
+        local = [f.statistics_row(offer.x.detach()) for offer in offers]
+        rows = torch.stack([row.to(device) for row in local])
         stats = f.merge_rows(around_us.gather(f"{tag} forward", rows))
         _check_count(stats, offers)
         if module.training and module.track_running_stats and not offers[0].in_backward:
@@ -451,12 +451,12 @@ _meets_in_threads: WeakSet[SyncBatchNorm] = WeakSet()  # those whose last forwar
 _remembered: WeakKeyDictionary[SyncBatchNorm, WeakValueDictionary[bytes, _Call]] = WeakKeyDictionary()
 
 
-def _key(stats: Stats) -> bytes:
+def _key(own: Tensor) -> bytes:
     """The recomputed input has the bits of the first one, so its own statistics find what the call found."""
-    return torch.cat([stats.count.view(1), stats.mean, stats.m2]).cpu().numpy().tobytes()
+    return own.cpu().numpy().tobytes()
 
 
-def _remember(module: SyncBatchNorm, own: Stats, call: _Call) -> None:
+def _remember(module: SyncBatchNorm, own: Tensor, call: _Call) -> None:
     """Keep what a checkpointed call found for its recomputation; the call lives as long as its joint node."""
     known = _remembered.setdefault(module, WeakValueDictionary())
     key = _key(own)
@@ -467,7 +467,7 @@ def _remember(module: SyncBatchNorm, own: Stats, call: _Call) -> None:
 
 
 def _recall(module: SyncBatchNorm, input: Tensor) -> _Call | None:
-    call = _remembered[module].get(_key(f.statistics(input.detach())))
+    call = _remembered[module].get(_key(f.statistics_row(input.detach())))
     if call is not None and call.ambiguous:
         raise UnsupportedError(
             f"'{call.tag}' is recomputed in backward, but an earlier call had an input with the same statistics among "

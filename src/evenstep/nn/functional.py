@@ -20,22 +20,18 @@ What the caller must keep:
 - The global count is at least 2 before ``update_running`` and at least 1 before ``inverse_std``; asking is the caller's
   business, because it is the caller who knows the error to give.
 - The result of every function is a function of the values, shape and memory layout of its arguments and the device,
-  bit for bit. On the CPU it does not depend on the number of intra-op threads either: they share the channels.
+  bit for bit. On the CPU it does not depend on the number of intra-op threads either, although they share the work.
 
-On the CPU the four passes are the C core's (``native/norm.h``), each one read of its inputs; elsewhere torch's.
+On the CPU the four passes are the C core's (``nn/cpu.py``), each one read of its inputs; elsewhere torch's.
 """
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from evenstep.native import core
-from evenstep.plan.placement import cut
+from evenstep.nn import cpu
 
 __all__ = [
     "EpsMode",
@@ -49,14 +45,12 @@ __all__ = [
     "merge_rows",
     "normalize",
     "statistics",
+    "statistics_row",
     "update_running",
 ]
 
 EpsMode = Literal["plus", "clamp"]
 """How eps keeps the variance from zero: ``var + eps`` (torch) or ``max(var, eps)``."""
-
-_NATIVE = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
-_PARALLEL_ELEMENTS = 1 << 16  # below this, handing work to another thread costs more than it saves
 
 
 class Stats(NamedTuple):
@@ -82,18 +76,21 @@ def statistics(x: Tensor) -> Stats:
     Returns:
         The statistics in float64; all zero where ``x`` has no elements.
     """
-    size = x.numel() // max(x.shape[1], 1)
-    count = torch.full((), size, dtype=torch.float64, device=x.device)
-    mean, m2 = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device).unbind()
+    return _from_row(statistics_row(x))
+
+
+def statistics_row(x: Tensor) -> Tensor:
+    """The same as one vector ``[1 + 2C]`` for the wire: count, mean, M2."""
     if x.numel() == 0:
-        return Stats(count, mean, m2)
+        return torch.zeros(1 + 2 * x.shape[1], dtype=torch.float64, device=x.device)
     x = _dense(x)
     if x.device.type == "cpu":
-        _native(core.norm_statistics, (x,), (mean, m2))
-        return Stats(count, mean, m2)
+        return cpu.statistics(x)
+    size = x.numel() // x.shape[1]
+    count = torch.full((), size, dtype=torch.float64, device=x.device)
     zeros = torch.zeros(x.shape[1], dtype=_arithmetic(x), device=x.device)
     found, variance = torch.batch_norm_update_stats(x, zeros, zeros.clone(), 0.0)
-    return Stats(count, found.double(), variance.double() * size)
+    return as_row(Stats(count, found.double(), variance.double() * size))
 
 
 def merge(a: Stats, b: Stats) -> Stats:
@@ -112,21 +109,24 @@ def merge(a: Stats, b: Stats) -> Stats:
 
 
 def as_row(stats: Stats) -> Tensor:
-    """Statistics as one vector ``[1 + 2C]`` for the wire: count, mean, M2."""
+    """Statistics as ``statistics_row`` gives them."""
     return torch.cat([stats.count.view(1), stats.mean, stats.m2])
+
+
+def _from_row(row: Tensor) -> Stats:
+    count, mean, m2 = row.split_with_sizes((1, len(row) // 2, len(row) // 2))
+    return Stats(count.view(()), mean, m2)
 
 
 def merge_rows(rows: Tensor) -> Stats:
     """Merge the statistics of several shards, one row each, in the fixed tree over shards.
 
     Args:
-        rows: ``[K, 1 + 2C]``, each as ``as_row`` gives it. Used up.
+        rows: ``[K, 1 + 2C]``, each as ``statistics_row`` gives it. Used up.
     """
     host = rows.cpu().contiguous()
-    channels = (host.shape[1] - 1) // 2
-    core.norm_merge(len(host), channels, host.data_ptr())
-    merged = host[0].to(rows.device)
-    return Stats(merged[0], merged[1 : 1 + channels], merged[1 + channels :])
+    core.norm_merge(len(host), host.shape[1] // 2, host.data_ptr())
+    return _from_row(host[0].to(rows.device))
 
 
 def inverse_std(stats: Stats, eps: float, eps_mode: EpsMode = "plus") -> Tensor:
@@ -164,12 +164,10 @@ def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bi
     x = _dense(x)
     if x.numel() == 0:
         return torch.empty_like(x)
+    if x.device.type == "cpu":
+        return cpu.normalize(x, mean, invstd, weight, bias)
     scale = invstd if weight is None else invstd * weight
     offset = torch.zeros_like(scale) if bias is None else bias.double()
-    if x.device.type == "cpu":
-        y = torch.empty_like(x)
-        _native(core.norm_apply, (x,), (mean, scale, offset), (y,))
-        return y
     centre, rest = _head(mean, x)
     return _affine(x, centre, scale, offset - rest * scale)
 
@@ -187,13 +185,12 @@ def backward_reduce(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor
     Returns:
         ``sum(dy)`` and ``sum(dy * (x - mean))``, each ``[C]``.
     """
-    sum_dy, sum_dy_xmu = torch.zeros_like(mean), torch.zeros_like(mean)
     if x.numel() == 0:
-        return sum_dy, sum_dy_xmu
+        return torch.zeros_like(mean), torch.zeros_like(mean)
     x = _dense(x)
     dy = _like(dy, x)
     if x.device.type == "cpu":
-        _native(core.norm_reduce, (dy, x), (mean, sum_dy, sum_dy_xmu))
+        sum_dy, sum_dy_xmu = cpu.backward_reduce(dy, x, mean).unbind()
         return sum_dy, sum_dy_xmu
     centre, rest = _head(mean, x)
     ones = torch.ones_like(centre)
@@ -237,12 +234,10 @@ def backward_input(
     if x.numel() == 0:
         return torch.empty_like(x)
     dy = _like(dy, x)
+    if x.device.type == "cpu":
+        return cpu.backward_input(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count)
     scale = invstd if weight is None else invstd * weight
     slope, shift = invstd.square() * sum_dy_xmu / count, sum_dy / count
-    if x.device.type == "cpu":
-        dx = torch.empty_like(x)
-        _native(core.norm_backward, (dy, x), (mean, shift, slope, scale), (dx,))
-        return dx
     centre, rest = _head(mean, x)
     # Half types are widened: rounding the intermediate result to them would double the error of the gradient.
     wide = _affine(x.to(centre.dtype), centre, -slope * scale, (rest * slope - shift) * scale)
@@ -300,6 +295,9 @@ def update_running(
         factor = num_batches_tracked.to(stats.mean.dtype).reciprocal()
     else:
         raise ValueError("momentum=None averages over all batches and needs num_batches_tracked; pass it or a momentum")
+    if stats.mean.device.type == "cpu":
+        cpu.update_running(running_mean, running_var, *stats, float(factor))
+        return
     batch = (stats.mean, stats.m2 / (stats.count - 1))
     for running, value in zip((running_mean, running_var), batch, strict=True):
         if running is None:
@@ -342,60 +340,6 @@ def _like(dy: Tensor, x: Tensor) -> Tensor:
 
 def _arithmetic(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _native(
-    function: Callable[..., None],
-    inputs: tuple[Tensor, ...],
-    vectors: tuple[Tensor, ...],
-    outputs: tuple[Tensor, ...] = (),
-) -> None:
-    """Call a pass of the C core on dense CPU tensors, shared between the threads so that no bit depends on them.
-
-    Args:
-        function: Which pass.
-        inputs: Tensors shaped as x.
-        vectors: float64 ``[C]`` each.
-        outputs: Tensors shaped as x, written to.
-    """
-    x = inputs[0]
-    if x.dtype not in _NATIVE:  # float16: no processor adds it fast, so it goes as float32
-        wide = tuple(t.float() for t in outputs)
-        _native(function, tuple(t.float() for t in inputs), vectors, wide)
-        for output, result in zip(outputs, wide, strict=True):
-            output.copy_(result)
-        return
-    channels = x.shape[1]
-    inner = 1 if _is_rows(x) else x[0, 0].numel()
-    outer = x.numel() // (channels * inner)
-    vectors = tuple(v.contiguous() for v in vectors)
-
-    by_channel = not outputs  # a sum is one thread's; where each element is by itself, threads share the outer blocks
-
-    def run(first: int, end: int) -> None:
-        ahead = first * inner if by_channel else first * channels * inner
-        blocks, width = (outer, end - first) if by_channel else (end - first, channels)
-        here = [t.data_ptr() + ahead * t.element_size() for t in inputs]
-        here += [v.data_ptr() + (first * v.element_size() if by_channel else 0) for v in vectors]
-        here += [t.data_ptr() + ahead * t.element_size() for t in outputs]
-        function(_NATIVE[x.dtype], blocks, width, inner, channels * inner, *here)
-
-    size = channels if by_channel else outer
-    threads = min(torch.get_num_threads(), size, x.numel() // _PARALLEL_ELEMENTS)
-    if threads <= 1:
-        run(0, size)
-    else:
-        first, *others = cut(size, threads)
-        waiting = [_pool(threads - 1, os.getpid()).submit(run, *span) for span in others]
-        run(*first)
-        for future in waiting:
-            future.result()
-
-
-@lru_cache(maxsize=1)
-def _pool(num_threads: int, pid: int) -> ThreadPoolExecutor:
-    """The threads of this process: a fork inherits the pool but none of its threads, and would wait for ever."""
-    return ThreadPoolExecutor(num_threads, thread_name_prefix="evenstep-norm")
 
 
 # ---- other devices: torch's kernels ----
