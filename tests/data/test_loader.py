@@ -52,7 +52,7 @@ class Watched(Dataset):
 
 def load(dataset, span=range(4), loaders=0, epochs=(0, 1), collate=None, **changes):
     options = {"prefetch": 2, "timeout_s": 60.0, **changes}
-    loader = Loader(dataset, span, PLAN.seed, "sample", collate=collate, loaders=loaders, **options)
+    loader = Loader(dataset, lambda: span, PLAN.seed, "sample", collate=collate, loaders=loaders, **options)
     return loader.load(request for epoch in epochs for request in PLAN.requests(epoch))
 
 
@@ -123,7 +123,7 @@ def test_loading_ahead_is_bounded():
                 asked.append(request.number)
                 yield request
 
-        loader = Loader(Augmented(), range(4), 0, "sample", collate=None, loaders=1, prefetch=2, timeout_s=60.0)
+        loader = Loader(Augmented(), lambda: range(4), 0, "sample", collate=None, loaders=1, prefetch=2, timeout_s=60.0)
         batches = loader.load(requests())
         next(batches)
         batches.close()
@@ -134,7 +134,7 @@ def test_loading_ahead_is_bounded():
 
 def test_an_empty_shard_has_no_part():
     plan = Plan(3, 3, 4, 0, False, False)
-    loader = Loader(Watched(), range(2, 4), 0, "sample", collate=None, loaders=0, prefetch=1, timeout_s=1.0)
+    loader = Loader(Watched(), lambda: range(2, 4), 0, "sample", collate=None, loaders=0, prefetch=1, timeout_s=1.0)
     (batch,) = loader.load(plan.requests(0))
     assert set(batch.parts) == {2}
     assert batch.sizes == [1, 1, 1, 0]

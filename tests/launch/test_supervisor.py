@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -125,12 +124,10 @@ def test_the_error_of_the_worker_that_failed_is_shown_last_and_whole(script, tmp
     path = script(
         TRAIN
         + """
-    def spoil(number):
-        if number == 3 and os.environ["EVENSTEP_WORKER"] == "1":
-            raise ValueError("a bad day")
-
     with evenstep.Run(shards=4) as run:
-        train(run, each=spoil)
+        if os.environ["EVENSTEP_WORKER"] == "1":
+            raise ValueError("a bad day")
+        train(run)
     """
     )
     done = cli_run("run", "-n", "3", "--log-dir", tmp_path / "logs", path)
@@ -165,40 +162,6 @@ def test_a_mistake_in_the_settings_is_one_sentence(script, options, run, sentenc
     assert len(done.stderr.splitlines()) == 1
 
 
-ENDS = {
-    "sys.exit(3)": (3, "ended with exit code 3"),
-    "sys.exit('no data here')": (1, "no data here"),
-    "os._exit(5)": (5, "ended with exit code 5"),
-    "os.kill(os.getpid(), signal.SIGKILL)": (137, "was killed by SIGKILL"),
-    "__import__('ctypes').string_at(0)": (139, "was killed by SIGSEGV"),
-    "os.kill(os.getpid(), 40)": (168, "was killed by signal 40"),
-    "sys.exit(0)": (7, "worker 1 failed at step"),
-    "os._exit(0)": (7, "worker 1 (pid "),
-}
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_one_worker_that_ends_ends_all_with_its_exit_code(script, how):
-    path = script(
-        TRAIN
-        + f"""
-    def spoil(number):
-        if number == 2 and os.environ["EVENSTEP_WORKER"] == "1":
-            {how}
-
-    with evenstep.Run(shards=4) as run:
-        train(run, each=spoil)
-    """
-    )
-    begin = time.monotonic()
-    done = cli_run("run", "-n", "3", path)
-    code, text = ENDS[how]
-    assert done.code == code
-    assert text in done.stderr
-    assert done.stderr.count("evenstep: worker ") == 1
-    assert time.monotonic() - begin < supervisor._GRACE_S, "the others should have heard of it, not been terminated"
-
-
 def test_a_worker_that_ends_before_it_joins_is_noticed(script):
     path = script(
         """
@@ -211,7 +174,7 @@ def test_a_worker_that_ends_before_it_joins_is_noticed(script):
     done = cli_run("run", "-n", "2", path)
     assert done.code == 7
     assert "worker 0 (pid " in done.stderr
-    assert "ended while worker 1 waited for it" in done.stderr
+    assert "it ended while the others waited for it" in done.stderr
 
 
 def test_logs_that_cannot_be_written_stop_everything_before_it_starts(script, tmp_path):
@@ -255,22 +218,26 @@ def test_a_launcher_that_is_stopped_leaves_no_process_and_no_memory(script, numb
     if number == signal.SIGKILL:
         assert done.code == -number
     else:
-        assert done.code == 128 + number
-        assert done.stderr.splitlines()[-1] == f"evenstep: stopped by {number.name}"
+        assert done.code == 75
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(f"evenstep: stopped by {number.name} after step ")
+        assert last.endswith("; nothing was saved")
         assert "Traceback" not in done.stderr
 
 
 def test_loader_processes_die_with_their_worker(script):
     before = shared_memory()
-    with Cli("run", "-n", "2", script(FOREVER)) as cli:
+    with Cli("run", "-n", "2", "--no-replace", script(FOREVER)) as cli:
         cli.until_it_says("training", times=2)
         family = processes.descendants(cli.pid)
         victim = max(pid for pid in family if len(processes.descendants(pid)) == 2)
         cli_of_victim = set(processes.descendants(victim))
         os.kill(victim, signal.SIGKILL)
+        assert processes.until(lambda: not any(map(processes.is_alive, cli_of_victim)))
+        cli.kill(signal.SIGTERM)
         done = cli.wait()
-        assert processes.until(lambda: not any(map(processes.is_alive, {*family, *cli_of_victim})))
-    assert done.code == 137
+        assert processes.until(lambda: not any(map(processes.is_alive, family)))
+    assert done.code == 75
     assert f"(pid {victim}) was killed by SIGKILL" in done.stderr
     assert shared_memory() == before
 

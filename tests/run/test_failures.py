@@ -111,7 +111,7 @@ def test_a_worker_that_is_lost_or_silent_is_named_by_all_others(how):
     for outcome in outcomes[:2]:
         assert outcome.kind in ("PeerError", "SilenceError")
         assert "worker 2" in outcome.text
-        assert "its last exchange was 'step 0: commit'" in outcome.text
+        assert "its last exchange was 'step 0: committed'" in outcome.text
         assert ("said nothing for 1.5 s" if how == "stop" else "ended while") in outcome.text
 
 

@@ -61,8 +61,7 @@ def raise_after_the_update(engine, monkeypatch):
 
 
 def raise_at_the_commit(engine, monkeypatch):
-    gather = engine.group.gather_json
-    monkeypatch.setattr(engine.group, "gather_json", lambda tag, v: _raise() if "commit" in tag else gather(tag, v))
+    monkeypatch.setattr(engine.ledger.journal, "append", lambda _: _raise())
     return loss_of
 
 
@@ -107,7 +106,7 @@ def test_a_step_that_fails_leaves_the_version_untouched_and_can_be_done_again(fa
     assert train(planted=True) == train(planted=False)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS[:-1])  # once all have come to the commit, it is worker 0's alone
 def test_a_worker_that_fails_takes_all_others_to_the_version_before(fault):
     def body(worker):
         found = None

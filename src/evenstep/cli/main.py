@@ -47,7 +47,45 @@ def _parser() -> argparse.ArgumentParser:
         "--shards", metavar="K", type=int, help=f"parts of every batch (default: the script's, or {DEFAULT_SHARDS})"
     )
     run.add_argument("--log-dir", metavar="DIR", type=Path, help="also write each worker's output to DIR/worker-N.log")
+    run.add_argument(
+        "--max-restarts", metavar="N", type=int, help="replace at most so many workers that fail (default: any number)"
+    )
+    run.add_argument(
+        "--no-replace", action="store_true", help="replace no worker that fails: go on with those that are left"
+    )
+    run.add_argument(
+        "--step-timeout",
+        metavar="SECONDS",
+        type=float,
+        help="give up and replace a worker that is stuck for so long (default: the script's, or 300)",
+    )
+    run.add_argument(
+        "--weights", metavar="W,W,...", help="how much each worker shall do, such as 2,1,1 (default: measured)"
+    )
+    run.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint of the script's")
+    run.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=float,
+        default=30.0,
+        help="what the first SIGINT or SIGTERM leaves to finish the step and save (default: 30)",
+    )
     run.set_defaults(command=_run)
+
+    scale = commands.add_parser(
+        "scale",
+        help="change the number of workers of a running job",
+        description="Change the number of workers of a running job at its next step; no bit of the result changes.",
+    )
+    scale.add_argument("workers", metavar="N", type=int, help="number of workers")
+    scale.set_defaults(command=_scale)
+
+    status = commands.add_parser(
+        "status", help="show the workers of a running job", description="Show the workers of a running job."
+    )
+    status.set_defaults(command=_status)
+    for command in (scale, status):
+        command.add_argument("--job", metavar="PID", type=int, help="which job, by the process id of `evenstep run`")
 
     verify = commands.add_parser(
         "verify",
@@ -74,9 +112,57 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     _check_script(options.script)
     num_workers = _num_workers(options.workers, options.shards)
+    weights = _weights(options.weights, num_workers)
+    for name, value in (("--max-restarts", options.max_restarts), ("--grace", options.grace)):
+        if value is not None and value < 0:
+            raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
+    if options.step_timeout is not None and not options.step_timeout > 0:
+        raise ConfigError(f"--step-timeout {options.step_timeout:g}, expected a number of seconds above 0")
     from evenstep.launch.supervisor import Job, supervise  # here: importing torch takes seconds, a typo should not
 
-    return supervise(Job(options.script, tuple(options.args), num_workers, options.shards, options.log_dir))
+    return supervise(
+        Job(
+            options.script,
+            tuple(options.args),
+            num_workers,
+            options.shards,
+            options.log_dir,
+            0 if options.no_replace else options.max_restarts,
+            options.step_timeout,
+            options.grace,
+            weights,
+            options.resume,
+        )
+    )
+
+
+def _weights(text: str | None, num_workers: int) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        weights = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        weights = ()
+    if len(weights) != num_workers or not all(0 < weight < float("inf") for weight in weights):
+        raise ConfigError(f"--weights {text}, expected {num_workers} numbers above 0, one for each worker")
+    return weights
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from evenstep.core.control import ask
+
+    print(f"evenstep: {ask({'scale': options.workers}, options.job)['said']}")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from evenstep.core.control import ask
+
+    found = ask({"status": True}, options.job)
+    print("generation {generation}  wanted {wanted}  restarts {restarts}".format(**found))
+    for worker in found["workers"]:
+        print("worker {worker}  pid {pid}  step {step}".format(**worker) + ("" if worker["member"] else "  joining"))
+    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:

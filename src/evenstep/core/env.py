@@ -6,6 +6,7 @@ The launcher hands a worker its place through `EVENSTEP_*`; under torchrun the p
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from evenstep.core.errors import ConfigError
 
@@ -25,6 +26,10 @@ class Environment:
         events_fd: Where progress and errors are written as JSON lines for the launcher to show, if it listens.
         trace: Where worker 0 writes a digest of every tensor after each step, for `evenstep verify`.
         max_steps: After how many steps the batches end, for `evenstep verify --steps`.
+        supervised: Whether the launcher replaces workers.
+        timeout_s: How long any wait for another worker may take, if the launcher's command line says so.
+        resume: Whether to go on from the newest checkpoint.
+        faults: Where a test has planted faults for this process.
     """
 
     worker: int = 0
@@ -35,14 +40,18 @@ class Environment:
     events_fd: int | None = None
     trace: Path | None = None
     max_steps: int | None = None
+    supervised: bool = False
+    timeout_s: float | None = None
+    resume: bool = False
+    faults: Path | None = None
 
 
-def _number(name: str) -> int | None:
+def _number(name: str, divisor: int = 1) -> Any:
     text = os.environ.get(name)
     if text is None:
         return None
     try:
-        return int(text)
+        return int(text) if divisor == 1 else int(text) / divisor
     except ValueError:
         raise ConfigError(f"{name} is {text!r}, expected a whole number; unset it or mend it") from None
 
@@ -53,28 +62,33 @@ def read() -> Environment:
     Raises:
         ConfigError: A variable is not a number, there is no such worker, or torchrun spans several machines.
     """
-    trace = os.environ.get("EVENSTEP_TRACE")
-    common = {
+    trace, faults = os.environ.get("EVENSTEP_TRACE"), os.environ.get("EVENSTEP_FAULTS")
+    common: dict[str, Any] = {
         "shards": _number("EVENSTEP_SHARDS"),
         "events_fd": _number("EVENSTEP_EVENTS_FD"),
         "trace": Path(trace) if trace else None,
         "max_steps": _number("EVENSTEP_MAX_STEPS"),
+        "supervised": bool(_number("EVENSTEP_SUPERVISED")),
+        "timeout_s": _number("EVENSTEP_STEP_TIMEOUT_MS", 1000),
+        "resume": bool(_number("EVENSTEP_RESUME")),
+        "faults": Path(faults) if faults else None,
     }
     worker = _number("EVENSTEP_WORKER")
     if worker is not None:
         num_workers, segment_fd = _number("EVENSTEP_WORKERS") or 1, _number("EVENSTEP_SEGMENT_FD")
-        _check_place("EVENSTEP_WORKER", worker, "EVENSTEP_WORKERS", num_workers)
-        return Environment(worker, num_workers, segment_fd=segment_fd, **common)  # type: ignore[arg-type]  # a plain dict of fields
+        if not common["supervised"]:  # else workers may be added
+            _check_place("EVENSTEP_WORKER", worker, "EVENSTEP_WORKERS", num_workers)
+        return Environment(worker, num_workers, segment_fd=segment_fd, **common)
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if rank is None or world is None or "MASTER_ADDR" not in os.environ:
-        return Environment(**common)  # type: ignore[arg-type]  # a plain dict of fields
+        return Environment(**common)
     if _number("LOCAL_WORLD_SIZE") not in (None, world):
         raise ConfigError(
             f"torchrun started {world} workers of which only {os.environ['LOCAL_WORLD_SIZE']} are on this machine; "
             "evenstep runs on one machine so far: use --nnodes 1"
         )
     _check_place("RANK", rank, "WORLD_SIZE", world)
-    return Environment(rank, world, torchrun=True, **common)  # type: ignore[arg-type]  # a plain dict of fields
+    return Environment(rank, world, torchrun=True, **common)
 
 
 def _check_place(name: str, worker: int, of: str, num_workers: int) -> None:
@@ -85,7 +99,15 @@ def _check_place(name: str, worker: int, of: str, num_workers: int) -> None:
 
 
 def worker_variables(
-    worker: int, num_workers: int, shards: int | None, segment_fd: int, events_fd: int
+    worker: int,
+    num_workers: int,
+    shards: int | None,
+    segment_fd: int,
+    events_fd: int,
+    *,
+    supervised: bool = False,
+    timeout_s: float | None = None,
+    resume: bool = False,
 ) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
     variables = {
@@ -96,6 +118,12 @@ def worker_variables(
     }
     if shards is not None:
         variables["EVENSTEP_SHARDS"] = str(shards)
+    if supervised:
+        variables["EVENSTEP_SUPERVISED"] = "1"
+    if timeout_s is not None:
+        variables["EVENSTEP_STEP_TIMEOUT_MS"] = str(round(1000 * timeout_s))
+    if resume:
+        variables["EVENSTEP_RESUME"] = "1"
     return variables
 
 

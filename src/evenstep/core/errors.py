@@ -3,11 +3,13 @@
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "Dismissed",
     "EvenstepError",
     "MismatchError",
     "NondeterminismError",
     "PeerError",
     "SilenceError",
+    "Stopped",
     "UnsupportedError",
 ]
 
@@ -66,3 +68,19 @@ class CheckpointError(EvenstepError):
     """A checkpoint is missing, torn, altered, or belongs to another model, seed or number of shards."""
 
     exit_code = 8
+
+
+class Stopped(SystemExit):
+    """The run was asked to stop, and did so after a step. No error: it unwinds the script as `sys.exit` does."""
+
+    exit_code = 75  # EX_TEMPFAIL: try again later
+
+    def __init__(self) -> None:
+        super().__init__(self.exit_code)
+
+
+class Dismissed(SystemExit):
+    """There are to be fewer workers, and this one goes. No error, as above."""
+
+    def __init__(self) -> None:
+        super().__init__(0)

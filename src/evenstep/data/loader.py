@@ -6,6 +6,7 @@ pixels whichever worker or loader process draws it. Sample code always runs with
 
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,29 +34,43 @@ class Batch:
         epoch: Counted from 0.
         number: The batch's number in its epoch.
         sizes: The number of samples of every shard.
-        parts: The collated samples of this worker's shards, for those that have any.
+        parts: The collated samples of the shards that were loaded so far.
+        load: Loads the samples of any shard: a worker may have to take over the shards of another.
+        device: Where the samples shall be.
     """
 
     epoch: int
     number: int
     sizes: list[int]
     parts: dict[int, Any]
+    load: Callable[[int], Any]
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        """Which batch this is, in words."""
+        return f"epoch {self.epoch} batch {self.number}"
+
+    def part(self, shard: int) -> Any:
+        """The samples of a shard, on the device."""
+        if shard not in self.parts:
+            self.parts[shard] = self.load(shard)
+        return to_device(self.parts[shard], self.device)
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
 
-class _Parts(Dataset[Batch]):
-    """A data set of batches: a request in, this worker's parts of it out."""
+class _Parts(Dataset[dict[int, Any]]):
+    """A data set of batches: a request in, the parts of some shards out."""
 
     def __init__(self, dataset: Any, span: range, seed: int, purpose: str, collate: Collate | None) -> None:
         self._dataset, self._span, self._seed, self._purpose = dataset, span, seed, purpose
         self._collate: Collate = collate or default_collate
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
 
-    def __getitem__(self, request: Request) -> Batch:
-        parts = {k: self._part(request.epoch, request.shards[k]) for k in self._span if request.shards[k]}
-        return Batch(request.epoch, request.number, request.sizes, parts)
+    def __getitem__(self, request: Request) -> dict[int, Any]:
+        return {k: self._part(request.epoch, request.shards[k]) for k in self._span if request.shards[k]}
 
     def _part(self, epoch: int, indices: tuple[int, ...]) -> Any:
         if self._tensors is not None:  # plain tensors have no randomness: take all rows at once
@@ -73,26 +88,30 @@ class Loader:
 
     Args:
         dataset: Any map-style data set.
-        span: The shards of this worker.
+        span: Says which shards are this worker's now: that may change while batches are loaded.
         seed: The run's seed.
         purpose: Separates the random streams of training and evaluation.
+        device: Where the samples shall be.
         collate: Makes a part from a list of samples; torch's `default_collate` if None.
         loaders: How many loader processes; 0 loads inline.
         prefetch: How many batches each loader process holds ready.
         timeout_s: How long to wait for a loader process.
+        skip: Says whether the next batch need not be loaded, because its result is known already.
     """
 
     def __init__(
         self,
         dataset: Any,
-        span: range,
+        span: Callable[[], range],
         seed: int,
         purpose: str,
         *,
-        collate: Collate | None,
-        loaders: int,
-        prefetch: int,
-        timeout_s: float,
+        device: str = "cpu",
+        collate: Collate | None = None,
+        loaders: int = 0,
+        prefetch: int = 2,
+        timeout_s: float = 300.0,
+        skip: Callable[[], bool] = lambda: False,
     ) -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise ConfigError(
@@ -101,7 +120,8 @@ class Loader:
             )
         if loaders < 0 or prefetch < 1:
             raise ConfigError(f"loaders={loaders}, prefetch={prefetch}; expected loaders >= 0 and prefetch >= 1")
-        self._parts = _Parts(dataset, span, seed, purpose, collate)
+        self._span, self._skip, self._device = span, skip, device
+        self._parts_of: Callable[[range], _Parts] = lambda shards: _Parts(dataset, shards, seed, purpose, collate)
         self._loaders, self._prefetch, self._timeout_s = loaders, prefetch, timeout_s
 
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
@@ -111,24 +131,59 @@ class Loader:
             SilenceError: No batch came from the loader processes within the timeout.
             EvenstepError: A loader process was killed.
         """
-        if self._loaders == 0:
-            own = Stream()
-            own.reseed(0)
-            for request in requests:
-                threads = torch.get_num_threads()
-                torch.set_num_threads(1)
-                try:
-                    with preserved():
-                        own.resume()  # sets NumPy's generator of the caller aside: seeding would change it in place
-                        batch = self._parts[request]
-                finally:
-                    torch.set_num_threads(threads)
-                yield batch
-            return
+        coming, waiting = iter(requests), deque[Request]()
+        while True:
+            if not waiting:
+                request = next(coming, None)
+                if request is None:
+                    return
+                waiting.append(request)
+            if self._skip():
+                yield self._batch(waiting.popleft(), {})
+            elif self._loaders == 0:
+                request = waiting.popleft()
+                yield self._batch(request, self._inline(request, self._span()))
+            else:
+                yield from self._through_processes(waiting, coming)
+
+    def _batch(self, request: Request, parts: dict[int, Any]) -> Batch:
+        def load(shard: int) -> Any:
+            return self._inline(request, range(shard, shard + 1))[shard]
+
+        return Batch(request.epoch, request.number, request.sizes, parts, load, self._device)
+
+    def _inline(self, request: Request, shards: range) -> dict[int, Any]:
+        """Load some shards in this process."""
+        own = Stream()
+        own.reseed(0)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with preserved():
+                own.resume()  # sets NumPy's generator of the caller aside: seeding would change it in place
+                return self._parts_of(shards)[request]
+        finally:
+            torch.set_num_threads(threads)
+
+    def _through_processes(self, waiting: deque[Request], coming: Iterator[Request]) -> Iterator[Batch]:
+        """Batches from loader processes, for as long as they load the right shards.
+
+        Args:
+            waiting: What was asked for and has not come yet; kept up to date.
+            coming: What comes after that.
+        """
+        span, again = self._span(), list(waiting)
+
+        def asked() -> Iterator[Request]:
+            yield from again
+            for request in coming:
+                waiting.append(request)
+                yield request
+
         loader = DataLoader(
-            self._parts,
+            self._parts_of(span),
             batch_size=None,
-            sampler=requests,
+            sampler=asked(),
             num_workers=self._loaders,
             prefetch_factor=self._prefetch,
             collate_fn=_as_it_is,
@@ -143,9 +198,12 @@ class Loader:
             # torch's handler raises wherever this process is when a loader process dies, and that may be inside of a
             # queue whose lock then stays locked; we look by ourselves whether they are alive
             signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
-        yield from self._wait_for(batches)
+        for parts in self._wait_for(batches):
+            yield self._batch(waiting.popleft(), parts)
+            if self._span() != span:
+                return
 
-    def _wait_for(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _wait_for(self, batches: Iterator[dict[int, Any]]) -> Iterator[dict[int, Any]]:
         """The batches, each awaited slice by slice: torch looks only between them whether its processes are alive."""
         deadline = time.monotonic() + self._timeout_s
         while True:

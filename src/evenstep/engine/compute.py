@@ -7,11 +7,12 @@ way hooks on the leaves carry every gradient away as it comes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.lanes import Lanes
 from evenstep.engine.models import Models
@@ -21,9 +22,27 @@ from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.exchange.group import Group
 from evenstep.exchange.surroundings import inside
 
-__all__ = ["Compute", "ShardResult", "StepFunction", "Work", "total_of"]
+__all__ = ["Compute", "Samples", "ShardResult", "StepFunction", "Work", "total_of"]
 
 StepFunction = Callable[[Any], Any]
+
+
+class Samples(Protocol):
+    """A global batch, of which any worker can have any part.
+
+    Attributes:
+        name: Which samples these are, in words.
+        sizes: The number of samples of every shard of the run.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102  # an attribute, documented with the class
+
+    @property
+    def sizes(self) -> Sequence[int]: ...  # noqa: D102  # as above
+
+    def part(self, shard: int) -> Any:
+        """The samples of a shard, on the device of the run."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +86,9 @@ class ShardResult:
 class Compute:
     """Runs the step function for every part, and backward."""
 
-    def __init__(
-        self, group: Group, models: Models, spans: Sequence[tuple[int, int]], seed: int, timeout_s: float
-    ) -> None:
-        self._group, self._models, self._spans, self._seed = group, models, spans, seed
+    def __init__(self, group: Group, models: Models, seed: int, timeout_s: float) -> None:
+        self._group, self._models, self._seed = group, models, seed
+        self.spans: Sequence[tuple[int, int]] = ()  # the shards of each worker
         self._stream = Stream()
         self._lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
@@ -95,6 +113,7 @@ class Compute:
         lane = self._lane(0)
         values = {}
         for shard, part in work.parts.items():
+            self._begins(shard)
             lane.begin(buffers)
             lane.resume()
             self._stream.reseed(derive("step", self._seed, work.version, shard))
@@ -117,7 +136,15 @@ class Compute:
         lanes = [self._lane(1 + n) for n in range(len(shards))]
         for lane in lanes:
             lane.begin(buffers)
-        functions = [lambda part=part: _split(work.function(part)) for part in work.parts.values()]
+
+        def function_of(shard: int, part: Any) -> Callable[[], Any]:
+            def function() -> Any:
+                self._begins(shard)
+                return _split(work.function(part))
+
+            return function
+
+        functions = [function_of(shard, part) for shard, part in work.parts.items()]
         seeds = [derive("step", self._seed, work.version, shard) for shard in shards]
         try:
             values = self._lanes.run(shards, lanes, seeds, work.where, self._gather(work.sizes), functions)
@@ -135,9 +162,13 @@ class Compute:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detach(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 
+    def _begins(self, shard: int) -> None:
+        self._group.board.computes(self._group.worker, shard)
+        points.reach("forward")
+
     def _gather(self, sizes: Sequence[int]) -> Callable[[str, Tensor], Tensor]:
         """How a layer's rows reach the other workers: only those with samples take part; the rest are rows of zeros."""
-        shares = [sum(1 for size in sizes[first:end] if size) for first, end in self._spans]
+        shares = [sum(1 for size in sizes[first:end] if size) for first, end in self.spans]
         present = [k for k, size in enumerate(sizes) if size]
 
         def gather(tag: str, rows: Tensor) -> Tensor:
@@ -156,6 +187,7 @@ class Compute:
         own = [p for p in pair.parameters if p.requires_grad and lanes[0].leaves is not self._models.slots.parameters]
         if not leaves:
             return
+        points.reach("backward")
         index = {name: i for i, name in enumerate(pair.names)}
         self._arrivals = {id(lane): (pair, index, shard) for lane, shard in zip(lanes, shards, strict=True)}
         try:

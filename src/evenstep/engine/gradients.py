@@ -29,13 +29,16 @@ _BUCKET_BYTES = 1 << 20
 class Gradients:
     """The gradients of one optimizer's parameters in one step after the other."""
 
-    def __init__(
-        self, group: Group, spans: Sequence[tuple[int, int]], names: Sequence[str], like: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, group: Group, names: Sequence[str], like: Sequence[Tensor]) -> None:
         self._group, self._names, self._like = group, names, like
-        num_shards = spans[-1][1]
-        me = group.worker
-        self.owners = balance([t.numel() * t.element_size() for t in like], group.num_workers)
+        # The ready words have a place of their own for good: whatever scratch memory holds, a word is a word.
+        words = torch.Size([group.segment.num_workers, max(len(like), 1)])
+        self._words = group.segment.reserve(8 * words.numel()).tensor(words, torch.int64)
+
+    def replan(self, spans: Sequence[tuple[int, int]]) -> None:
+        """The workers, or the shards of each, have changed: share out parameters and memory anew. Alike on all."""
+        num_shards, me, like = spans[-1][1], self._group.rank, self._like
+        self.owners = balance([t.numel() * t.element_size() for t in like], self._group.num_workers)
         self.owned = [i for i, owner in enumerate(self.owners) if owner == me]
         self._buckets = self._make_buckets()
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket}
@@ -49,7 +52,6 @@ class Gradients:
         self._completes = {end - 1: n for n, (_, end) in enumerate(covers[me])}
         self._num_nodes = len(covers[me])
         self._areas, self._present, self._ready = self._reserve(covers)
-        self._token = 0
 
     def _make_buckets(self) -> list[list[int]]:
         """Parameters with one owner together, in the order in which backward reaches them."""
@@ -68,32 +70,27 @@ class Gradients:
         return buckets
 
     def _reserve(self, covers: Sequence[Sequence[Any]]) -> tuple[list[list[list[Tensor]]], Any, list[list[int]]]:
-        """Areas [worker][node][parameter], presence marks [node of all, parameter], addresses of ready words."""
+        """Areas [rank][node][parameter], presence marks [node of all, parameter], addresses of ready words."""
         segment = self._group.segment
         if self._group.num_workers == 1:
             return [], np.zeros((len(self._nodes), len(self._like)), np.uint8), []
         per_node = sum(aligned(t.numel() * t.element_size()) for t in self._like) + ALIGNMENT
         areas = []
         for nodes in covers:
-            region = segment.reserve(per_node * len(nodes))
+            region = segment.scratch(per_node * len(nodes))
             areas.append([[region.tensor(t.shape, t.dtype, t.stride()) for t in self._like] for _ in nodes])
         shape = torch.Size([len(self._nodes), len(self._like)])
-        present = segment.reserve(shape.numel()).tensor(shape, torch.uint8)
-        words = torch.Size([self._group.num_workers, len(self._buckets)])
-        ready = segment.reserve(8 * words.numel()).tensor(words, torch.int64)
-        addresses = [[row.data_ptr() + 8 * b for b in range(words[1])] for row in ready.unbind(0)]
-        self._keep = ready  # keeps the mapping of the words
+        present = segment.scratch(shape.numel()).tensor(shape, torch.uint8)
+        rows = self._words[: self._group.num_workers].unbind(0)
+        addresses = [[row.data_ptr() + 8 * b for b in range(len(self._buckets))] for row in rows]
         return areas, present.numpy(), addresses
 
     @property
     def shared_bytes(self) -> int:
         """How many bytes of the segment this worker's gradients take: those of parameters that others own."""
-        areas = self._areas[self._group.worker] if self._areas else []
+        areas = self._areas[self._group.rank] if self._areas else []
         return sum(
-            t.nbytes
-            for node in areas
-            for t, owner in zip(node, self.owners, strict=True)
-            if owner != self._group.worker
+            t.nbytes for node in areas for t, owner in zip(node, self.owners, strict=True) if owner != self._group.rank
         )
 
     def begin(self, token: int, active: Sequence[int], shards: Sequence[int]) -> None:
@@ -101,7 +98,7 @@ class Gradients:
 
         Args:
             token: Larger than that of any earlier attempt at any step; alike on all workers.
-            active: The workers that compute something in this step.
+            active: The ranks of the workers that compute something in this step.
             shards: The shards of this worker that have samples.
         """
         self._token, self._active, self._shards = token, active, set(shards)
@@ -110,7 +107,7 @@ class Gradients:
         self._stacks: list[list[Tensor | None]] = [[] for _ in range(count)]
         self._waiting: list[dict[int, Tensor]] = [{} for _ in range(count)]
         self._missing = [len(bucket) for bucket in self._buckets]
-        self._to_reduce = [b for b, bucket in enumerate(self._buckets) if self.owners[bucket[0]] == self._group.worker]
+        self._to_reduce = [b for b, bucket in enumerate(self._buckets) if self.owners[bucket[0]] == self._group.rank]
         self._sums: dict[int, Tensor | None] = {}
         for i in range(count):
             self._drain(i, over=False)
@@ -158,13 +155,13 @@ class Gradients:
 
     def _area(self, i: int, node: int | None) -> Tensor | None:
         """Where a finished node of parameter i goes, if another worker has to see it."""
-        me = self._group.worker
+        me = self._group.rank
         if node is None or not self._areas or (self.owners[i] == me and self._like[i].device.type == "cpu"):
             return None
         return self._areas[me][node][i]
 
     def _complete(self, i: int) -> None:
-        me = self._group.worker
+        me = self._group.rank
         for n, (worker, node) in enumerate(self._nodes):
             if worker == me:
                 self._present[n, i] = self._stacks[i][node] is not None
@@ -186,7 +183,7 @@ class Gradients:
             self._to_reduce.pop(0)
 
     def _reduce(self, i: int) -> Tensor | None:
-        me = self._group.worker
+        me = self._group.rank
         inputs: list[Tensor] = []
         present = []
         mine: Tensor | None = None

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,21 @@ from evenstep.core.fingerprint import fingerprint
 from evenstep.engine.pair import Pair
 from evenstep.engine.randomness import preserved, seed_all
 from evenstep.engine.slots import Slots, copy_into
-from evenstep.engine.state import State
+from evenstep.engine.state import Entry, State
 from evenstep.exchange.group import Group
 
 __all__ = ["Models", "check_model"]
 
 _GRADIENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
+
+@dataclass(frozen=True)
+class Added:
+    """A model that was added: its tensors by name, as the user built them, and the room for them."""
+
+    prefix: str
+    tensors: dict[str, Tensor]
+    entries: list[Entry]
 
 
 class Models:
@@ -33,44 +43,55 @@ class Models:
         self._kept: dict[str, Tensor] | None = None
         self._versions: dict[str, int] = {}
 
-    def add(self, model: nn.Module) -> None:
-        """Take in a model. All workers must call this alike; worker 0's values become everyone's.
-
-        Raises:
-            UnsupportedError: The model holds something that cannot be trained exactly.
-            MismatchError: Another worker prepares a model with other parameters or buffers.
-        """
+    def add(self, model: nn.Module) -> "Added":
+        """Make room for a model. All workers must call this alike; it talks to nobody."""
         if any(model is root for root in self._roots):
-            return
+            return Added("", {}, [])
         self._roots.append(model)
         prefix = "model" if len(self._roots) == 1 else f"model{len(self._roots)}"
         model.to(self._config.device)
         parameters, buffers = self.slots.add(model, prefix)
         tensors: dict[str, Tensor] = {**parameters, **buffers}
-        self._compare(prefix, tensors)
         entries = self.state.add(dict(parameters), shared=True) + self.state.add(dict(buffers), shared=False)
+        return Added(prefix, tensors, entries)
+
+    def agree(self, added: "Added") -> None:
+        """The first worker's values become everyone's.
+
+        Raises:
+            MismatchError: Another worker prepares a model with other parameters or buffers.
+        """
+        if not added.entries:
+            return
+        self._compare(added.prefix, added.tensors)
+        if self._group.rank == 0:
+            with torch.no_grad():
+                for entry in added.entries:
+                    entry.live.copy_(added.tensors[entry.name])
+
+    def bind(self, added: "Added") -> None:
+        """Let the model use the values that are everyone's."""
         with torch.no_grad():
-            if self._group.worker == 0:
-                for entry in entries:
-                    entry.live.copy_(tensors[entry.name])
-            self._group.barrier(f"{prefix}: state moved")
-            for entry in entries:
+            for entry in added.entries:
+                entry.counts = True
                 if entry.working is entry.live:
-                    tensors[entry.name].data = entry.live
+                    added.tensors[entry.name].data = entry.live
                 entry.pull()
 
     def _compare(self, prefix: str, tensors: dict[str, Tensor]) -> None:
         layout = [[n, list(t.shape), str(t.dtype), list(t.stride()), t.requires_grad] for n, t in tensors.items()]
         of_all = self._group.gather_json(f"{prefix}: prepare", [layout, fingerprint(tensors)])
         first = of_all[0]
-        for worker, (theirs, _) in enumerate(of_all):  # every worker sees every difference, so all raise alike
+        for worker, (theirs, _) in zip(
+            self._group.members, of_all, strict=True
+        ):  # every worker sees every difference, so all raise alike
             for here, there in zip([*first[0], None], [*theirs, None], strict=False):
                 if here != there:
                     raise MismatchError(
                         f"worker {worker} prepares {there or 'nothing more'} where worker 0 prepares "
                         f"{here or 'nothing more'}: all workers must build the same model"
                     )
-        if self._group.worker == 0 and any(other[1] != first[1] for other in of_all):
+        if self._group.rank == 0 and any(other[1] != first[1] for other in of_all):
             warnings.warn(
                 "the workers built different initial weights; worker 0's are used, but another run would begin "
                 "elsewhere: build the model inside `with evenstep.Run(...)`, or call torch.manual_seed before it",
@@ -120,20 +141,17 @@ class Models:
                 self.state.entries[name].pull()
 
     def edit(self, function: Callable[[], None], seed: int) -> None:
-        """Let worker 0 change parameters and buffers; everyone has the result afterwards."""
+        """Let the first worker change parameters and buffers."""
+        if self._group.rank != 0:
+            return
         entries = [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
-        self._group.barrier("edit begins")
+        self.state.save(entries)
         with torch.no_grad():
-            if self._group.worker == 0:
-                with preserved():
-                    seed_all(seed)
-                    function()
-                for entry in entries:
-                    entry.publish()
-            self._group.barrier("edit ends")
+            with preserved():
+                seed_all(seed)
+                function()
             for entry in entries:
-                entry.pull()
-        self.remember_versions()
+                entry.publish()
 
     def release(self, pairs: Sequence[Pair]) -> None:
         """Copy everything out of the segment, so that models and optimizers are ordinary ones again."""

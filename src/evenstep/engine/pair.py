@@ -6,28 +6,34 @@ parameter gives it a gradient, so `optimizer.step()` changes owned parameters on
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from evenstep.core import points
 from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.engine.gradients import Gradients
-from evenstep.engine.state import Entry, State
+from evenstep.engine.state import Entry, State, is_dense
 from evenstep.exchange.group import Group
 
-__all__ = ["Pair"]
+__all__ = ["News", "Pair"]
+
+
+News = list[Any]
+"""What is new in optimizers' state: [parameter, {key: [shape, dtype, stride]}, {key: plain value}], in order."""
 
 
 class Pair:
     """An optimizer with the parameters that it trains.
 
+    Making one takes room in the segment, so all workers must do it alike; it talks to nobody.
+
     Args:
         group: The workers.
         state: Where parameters and optimizer state live; holds the parameters already.
-        spans: The shards of each worker.
         optimizer: The user's optimizer; it stays the user's object.
         names: The full name of every prepared parameter, by its id.
         prefix: What the names of the optimizer's state begin with.
@@ -36,15 +42,7 @@ class Pair:
         UnsupportedError: The optimizer cannot be split by parameter, or holds one that is in no prepared model.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        state: State,
-        spans: Sequence[tuple[int, int]],
-        optimizer: Optimizer,
-        names: dict[int, str],
-        prefix: str,
-    ) -> None:
+    def __init__(self, group: Group, state: State, optimizer: Optimizer, names: dict[int, str], prefix: str) -> None:
         self.optimizer = optimizer
         self._group, self._state, self._prefix = group, state, prefix
         self.parameters: list[nn.Parameter] = [p for g in optimizer.param_groups for p in g["params"]]
@@ -56,44 +54,111 @@ class Pair:
                 "make it part of the model that is passed to prepare"
             )
         self.names = [names[id(p)] for p in self.parameters]
-        mine = [type(optimizer).__name__, self.names, self.hyperparameters()]
-        of_all = group.gather_json(f"{prefix}: optimizer", mine)
-        for worker, theirs in enumerate(of_all):
-            if theirs != of_all[0]:
-                raise MismatchError(
-                    f"worker {worker} prepares the optimizer {theirs} where worker 0 prepares {of_all[0]}: "
-                    "all workers must build the same"
-                )
-        self.gradients = Gradients(group, spans, self.names, self.parameters)
-        self._state_entries: dict[int, dict[str, Entry]] = {}
+        self.gradients = Gradients(group, self.names, self.parameters)
+        self._entries: dict[int, dict[str, Entry]] = {}
         for p in self.parameters:  # an optimizer may make state when it is built, before the model moved to its device
             held = optimizer.state.get(p, {})
             held.update({k: v.to(p.device) for k, v in held.items() if isinstance(v, Tensor) and v.ndim})
-        self._state_values: dict[int, dict[str, Any]] = {}
+        self._values: dict[int, dict[str, Any]] = {}
         self._undo: dict[int, dict[str, Any]] = {}
-        if any(gathered := group.gather_json(f"{prefix}: existing state", self._news(range(len(self.names))))):
-            self.adopt([gathered[0]])  # every worker loaded the same; worker 0's counts
 
-    def update(self, sums: dict[int, Tensor | None]) -> list[Any]:
+    def agree(self) -> News:
+        """See that all workers prepare the same; return the state that the first worker's optimizer brings along.
+
+        Raises:
+            MismatchError: Another worker prepares another optimizer.
+        """
+        mine = [type(self.optimizer).__name__, self.names, self.hyperparameters()]
+        of_all = self._group.gather_json(f"{self._prefix}: optimizer", [mine, self._news(range(len(self.names)))])
+        for worker, (theirs, _) in zip(self._group.members, of_all, strict=True):
+            if theirs != of_all[0][0]:
+                raise MismatchError(
+                    f"worker {worker} prepares the optimizer {theirs} where worker 0 prepares {of_all[0][0]}: "
+                    "all workers must build the same"
+                )
+        news: News = of_all[0][1]
+        self.settle(news, {i for i, _, _ in news} if self._group.rank == 0 else set())
+        return news
+
+    def update(self, sums: dict[int, Tensor | None]) -> News:
         """Save what the owned parameters are now, then step. Returns what is new in the optimizer's state."""
         touched = [i for i, gradient in sums.items() if gradient is not None]
         self._undo = {i: dict(self.optimizer.state.get(self.parameters[i], {})) for i in touched}
         for i in touched:
-            entries = [self._state.entries[self.names[i]], *self._state_entries.get(i, {}).values()]
+            entries = [self._state.entries[self.names[i]], *self._entries.get(i, {}).values()]
             self._state.save(entries)
             self.parameters[i].grad = sums[i]
+        points.reach("inside update")
         try:
             self.optimizer.step()
         finally:
             for p in self.parameters:
                 p.grad = None
         for i in touched:
-            for entry in (self._state.entries[self.names[i]], *self._state_entries.get(i, {}).values()):
+            for entry in (self._state.entries[self.names[i]], *self._entries.get(i, {}).values()):
                 entry.publish()
         return self._news(touched)
 
+    def settle(self, news: News, mine: Collection[int]) -> None:
+        """Move new optimizer state into the segment. All workers must call this alike, inside of an operation.
+
+        Args:
+            news: That of all workers, in the order of the parameters: it is part of the layout.
+            mine: For which parameters this worker has the values.
+        """
+        for i, tensors, _ in news:
+            held = self.optimizer.state[self.parameters[i]]
+            self._undo.setdefault(i, dict(held))
+            self._reserve(i, tensors)
+            for key in tensors:
+                entry = self._entries[i][key]
+                if i in mine:
+                    entry.live.copy_(held[key])
+            self._hold(i, tensors, {key: held[key] for key in tensors if i in mine})
+
+    def _reserve(self, i: int, tensors: dict[str, Any]) -> None:
+        """Make room for state that has none. Trying an operation again makes the same room, so it may stay."""
+        known = self._entries.setdefault(i, {})
+        fresh = {
+            f"{self._prefix}.{self.names[i]}.{key}": torch.empty_strided(
+                shape, stride, dtype=getattr(torch, dtype), device="meta"
+            )
+            for key, (shape, dtype, stride) in sorted(tensors.items())
+            if key not in known
+        }
+        for entry in self._state.add(fresh, shared=True):
+            known[entry.name.rpartition(".")[2]] = entry
+
+    def _hold(self, i: int, keys: Iterable[str], own: dict[str, Tensor]) -> None:
+        """Let the optimizer use the state in the segment; on a GPU, copies, and only for what this worker owns."""
+        held = self.optimizer.state[self.parameters[i]]
+        device = self.parameters[i].device
+        for key in keys:
+            entry = self._entries[i][key]
+            if device.type != "cpu" and entry.live.ndim:
+                owned = self.gradients.owners[i] == self._group.rank
+                entry.working = own.get(key, entry.live.to(device)) if owned or key in own else None
+            if entry.working is not None:
+                held[key] = entry.working
+
+    def adopt(self, news: News, took_part: bool) -> None:
+        """An operation with this news is committed."""
+        for i, tensors, values in news:
+            held = self.optimizer.state[self.parameters[i]]
+            if not took_part:
+                self._reserve(i, tensors)
+                self._hold(i, tensors, {})
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, elsewhere; schedulers ask for it
+            for key in tensors:
+                self._entries[i][key].counts = True
+            for key, value in values.items():
+                held[key] = value
+                self._values.setdefault(i, {})[key] = value
+                self._state.values[f"{self._prefix}.{self.names[i]}.{key}"] = value
+        self._undo = {}
+
     def rollback(self) -> None:
-        """Forget state that an aborted update created or replaced."""
+        """Forget state that an operation created or replaced before it was given up."""
         for i, before in self._undo.items():
             if before:
                 self.optimizer.state[self.parameters[i]] = before
@@ -101,25 +166,22 @@ class Pair:
                 self.optimizer.state.pop(self.parameters[i], None)
         self._undo = {}
 
-    def commit(self) -> None:
-        """Forget how to roll back."""
-        self._undo = {}
+    def replan(self, spans: Sequence[tuple[int, int]]) -> None:
+        """The workers, or the shards of each, have changed. All workers must call this alike."""
+        self.gradients.replan(spans)
+        for i, entries in self._entries.items():
+            self._hold(i, entries, {})
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Adopt optimizer state from a checkpoint. All workers must call this alike."""
+    def news_of(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> News:
+        """A checkpoint's state of this optimizer, as news."""
         news = []
         for i, name in enumerate(self.names):
             head = f"{self._prefix}.{name}."
-            mine = {key.removeprefix(head): t for key, t in tensors.items() if key.startswith(head)}
+            mine = {key.removeprefix(head): _describe(t) for key, t in tensors.items() if key.startswith(head)}
             plain = {key.removeprefix(head): v for key, v in values.items() if key.startswith(head)}
-            fresh = {key: t for key, t in mine.items() if key not in self._state_entries.get(i, {})}
-            for key, tensor in fresh.items():
-                like = self.parameters[i].device if tensor.ndim else tensor.device
-                self.optimizer.state[self.parameters[i]][key] = tensor.to(like)
-            shapes = {key: [list(t.shape), str(t.dtype).removeprefix("torch.")] for key, t in fresh.items()}
-            if shapes or plain:
-                news.append([i, shapes, plain])
-        self.adopt([news])
+            if mine or plain:
+                news.append([i, mine, plain])
+        return news
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The options of the parameter groups, such as learning rates, as plain values."""
@@ -139,73 +201,39 @@ class Pair:
 
     def release(self) -> None:
         """Give the optimizer its whole state as ordinary tensors, whoever owned it."""
-        for i, entries in self._state_entries.items():
+        for i, entries in self._entries.items():
             for key, entry in entries.items():
                 self.optimizer.state[self.parameters[i]][key] = (
                     entry.live.clone() if entry.working is entry.live or entry.working is None else entry.working
                 )
 
-    def _news(self, indices: Sequence[int]) -> list[Any]:
-        """State that the segment does not have yet: [parameter, {key: [shape, dtype]}, {key: plain value}]."""
+    def _news(self, indices: Sequence[int]) -> News:
+        """State that the segment does not have yet."""
         news = []
         for i in indices:
             tensors: dict[str, Any] = {}
             values: dict[str, Any] = {}
             for key, value in self.optimizer.state.get(self.parameters[i], {}).items():
-                entry = self._state_entries.get(i, {}).get(key)
+                entry = self._entries.get(i, {}).get(key)
                 if isinstance(value, Tensor):
                     if entry is None or entry.working is not value:
-                        tensors[key] = [list(value.shape), str(value.dtype).removeprefix("torch.")]
+                        tensors[key] = _describe(value)
                 elif not isinstance(value, int | float | str | bool | None):
                     raise UnsupportedError(
                         f"{type(self.optimizer).__name__} keeps a {type(value).__name__} as '{key}' for "
                         f"'{self.names[i]}'; evenstep can share tensors and plain numbers only"
                     )
-                elif key not in self._state_values.get(i, {}) or self._state_values[i][key] != value:
+                elif key not in self._values.get(i, {}) or self._values[i][key] != value:
                     values[key] = value
             if tensors or values:
                 news.append([i, tensors, values])
         return news
 
-    def adopt(self, news_of_workers: list[list[Any]]) -> None:
-        """Move new optimizer state into the segment. All workers must call this alike, outside of any update."""
-        moved = False
-        for worker, news in enumerate(news_of_workers):
-            for i, tensors, values in news:
-                held = self.optimizer.state[self.parameters[i]]
-                for key, value in values.items():
-                    held[key] = value
-                    self._state_values.setdefault(i, {})[key] = value
-                    self._state.values[f"{self._prefix}.{self.names[i]}.{key}"] = value
-                self._adopt_tensors(worker, i, tensors)
-                moved = moved or bool(tensors)
-        if moved:
-            self._group.barrier(f"{self._prefix}: state moved")
-            for entries in self._state_entries.values():
-                for entry in entries.values():
-                    entry.pull()
 
-    def _adopt_tensors(self, worker: int, i: int, tensors: dict[str, Any]) -> None:
-        held = self.optimizer.state[self.parameters[i]]
-        known = self._state_entries.setdefault(i, {})
-        fresh: dict[str, Tensor] = {}
-        for key, (shape, dtype) in tensors.items():
-            name = f"{self._prefix}.{self.names[i]}.{key}"
-            mine = held.get(key)
-            if key in known:  # the optimizer replaced its tensor: copy into the one we have
-                if worker == self._group.worker:
-                    known[key].live.copy_(mine)
-            else:
-                fresh[name] = (
-                    mine if mine is not None else torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-                )
-        for (name, tensor), entry in zip(fresh.items(), self._state.add(fresh, shared=True), strict=True):
-            known[name.rpartition(".")[2]] = entry
-            if worker == self._group.worker:
-                entry.live.copy_(tensor)
-        for key in tensors:
-            if known[key].working is not None:
-                held[key] = known[key].working
+def _describe(tensor: Tensor) -> list[Any]:
+    """Shape, dtype and the strides that the segment keeps."""
+    stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), list(stride)]
 
 
 def _check_kind(optimizer: Optimizer) -> None:

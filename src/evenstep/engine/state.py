@@ -5,22 +5,22 @@ the model or the optimizer holds. On the CPU the working tensor of a parameter o
 itself, so it exists once however many workers there are; buffers, and everything on a GPU, are private copies that are
 published and pulled.
 
-Between steps the live images are version v. Whoever is about to change an entry saves it first; `rollback` then brings
-version v back, `commit` makes the change final. The marks for this lie in the segment too, so that a survivor can roll
-back what a dead owner had begun.
+Between operations the live images are what is committed. Whoever is about to change an entry saves it first and marks
+it with the number of the operation. If that is committed, the mark is of no meaning any more; if not, `rollback` brings
+back what was saved. Images and marks lie in the segment, so any survivor can roll back what a dead owner had begun.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from evenstep.core.fingerprint import digest, fingerprint
+from evenstep.native import core
 from evenstep.transport.segment import ALIGNMENT, Segment, aligned
 
-__all__ = ["Entry", "State"]
+__all__ = ["Entry", "State", "is_dense"]
 
 _MAX_ENTRIES = 1 << 16
 
@@ -34,6 +34,7 @@ class Entry:
     live: Tensor
     backup: Tensor
     working: Tensor | None  # None: this worker does not hold it
+    counts: bool = False  # whether the operation that made it is committed
 
     def publish(self) -> None:
         """Working to live."""
@@ -48,16 +49,23 @@ class Entry:
 
 @dataclass
 class State:
-    """All entries by name, and the plain values that optimizers keep beside tensors."""
+    """All entries by name, and the plain values that optimizers keep beside tensors.
+
+    Attributes:
+        operation: The number of the operation that changes the state now.
+    """
 
     segment: Segment
+    operation: int = 0
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        marks = self.segment.reserve(_MAX_ENTRIES).tensor(torch.Size([_MAX_ENTRIES]), torch.uint8)
-        self._saved: np.ndarray[Any, np.dtype[np.uint8]] = marks.numpy()
-        self._mine: list[Entry] = []
+        self._marks = self.segment.reserve(8 * _MAX_ENTRIES).tensor(torch.Size([_MAX_ENTRIES]), torch.int64)
+
+    def _mark(self, entry: Entry) -> int:
+        """The address of an entry's mark: 1 + the number of the operation before which it was saved last."""
+        return self._marks.data_ptr() + 8 * entry.index
 
     def add(self, tensors: dict[str, Tensor], *, shared: bool) -> list[Entry]:
         """Make entries for new tensors. All workers must call this alike; no value is copied yet.
@@ -70,7 +78,7 @@ class State:
         live, backup = self.segment.reserve(num_bytes), self.segment.reserve(num_bytes)
         added = []
         for name, tensor in tensors.items():
-            stride = tensor.stride() if _dense(tensor) else None
+            stride = tensor.stride() if is_dense(tensor) else None
             entry = Entry(
                 name,
                 len(self.entries),
@@ -85,32 +93,25 @@ class State:
         return added
 
     def save(self, entries: list[Entry]) -> None:
-        """Keep version v of what is about to be changed by this worker."""
+        """Keep the committed version of what is about to be changed by this worker."""
         for entry in entries:
             entry.backup.copy_(entry.live)
-            self._saved[entry.index] = 1  # the copy before the mark: a mark always means a whole backup
-        self._mine += entries
-
-    def commit(self) -> None:
-        """What this worker changed is final. Called when every worker has agreed."""
-        for entry in self._mine:
-            self._saved[entry.index] = 0
-        self._mine.clear()
+            core.store(self._mark(entry), 1 + self.operation)  # after the copy: a mark always means a whole backup
 
     def rollback(self) -> None:
-        """Bring version v back, whoever had begun to change it."""
+        """Bring back what is committed, whoever had begun to change it. One worker's, while nobody changes anything."""
         for entry in self.entries.values():
-            if self._saved[entry.index]:
+            if core.load(self._mark(entry)) == 1 + self.operation:
                 entry.live.copy_(entry.backup)
-        for entry in self._mine:
-            self._saved[entry.index] = 0
-        self._mine.clear()
+
+    def pull(self) -> None:
+        """Bring this worker's own copies to what the live images are."""
         for entry in self.entries.values():
             entry.pull()
 
     def tensors(self) -> dict[str, Tensor]:
         """The live images by name. Read them between steps only."""
-        return {name: entry.live for name, entry in self.entries.items()}
+        return {name: entry.live for name, entry in self.entries.items() if entry.counts}
 
     def digests(self) -> dict[str, str]:
         """A digest for every tensor and plain value, by name."""
@@ -122,7 +123,7 @@ class State:
         return fingerprint(self.tensors(), (f"{name}={value!r}" for name, value in self.values.items()))
 
 
-def _dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the strides are a permutation of contiguous ones (channels-last, transposed) and can be kept."""
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
     expected = 1

@@ -5,29 +5,35 @@ How one step goes, on every worker alike:
 1. compute (`compute.py`): this worker's shards run forward and backward; gradients flow to their owners meanwhile.
 2. result round: everyone's backward is over (so nobody reads version v any more), losses and metrics are shared.
 3. update: each owner saves version v of what it owns, then lets the optimizer change it.
-4. commit round: everyone has updated; version v + 1 is what there is now.
+4. update round: everyone has updated, and knows what is new in the optimizers' state.
+5. commit (`exchange/ledger.py`): the first worker writes the result into the journal; version v + 1 is what there is.
 
-An error anywhere before the end of 4 rolls back to v.
+Whatever happens before the end of 5, version v can be had back.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, MismatchError
-from evenstep.engine.compute import Compute, ShardResult, StepFunction, Work
+from evenstep.engine.compute import Compute, Samples, ShardResult, StepFunction, Work
 from evenstep.engine.determinism import Determinism
 from evenstep.engine.models import Models
-from evenstep.engine.pair import Pair
-from evenstep.exchange.group import Group
+from evenstep.engine.pace import Pace
+from evenstep.engine.pair import News, Pair
+from evenstep.exchange.journal import Entry
+from evenstep.exchange.ledger import Ledger
 from evenstep.native import core
 from evenstep.plan import tree
-from evenstep.plan.placement import cut
+from evenstep.plan.placement import share
 
 __all__ = ["Engine", "Outcome"]
 
@@ -42,78 +48,187 @@ class Outcome:
 
 
 class Engine:
-    """Computes steps for one worker, in lock-step with the others."""
+    """Computes steps for one worker, in lock-step with the others.
 
-    def __init__(self, config: RunConfig, group: Group) -> None:
-        self.config, self.group = config, group
-        self.spans = cut(config.shards, group.num_workers)
-        self.shares = [end - first for first, end in self.spans]
-        self.models = Models(config, group)
+    Attributes:
+        spans: The shards of each worker, by rank.
+        mine: The shards of this worker.
+        version: How many steps have been committed.
+    """
+
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self.config, self.ledger, self.group = config, ledger, ledger.group
+        self.models = Models(config, self.group)
         self.state = self.models.state
         self.pairs: list[Pair] = []
         self.version = 0
         self.determinism = Determinism(config)
         core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
-        self.compute = Compute(group, self.models, self.spans, config.seed, config.timeout_s)
-        self._attempt = 0
+        self.compute = Compute(self.group, self.models, config.seed, config.timeout_s)
+        self._replan()
+        ledger.holder = self
+
+    def _replan(self, spans: list[tuple[int, int]] | None = None) -> None:
+        """Share out shards, parameters and scratch memory among the workers of this generation."""
+        self.group.segment.clear_scratch()
+        if spans is None:
+            self._pace = Pace(self.group.num_workers)
+            spans = share(self.config.shards, self.group.weights or self._pace.weights)
+        self.spans = spans
+        self.mine = range(*self.spans[self.group.rank])
+        self.compute.spans = self.spans
+        for pair in self.pairs:
+            pair.replan(self.spans)
+
+    def begin(self, operation: int) -> None:
+        """See `Undecided`."""
+        self.state.operation = operation
+
+    def abandon(self) -> None:
+        """See `Undecided`."""
+        for pair in self.pairs:
+            pair.rollback()
+        if not self.group.elastic:  # else the next generation does it, when nobody changes anything any more
+            self.state.rollback()
+            self._pull()
+        self._settled()
+
+    def recover(self) -> None:
+        """See `Undecided`."""
+        points.reach("recover")
+        self._replan()
+        if self.group.rank == 0:
+            self.state.rollback()
+        self.group.barrier("recovered")
+        self._pull()
+        self._settled()
+
+    def _pull(self) -> None:
+        with torch.no_grad():
+            self.state.pull()
+
+    def _settled(self) -> None:
+        """No operation is under way on this worker."""
+        for pair in self.pairs:
+            pair.gradients.clear()
+        self.models.slots.bind_base()
+        self.models.remember_versions()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Take a model, and the optimizer that trains it, into the run. All workers must call this alike."""
-        self.models.add(model)
+        added = self.models.add(model)
         self.compute.forget_lanes()
-        self.models.remember_versions()
+        pair = None
         if optimizer is not None:
             prefix = "optimizer" if not self.pairs else f"optimizer{len(self.pairs) + 1}"
             names = {id(p): name for name, p in self.models.slots.parameters.items()}
-            self.pairs.append(Pair(self.group, self.state, self.spans, optimizer, names, prefix))
+            pair = Pair(self.group, self.state, optimizer, names, prefix)
+            pair.gradients.replan(self.spans)
+            self.pairs.append(pair)
 
-    def work(
-        self, parts: dict[int, Any], sizes: Sequence[int], samples: str, function: StepFunction, pair: Pair
-    ) -> Work:
-        """The next step for these samples."""
-        return Work(self.version, parts, sizes, samples, function, pair)
+        def attempt() -> Entry:
+            self.models.agree(added)
+            news = pair.agree() if pair else []
+            self.group.barrier("state moved")
+            return Entry("prepare", news)
 
-    def step(self, work: Work, clip_norm: float | None = None, clip_value: float | None = None) -> Outcome:
+        def adopt(entry: Entry, took_part: bool) -> None:
+            self.models.bind(added)
+            if pair is not None:
+                pair.adopt(entry.value, took_part)
+            self._settled()
+
+        self.ledger.perform("prepare", self.version, attempt, adopt)
+
+    def step(
+        self,
+        samples: Samples,
+        function: StepFunction,
+        pair: Pair,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed.
 
         Args:
-            work: This worker's part of it.
+            samples: The global batch.
+            function: Called with every part of this worker; returns its mean loss, or (loss, {metric: value}).
+            pair: Whose parameters are trained.
             clip_norm: Scale all gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.
             clip_value: Clip every element of the gradients to this magnitude.
         """
-        self.determinism.check()
-        self.models.check_versions()
-        self._attempt += 1
-        pair, where = work.pair, work.where
-        active = [w for w, (first, end) in enumerate(self.spans) if any(work.sizes[first:end])]
-        pair.gradients.begin(self._attempt, active, list(work.parts))
-        try:
-            results = self.compute.run(work) if work.parts else {}
-            pair.gradients.end_backward()
-            outcome = self._share_results(work, results, [clip_norm, clip_value])
-            sums = pair.gradients.finish()
-            norm = self._clip(where, sums, pair, clip_norm, clip_value)
-            news = pair.update(sums)
-            if self.group.worker == 0:
-                self.models.publish_buffers()
-            news_of_all = self.group.gather_json(where + "commit", news)
-        except BaseException:
-            self.state.rollback()
-            pair.rollback()
-            self.models.remember_versions()
-            raise
-        finally:
-            pair.gradients.clear()
-            self.models.slots.bind_base()
-        self.state.commit()
-        pair.commit()
-        self.models.pull()
-        pair.adopt(news_of_all)
-        self.models.remember_versions()
-        self.version += 1
-        return Outcome(outcome.loss, outcome.metrics, norm)
+        kind = f"step {self.version}"
 
-    def _share_results(self, work: Work, results: dict[int, ShardResult], clips: list[float | None]) -> Outcome:
+        def adopt(entry: Entry, took_part: bool) -> Outcome:
+            loss, metrics, norm, news = entry.value
+            pair.adopt(news, took_part)
+            if took_part:
+                self.models.pull()
+                self._keep_pace()
+            self._settled()
+            self.version += 1
+            return Outcome(torch.tensor(loss, dtype=torch.float64), metrics, norm)
+
+        self.determinism.check()
+        if not self.ledger.catching_up:
+            self.models.check_versions()
+        return self.ledger.perform(
+            kind, self.version, lambda: self._try(kind, samples, function, pair, clip_norm, clip_value), adopt
+        )
+
+    def _try(
+        self,
+        kind: str,
+        samples: Samples,
+        function: StepFunction,
+        pair: Pair,
+        clip_norm: float | None,
+        clip_value: float | None,
+    ) -> Entry:
+        points.reach("step begins")
+        parts = {k: samples.part(k) for k in self.mine if samples.sizes[k]}
+        work = Work(self.version, parts, samples.sizes, samples.name, function, pair)
+        active = [rank for rank, (first, end) in enumerate(self.spans) if any(work.sizes[first:end])]
+        pair.gradients.begin(1 + self.group.exchanges, active, list(work.parts))
+        begin, waited_s = time.monotonic(), self.group.waited_s
+        results = self.compute.run(work) if work.parts else {}
+        pair.gradients.end_backward()
+        busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
+        outcome = self._share_results(work, results, [clip_norm, clip_value], busy_s)
+        sums = pair.gradients.finish()
+        norm = self._clip(work.where, sums, pair, clip_norm, clip_value)
+        points.reach("before update")
+        news = pair.update(sums)
+        if self.group.rank == 0:
+            self.models.publish_buffers()
+        points.reach("after update")
+        return Entry(kind, [float(outcome.loss), outcome.metrics, norm, self._share_news(work, pair, news)])
+
+    def _share_news(self, work: Work, pair: Pair, mine: News) -> News:
+        """Everyone has updated; what is new in the optimizer's state is in the segment then."""
+        of_all = self.group.gather_json(work.where + "update", mine)
+        news = sorted(chain(*of_all))
+        if news:
+            pair.settle(news, {i for i, _, _ in mine})
+            self.group.barrier(work.where + "state moved")
+        return news
+
+    def _keep_pace(self) -> None:
+        """Move shards away from a worker that is clearly slower than the others, unless the user shared them out."""
+        if self.group.left or self.group.weights is not None:
+            return
+        before, spans = self.spans, self._pace.observe(self._seconds, self.spans)
+        if spans is None:
+            return
+        self._replan(spans)
+        if self.group.rank == 0:
+            shares = zip(self.group.members, self._seconds, before, spans, strict=True)
+            told = (f"worker {w}: {s:.3f} s for {b[1] - b[0]} shards, now {n[1] - n[0]}" for w, s, b, n in shares)
+            self.group.tell({"slow": "shards move to faster workers: " + "; ".join(told)})
+
+    def _share_results(
+        self, work: Work, results: dict[int, ShardResult], clips: list[float | None], busy_s: float
+    ) -> Outcome:
         """Losses and metrics over all shards; and all workers must be doing the same step."""
         sizes = work.sizes
         mine = {k: [r.loss, r.metrics] for k, r in results.items()}
@@ -124,9 +239,10 @@ class Engine:
             "options": work.pair.hyperparameters(),
             "clipping": clips,
         }
-        of_all = self.group.gather_json(work.where + "result", [facts, mine])
+        of_all = self.group.gather_json(work.where + "result", [facts, mine, busy_s])
+        self._seconds = [theirs[2] for theirs in of_all]
         by_shard: dict[int, Any] = {}
-        for worker, (theirs, found) in enumerate(of_all):
+        for worker, (theirs, found, _) in zip(self.group.members, of_all, strict=True):
             for key, value in theirs.items():
                 if value != (expected := of_all[0][0][key]):
                     raise MismatchError(
@@ -176,23 +292,52 @@ class Engine:
             gradient.mul_(scale.to(gradient.device))
         return float(total)
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any], version: int) -> None:
-        """Put a checkpoint's state in place of the current one. All workers must call this alike, between steps."""
+    def edit(self, function: Callable[[], None], seed: int) -> None:
+        """Let the first worker change parameters and buffers; everyone has the result afterwards."""
+
+        def attempt() -> Entry:
+            self.group.barrier("edit begins")
+            self.models.edit(function, seed)
+            self.group.barrier("edit ends")
+            return Entry("edit")
+
+        def adopt(_: Entry, took_part: bool) -> None:
+            with torch.no_grad():
+                self.models.pull()
+            self._settled()
+
+        self.ledger.perform("edit", self.version, attempt, adopt)
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> list[News]:
+        """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation."""
+        news = [pair.news_of(tensors, values) for pair in self.pairs]
         with torch.no_grad():
-            if self.group.worker == 0:
-                for name, entry in self.state.entries.items():
-                    if name in tensors:
-                        entry.live.copy_(tensors[name])
-            for pair in self.pairs:
-                pair.restore(tensors, values)
-        self.group.barrier("checkpoint restored")
-        for entry in self.state.entries.values():
-            entry.pull()
-        self.models.remember_versions()
+            for pair, theirs in zip(self.pairs, news, strict=True):
+                pair.settle(theirs, set())
+            if self.group.rank == 0:
+                entries = [entry for name, entry in self.state.entries.items() if name in tensors]
+                self.state.save(entries)
+                for entry in entries:
+                    entry.live.copy_(tensors[entry.name])
+            self.group.barrier("checkpoint restored")
+        return news
+
+    def restored(self, news: list[News], version: int, took_part: bool) -> None:
+        """A checkpoint's state is committed."""
+        for pair, theirs in zip(self.pairs, news, strict=True):
+            pair.adopt(theirs, took_part)
+        self._pull()
+        self._settled()
         self.version = version
+
+    def finish(self, took_part: bool) -> None:
+        """The last operation is committed: whoever came to it through the journal alone takes over what came of it."""
+        if not took_part:
+            self._pull()
 
     def close(self) -> None:
         """Give the models back to the user as ordinary ones, and the process its settings."""
+        self.ledger.holder = None
         self.compute.close()
         self.models.release(self.pairs)
         self.determinism.restore()

@@ -2,7 +2,11 @@
 
 An exchange is matched by its tag, never by arrival: two workers that come with different tags both get a
 MismatchError that names both. Every wait ends: with what was awaited, with the error of a worker that failed or died,
-or with a SilenceError after the timeout. A group that has failed stays failed.
+or with a SilenceError after the timeout.
+
+Under a supervisor the workers of a run may change. Those of one *generation* stay the same; when one of them fails,
+everyone leaves, and enters the next generation when the supervisor has said who is in it. Without one, a group that has
+failed stays failed.
 """
 
 import json
@@ -16,7 +20,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from evenstep.core.errors import MismatchError, PeerError, SilenceError
+from evenstep.core import points
+from evenstep.core.errors import Dismissed, MismatchError, PeerError, SilenceError
+from evenstep.core.events import Event, send
+from evenstep.exchange import generations
+from evenstep.exchange.board import Board
+from evenstep.exchange.generations import Generation
 from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.segment import Segment
@@ -24,6 +33,7 @@ from evenstep.transport.segment import Segment
 __all__ = ["SUMMABLE", "Group", "tree_sum"]
 
 _SLICE_NS = 50_000_000  # how long the C core sleeps before we look whether the peer is still alive
+_PATIENCE_S = 60.0  # how much longer than any worker the supervisor may take
 _JSON_BYTES = 2048  # what fits is exchanged in one go
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 SUMMABLE = tuple(_DTYPES)
@@ -31,30 +41,99 @@ SUMMABLE = tuple(_DTYPES)
 
 
 class Group:
-    """All workers of a run.
+    """The workers of a run in its present generation.
 
     Attributes:
-        worker: The number of this worker.
-        num_workers: How many there are.
+        worker: The number of this worker, for as long as it lives.
+        members: The workers of this generation, in order.
+        rank: The place of this worker among them.
+        num_workers: How many they are.
+        weights: How much each of them shall do, where the user has said so.
+        generation: Counts the changes; 0 before the first generation.
+        left: Whether this worker has to enter the next generation before it can exchange anything.
+        elastic: Whether there is a supervisor who replaces workers.
+        waited_s: How long this worker has waited for others in all.
     """
 
-    def __init__(self, segment: Segment, worker: int, timeout_s: float) -> None:
+    def __init__(self, segment: Segment, worker: int, timeout_s: float, events_fd: int | None = None) -> None:
+        """Take the place of a worker.
+
+        Args:
+            segment: Shared by all.
+            worker: Which place.
+            timeout_s: How long any wait for another worker may take.
+            events_fd: Where a supervisor listens. None: there is none, and the workers are all who have a place.
+        """
         self.segment = segment
         self.worker = worker
-        self.num_workers = segment.num_workers
         self.timeout_s = timeout_s
+        self.board = Board(segment)
+        self.elastic = events_fd is not None
+        self._events_fd = events_fd
         self._round = 0  # exchanges of all workers so far
         self._inner = 0  # exchanges among some of them since
         self._pidfds: dict[int, int] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._failed = False
+        self.waited_s = 0.0
+        core.set_pid(segment.base, worker, os.getpid())
+        self.generation, self.left = 0, True
+        self.members: list[int] = [worker]
+        self.weights: list[float] | None = None
+        self.rank, self.num_workers = 0, 1
+        if not self.elastic:
+            self._take(Generation(1, 0, list(range(segment.num_workers)), None))
+
+    def enter(self) -> None:
+        """Wait until the supervisor has said who the workers are from now on, and be one of them.
+
+        Raises:
+            Dismissed: This worker is not needed any more.
+            SilenceError: The supervisor said nothing.
+        """
+        assert self._events_fd is not None, "only a supervisor changes the workers"
+        seen = generations.latest(self.segment)
+        self.tell({"waits": self.generation})
+        deadline = time.monotonic() + 2 * self.timeout_s + _PATIENCE_S
+        while True:
+            found = generations.wait(self.segment, seen, _SLICE_NS)
+            if found is not None:
+                if self.worker in found.members:
+                    return self._take(found)
+                if self.worker in found.dismissed:
+                    raise Dismissed
+                seen = found.number
+            elif time.monotonic() > deadline:
+                raise SilenceError(f"worker {self.worker} was let in by nobody: the supervisor says nothing")
+
+    def _take(self, generation: "Generation") -> None:
+        self.generation, self.left = generation.number, False
+        self.members, self.weights = generation.members, generation.weights
+        self.rank, self.num_workers = self.members.index(self.worker), len(self.members)
+        self._round, self._inner = generation.round, 0
+        self._close_pidfds()
         # Spinning is a gain only while every worker has a core of its own.
         self._spin = 2000 if self.num_workers <= len(os.sched_getaffinity(0)) else 20
-        core.set_pid(segment.base, worker, os.getpid())
+
+    def leave(self) -> None:
+        """Take part in no exchange any more until the next generation.
+
+        Raises:
+            PeerError: This worker itself has failed: it is not let in again.
+        """
+        if self._failed:
+            raise self._peer_error()
+        self.left = True
+
+    @property
+    def exchanges(self) -> int:
+        """A number that grows with every exchange of all workers, over all generations, alike on all."""
+        return self._round
 
     def gather(
         self, tag: str, rows: Tensor, shares: Sequence[int] | None = None, *, everyone: bool | None = None
     ) -> Tensor:
-        """Offer this worker's rows; return everyone's, in worker order.
+        """Offer this worker's rows; return everyone's, in rank order.
 
         Blocks until all who take part have offered theirs. What does not fit into a slot goes in several pieces, and
         no wait for a piece takes longer than `timeout_s`.
@@ -103,7 +182,7 @@ class Group:
         num_pieces = -(-most // step)
         for piece in range(num_pieces):
             start = piece * step
-            here = [(worker, at + start, min(max(theirs - start, 0), step)) for worker, at, theirs in layout]
+            here = [(rank, at + start, min(max(theirs - start, 0), step)) for rank, at, theirs in layout]
             mine_here = min(max(num_bytes - start, 0), step)
             name = f"{tag} ({piece + 1} of {num_pieces})"
             self._exchange(name, mine.data_ptr() + start, mine_here, here, place, everyone)
@@ -118,12 +197,13 @@ class Group:
             self._inner += 1
         seq = self._round << 32 | self._inner
         core.post(self.segment.base, self.worker, seq, tag, mine, num_bytes)
+        points.reach("exchange")
         deadline = time.monotonic() + self.timeout_s
-        for worker, at, theirs in layout:
-            self._collect(worker, seq, tag, place + at, theirs, deadline)
+        for rank, at, theirs in layout:
+            self._collect(self.members[rank], seq, tag, place + at, theirs, deadline)
 
     def gather_json(self, tag: str, value: Any) -> list[Any]:
-        """Offer a JSON value of any size; return everyone's in worker order. All workers take part."""
+        """Offer a JSON value of any size; return everyone's in rank order. All workers take part."""
         text = json.dumps(value).encode()
         head = len(text).to_bytes(8, "little") + text[: _JSON_BYTES - 8]
         first = self._gather_bytes(tag, head, _JSON_BYTES)
@@ -145,22 +225,37 @@ class Group:
 
     def _collect(self, worker: int, seq: int, tag: str, address: int, num_bytes: int, deadline: float) -> None:
         """The one place that waits for another worker."""
-        base = self.segment.base
-        while True:
-            rc = core.collect(base, worker, seq, tag, address, num_bytes, self._spin, _SLICE_NS)
-            if rc == core.ES_OK:
-                return
-            if rc == core.ES_ABORTED:
-                raise self._peer_error()
-            if rc == core.ES_MISMATCH:
-                raise self._mismatch(worker, tag, num_bytes)
-            self._check_alive(worker)
-            if time.monotonic() > deadline:
-                raise SilenceError(
-                    f"{self._describe(worker)} said nothing for {self.timeout_s:g} s: worker {self.worker} waits for "
-                    f"it at '{tag}', its last exchange was '{self._last_tag(worker)}'; look at what it does, or raise "
-                    "Run(timeout_s=...)"
-                )
+        base, rc = self.segment.base, core.ES_AGAIN
+        waits, begin = False, time.monotonic()
+        try:
+            while rc != core.ES_OK:
+                rc = core.collect(base, worker, seq, tag, address, num_bytes, self._spin, _SLICE_NS)
+                if rc == core.ES_ABORTED:
+                    raise self._peer_error()
+                if rc == core.ES_MISMATCH:
+                    raise self._mismatch(worker, tag, num_bytes)
+                if rc == core.ES_AGAIN:
+                    if not waits:
+                        self.board.waits(self.worker, waits := True)
+                    self._check_alive(worker)
+                    if time.monotonic() > deadline:
+                        self._is_silent(worker, tag)
+        finally:
+            self.waited_s += time.monotonic() - begin
+            if waits:
+                self.board.waits(self.worker, False)
+
+    def _is_silent(self, worker: int, tag: str) -> NoReturn:
+        text = (
+            f"{self._describe(worker)} said nothing for {self.timeout_s:g} s: worker {self.worker} waits for "
+            f"it at '{tag}', its last exchange was '{self._last_tag(worker)}'; look at what it does, or raise "
+            "Run(timeout_s=...)"
+        )
+        if self._events_fd is None:
+            raise SilenceError(text)
+        self.tell({"silent": worker, "text": text})
+        core.abort_all(self.segment.base, self.worker, worker, text)
+        raise self._peer_error()
 
     def _describe(self, worker: int) -> str:
         pid = core.pid(self.segment.base, worker)
@@ -203,29 +298,38 @@ class Group:
         culprit, text = core.aborted(self.segment.base) or (self.worker, "unknown")
         return PeerError(f"worker {culprit} failed, so worker {self.worker} stops too:\n{text}", culprit)
 
+    def tell(self, event: Event) -> None:
+        """Tell the supervisor something, if there is one."""
+        if self._events_fd is not None:
+            send(self._events_fd, event)
+
     def fail(self, text: str) -> None:
         """Tell everyone that this worker failed; the first failure of a group is the one that counts."""
         data = text.encode(errors="backslashreplace")
         if len(data) > core.ES_ERROR_BYTES:  # the end of a traceback says most
             half = core.ES_ERROR_BYTES // 2 - 32
             data = data[:half] + b"\n[... much is left out here ...]\n" + data[-half:]
+        self._failed = True
         core.abort_all(self.segment.base, self.worker, self.worker, data)
 
     def close(self) -> None:
         """Let go of the descriptors."""
+        self._close_pidfds()
+        self.segment.close()
+
+    def _close_pidfds(self) -> None:
         for fd in self._pidfds.values():
             os.close(fd)
         self._pidfds.clear()
-        self.segment.close()
 
 
 @lru_cache(maxsize=1024)
 def _layout(counts: tuple[int, ...], row_bytes: int, everyone: bool) -> tuple[tuple[tuple[int, int, int], ...], int]:
-    """(worker, where its rows go, how many bytes they are) for all who take part, and the most bytes of one."""
+    """(rank, where its rows go, how many bytes they are) for all who take part, and the most bytes of one."""
     places, at = [], 0
-    for worker, count in enumerate(counts):
+    for rank, count in enumerate(counts):
         if count or everyone:
-            places.append((worker, at, count * row_bytes))
+            places.append((rank, at, count * row_bytes))
         at += count * row_bytes
     return tuple(places), max(theirs for _, _, theirs in places)
 

@@ -1,6 +1,7 @@
 """What a freshly forked worker does: take its place, run the user's script, and end with an exit code."""
 
 import atexit
+import faulthandler
 import os
 import runpy
 import signal
@@ -13,11 +14,22 @@ from pathlib import Path
 from typing import NoReturn
 
 from evenstep.core import env
-from evenstep.core.errors import CheckpointError, ConfigError, EvenstepError, PeerError, UnsupportedError
+from evenstep.core.errors import (
+    CheckpointError,
+    ConfigError,
+    EvenstepError,
+    MismatchError,
+    NondeterminismError,
+    PeerError,
+    UnsupportedError,
+)
+from evenstep.core.events import send
 from evenstep.native import core
-from evenstep.run.progress import send
 
-__all__ = ["become_worker"]
+__all__ = ["STACK_SIGNAL", "become_worker"]
+
+STACK_SIGNAL = signal.SIGRTMIN + 7
+"""Lets a worker write the stacks of its threads to standard error."""
 
 _MISTAKES = (ConfigError, UnsupportedError, CheckpointError)  # a sentence says it all; a traceback would hide it
 
@@ -45,8 +57,16 @@ def become_worker(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
         _take_streams(streams, keep)
+        faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
         env.write(variables)
+        place = env.read()
+        if place.faults is not None:
+            from evenstep.testing.faults import arm
+
+            arm(place.faults, place.worker)
         code = _run_script(script, args, int(variables["EVENSTEP_EVENTS_FD"]))
         threading._shutdown()  # type: ignore[attr-defined]  # as at any end of Python: wait for threads that are no daemons
         atexit._run_exitfuncs()
@@ -77,6 +97,7 @@ def _run_script(script: Path, args: Sequence[str], events_fd: int) -> int:
     sys.path.insert(0, str(script.resolve().parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
+        send(events_fd, {"ended": True})
     except SystemExit as request:
         if isinstance(request.code, int | None):
             return request.code or 0
@@ -88,7 +109,8 @@ def _run_script(script: Path, args: Sequence[str], events_fd: int) -> int:
         send(events_fd, {"error": f"evenstep: {error}", "mistake": True})
         return error.exit_code
     except BaseException as error:  # noqa: BLE001  # the border of the process: reported, and the exit code says so
-        send(events_fd, {"error": "".join(traceback.format_exception(_without_our_frames(error)))})
+        text = "".join(traceback.format_exception(_without_our_frames(error)))
+        send(events_fd, {"error": text, "hopeless": isinstance(error, MismatchError | NondeterminismError)})
         return error.exit_code if isinstance(error, EvenstepError) else 1
     return 0
 

@@ -136,7 +136,10 @@ int es_wait(es_bell *bell, uint64_t seq, const _Atomic uint32_t *aborted, uint32
 
 int es_collect(void *base, uint32_t worker, uint64_t seq, const char *tag, void *out, size_t bytes, uint32_t spin,
                int64_t timeout_ns) {
-    int rc = es_wait(&worker_at(base, worker)->posted, seq, &((es_header *)base)->aborted, spin, timeout_ns);
+    static const _Atomic uint32_t never = 0;
+    es_header *header = base;
+    const _Atomic uint32_t *aborted = worker == header->num_workers ? &never : &header->aborted;
+    int rc = es_wait(&worker_at(base, worker)->posted, seq, aborted, spin, timeout_ns);
     if (rc != ES_OK) return rc;
     const es_slot *slot = slot_for(base, worker, seq);
     if (slot->seq != seq || slot->bytes != bytes || slot->tag_hash != hash_tag(tag)) return ES_MISMATCH;
@@ -175,6 +178,8 @@ size_t es_abort_text(const void *base, char out[ES_ERROR_BYTES]) {
     memcpy(out, found->error, bytes);
     return bytes;
 }
+
+void es_clear_abort(void *base) { atomic_store(&((es_header *)base)->aborted, 0); }
 
 void es_set_pid(void *base, uint32_t worker, uint32_t pid) { atomic_store(&worker_at(base, worker)->pid, pid); }
 

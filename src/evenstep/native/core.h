@@ -45,7 +45,8 @@ size_t es_slot_bytes(const void *base);
 
 /* Writes tag and data into this worker's slot for `seq`, then lets everyone see it. */
 void es_post(void *base, uint32_t worker, uint64_t seq, const char *tag, const void *data, size_t bytes);
-/* Waits up to timeout_ns until `worker` has posted `seq`, then copies its data to out. Tags and sizes must agree. */
+/* Waits up to timeout_ns until `worker` has posted `seq`, then copies its data to out. Tags and sizes must agree.
+ * A wait for the supervisor's word goes on when the workers have aborted: that word is what ends it. */
 int es_collect(void *base, uint32_t worker, uint64_t seq, const char *tag, void *out, size_t bytes, uint32_t spin,
                int64_t timeout_ns);
 /* The tag that `worker` posted last, and the number of bytes that came with it. */
@@ -59,6 +60,9 @@ int es_abort(void *base, uint32_t author, uint32_t culprit, const char *text, si
 uint32_t es_aborted(const void *base);
 /* Copies the text that came with the first abort; returns its length. */
 size_t es_abort_text(const void *base, char out[ES_ERROR_BYTES]);
+
+/* Forgets the abort: the supervisor's, when everyone whom it concerned has stopped waiting. */
+void es_clear_abort(void *base);
 
 void es_set_pid(void *base, uint32_t worker, uint32_t pid);
 uint32_t es_pid(const void *base, uint32_t worker);

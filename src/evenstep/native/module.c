@@ -96,6 +96,13 @@ static PyObject *aborted(PyObject *self, PyObject *args) {
     return Py_BuildValue("(IN)", by - 1, PyUnicode_DecodeUTF8(text, (Py_ssize_t)bytes, "replace"));
 }
 
+static PyObject *clear_abort(PyObject *self, PyObject *args) {
+    unsigned long long base;
+    ARGS("K", &base);
+    es_clear_abort(AT(base));
+    Py_RETURN_NONE;
+}
+
 static PyObject *set_pid(PyObject *self, PyObject *args) {
     unsigned long long base;
     unsigned worker, pid;
@@ -241,6 +248,7 @@ static PyMethodDef methods[] = {
     {"describe", describe, METH_VARARGS, NULL},           {"post", post, METH_VARARGS, NULL},
     {"collect", collect, METH_VARARGS, NULL},             {"last_post", last_post, METH_VARARGS, NULL},
     {"abort_all", abort_all, METH_VARARGS, NULL},         {"aborted", aborted, METH_VARARGS, NULL},
+    {"clear_abort", clear_abort, METH_VARARGS, NULL},
     {"set_pid", set_pid, METH_VARARGS, NULL},             {"pid", pid, METH_VARARGS, NULL},
     {"load", load, METH_VARARGS, NULL},                   {"store", store, METH_VARARGS, NULL},
     {"tree_sum", tree_sum, METH_VARARGS, NULL},           {"die_with_parent", die_with_parent, METH_NOARGS, NULL},

@@ -14,15 +14,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from evenstep.core import points
 from evenstep.core.errors import CheckpointError
 
-__all__ = ["check", "pack", "read", "unpack", "write"]
+__all__ = ["check", "pack", "read", "read_journal", "unpack", "write"]
 
 _FORMAT = 1
 
 
-def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any], journal: bytes = b"") -> None:
     """Write a checkpoint, replacing the one that is there.
+
+    Args:
+        directory: Where.
+        tensors: The state.
+        facts: What goes into `checkpoint.json`; its version and fingerprint name the files.
+        journal: What was done so far, if the script shall be able to go on from here by itself.
 
     Raises:
         CheckpointError: The directory cannot be written; an earlier checkpoint in it is untouched.
@@ -34,13 +41,20 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any])
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
         _sync(partial)
         os.replace(partial, state)
+        points.reach("checkpoint")
         facts = {"format": _FORMAT, **facts, "state": state.name, "sha256": _checksum(state)}
+        if journal:
+            past = state.with_suffix(".journal")
+            past.write_bytes(journal)
+            _sync(past)
+            facts |= {"journal": past.name, "journal_sha256": _checksum(past)}
         text = directory / "checkpoint.json.partial"
         text.write_text(json.dumps(facts, indent=1))
         _sync(text)
         os.replace(text, directory / "checkpoint.json")
-        for old in directory.glob("state-*.safetensors"):
-            if old != state:
+        _sync(directory)
+        for old in directory.glob("state-*"):
+            if old.stem != state.stem:
                 old.unlink()
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
@@ -73,6 +87,23 @@ def read(directory: Path, *, tensors: bool) -> tuple[dict[str, Any], dict[str, T
         return facts, load_file(state) if tensors else {}
     except (OSError, SafetensorError, KeyError) as error:
         raise CheckpointError(f"{state} cannot be read: {error}") from error
+
+
+def read_journal(directory: Path, facts: dict[str, Any]) -> bytes:
+    """What was done until a checkpoint, verified.
+
+    Raises:
+        CheckpointError: It holds none, or it was altered.
+    """
+    if "journal" not in facts:
+        raise CheckpointError(f"{directory} was written by run.save: load it with run.load")
+    path = directory / Path(str(facts["journal"])).name
+    try:
+        if _checksum(path) != facts["journal_sha256"]:
+            raise CheckpointError(f"{path} was altered or torn: its checksum is not the one in checkpoint.json")
+        return path.read_bytes()
+    except (OSError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def pack(value: Any) -> Any:
@@ -131,5 +162,8 @@ def _checksum(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

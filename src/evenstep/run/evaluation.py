@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.core.errors import ConfigError
-from evenstep.data.loader import Batch, to_device
+from evenstep.data.loader import Batch
 from evenstep.engine.compute import total_of
 from evenstep.engine.randomness import derive, preserved, seed_all
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import Group
 from evenstep.plan import tree
 
-__all__ = ["collect_outputs", "evaluating", "mean_metrics"]
+__all__ = ["collect_outputs", "evaluating", "fill", "mean_metrics"]
 
 Function = Callable[[Any], Any]
 
@@ -39,10 +39,12 @@ def _call(engine: Engine, batch: Batch, function: Function) -> dict[int, Any]:
     """Call the function for every part, each time with the committed buffers and random numbers of its own."""
     values = {}
     with preserved():
-        for shard, part in batch.parts.items():
-            engine.models.restore_buffers()
-            seed_all(derive("evaluate", engine.config.seed, batch.number, shard))
-            values[shard] = function(to_device(part, engine.config.device))
+        for shard in engine.mine:
+            if batch.sizes[shard]:
+                part = batch.part(shard)
+                engine.models.restore_buffers()
+                seed_all(derive("evaluate", engine.config.seed, batch.number, shard))
+                values[shard] = function(part)
     engine.models.restore_buffers()
     return values
 
@@ -77,14 +79,26 @@ def mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) ->
     return {name: total / num_samples for name, total in (totals or {}).items()}
 
 
-def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function) -> Any:
-    """The outputs for all samples, concatenated in data-set order, on every worker, on the CPU."""
+def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function) -> tuple[Any, dict[str, Tensor]]:
+    """The outputs for all samples, concatenated in data-set order, on every worker, on the CPU.
+
+    Returns:
+        Their structure, and the tensors in it, as `fill` takes them.
+    """
     found: list[Any] = []
     for batch in batches:
         values = list(_call(engine, batch, function).values())
         shares = [sum(batch.sizes[first:end]) for first, end in engine.spans]
         found.append(_gather_nested(engine.group, f"predict batch {batch.number}", values, shares))
-    return _join(found)
+    leaves: list[Tensor] = []
+    shape = _describe(_join(found), leaves)
+    engine.group.barrier("predict is over")
+    return shape, {f"{n:06}": leaf for n, leaf in enumerate(leaves)}
+
+
+def fill(shape: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of what `collect_outputs` returns."""
+    return _fill(shape, (tensors[name] for name in sorted(tensors)))
 
 
 def _gather_nested(group: Group, tag: str, values: list[Any], shares: list[int]) -> Any:

@@ -8,26 +8,27 @@ from torch import distributed
 from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError
 from evenstep.exchange.group import Group
+from evenstep.exchange.ledger import Ledger
 from evenstep.transport.segment import Segment
 
 __all__ = ["join"]
 
-_joined: dict[tuple[int, int], Group] = {}
+_joined: dict[tuple[int, int], Ledger] = {}
 
 
-def join(env: Environment, timeout_s: float) -> Group:
-    """Become a worker. Several runs of one launched process, one after the other, share its group.
+def join(env: Environment, timeout_s: float) -> Ledger:
+    """Become a worker. Several runs of one launched process, one after the other, go on in one ledger.
 
     Raises:
         ConfigError: The launcher's segment cannot be reached.
     """
     if env.num_workers == 1 and env.segment_fd is None and not env.torchrun:
-        return Group(Segment.create(1), 0, timeout_s)
+        return Ledger(Group(Segment.create(1), 0, timeout_s))
     key = (os.getpid(), env.worker)
     if key not in _joined:
         segment = _from_store(env, timeout_s) if env.torchrun else _inherited(env)
-        _joined[key] = Group(segment, env.worker, timeout_s)
-    _joined[key].timeout_s = timeout_s
+        _joined[key] = Ledger(Group(segment, env.worker, timeout_s, env.events_fd if env.supervised else None))
+    _joined[key].group.timeout_s = timeout_s
     return _joined[key]
 
 
@@ -58,7 +59,7 @@ def _from_store(env: Environment, timeout_s: float) -> Segment:
 
 def _open(env: Environment, fd: int) -> Segment:
     segment = Segment(fd)
-    if segment.num_workers != env.num_workers:
+    if segment.num_workers != env.num_workers and not env.supervised:
         raise ConfigError(
             f"the segment is for {segment.num_workers} workers but the environment says {env.num_workers}"
         )

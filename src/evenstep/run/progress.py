@@ -4,8 +4,6 @@ Under the launcher the workers own no terminal: worker 0 sends what it would sho
 it with the same `Display`.
 """
 
-import json
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -13,7 +11,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-__all__ = ["Display", "Event", "Pipe", "Progress"]
+from evenstep.core.events import send
+
+__all__ = ["Display", "Pipe", "Progress"]
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,6 @@ class Progress:
     num_samples: int
     loss: float | None
     metrics: dict[str, float]
-
-
-Event = dict[str, Any]
 
 
 class Display:
@@ -92,13 +89,3 @@ class Pipe:
 
     def close(self) -> None:
         """Nothing is held open here."""
-
-
-def send(fd: int, event: Event) -> None:
-    """Write one event as a JSON line; a launcher that is gone does not matter any more."""
-    line = json.dumps(event).encode() + b"\n"
-    try:
-        while line:
-            line = line[os.write(fd, line) :]
-    except OSError:
-        pass

@@ -8,14 +8,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core import env as environment
+from evenstep.core import points
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import CheckpointError, ConfigError, PeerError
-from evenstep.data.loader import Batch, Loader, cut_batch, num_rows, to_device
+from evenstep.core.errors import CheckpointError, ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
+from evenstep.core.events import send
+from evenstep.data.loader import Batch, Loader, cut_batch, num_rows
 from evenstep.data.order import Plan
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
@@ -23,15 +26,18 @@ from evenstep.engine.pair import Pair
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE
+from evenstep.exchange.journal import Entry
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.plan.placement import cut
 from evenstep.run import checkpoint
-from evenstep.run.evaluation import collect_outputs, evaluating, mean_metrics
+from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
+from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
 from evenstep.run.join import join
-from evenstep.run.progress import Display, Pipe, Progress, send
+from evenstep.run.progress import Display, Pipe, Progress
 
 __all__ = ["Run"]
 
+T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # the type of the user's optimizer
 
@@ -56,7 +62,6 @@ class Run:
 
     Attributes:
         worker: The number of this worker, 0 for the first.
-        num_workers: How many there are.
         grad_norm: The norm of the gradients of the last step that was asked to clip it, before clipping.
 
     Raises:
@@ -81,43 +86,47 @@ class Run:
             seed=seed,
             threads=threads,
             device=str(device),
-            timeout_s=timeout_s,
+            timeout_s=timeout_s if self._env.timeout_s is None else self._env.timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
         )
         _check_device(self.config.device)
-        self._group = join(self._env, timeout_s)
-        self.worker, self.num_workers = self._group.worker, self._group.num_workers
-        self._engine = Engine(self.config, self._group)
+        self._ledger = join(self._env, self.config.timeout_s)
+        self._group = self._ledger.group
+        self.worker = self._group.worker
         self._tracked: dict[str, Any] = {}
         self._position: dict[str, int] | None = None  # where the loaded checkpoint was
         self._epochs = 0  # that were asked for so far
+        self._data: list[list[int]] = []  # the sizes of what was gone through so far
         self._last: tuple[float | None, dict[str, float]] = (None, {})
-        self._display: Display | Pipe | None = self._make_display()
+        self._display: Display | Pipe | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._resumption: Resumption | None = None
         self.grad_norm: float | None = None
+        self._engine = Engine(self.config, self._ledger)
         self._closed = False
+        self._group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
         try:
-            self._agree()
+            points.reach("join")
+            self._ledger.perform("join", 0, self._meet, self._agree)
         except BaseException:
             self._tell_others()
             self._release()
             raise
+        if not self.config.quiet:
+            self._display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
         seed_all(seed)
 
-    def _make_display(self) -> Display | Pipe | None:
-        if self.config.quiet or self.worker != 0:
-            return None
-        return Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
+    def _meet(self) -> Entry:
+        mine = profile(self.config)
+        of_all = self._group.gather_json("join", mine)
+        for worker, theirs in zip(self._group.members, of_all, strict=True):
+            _compare_profiles(worker, theirs, of_all[0])
+        return Entry("join", of_all[0])
 
-    def _agree(self) -> None:
-        of_all = self._group.gather_json("join", profile(self.config))
-        for worker, theirs in enumerate(of_all):
-            for key, value in theirs.items():
-                if value != of_all[0][key]:
-                    raise ConfigError(
-                        f"worker {worker} has {key}={value!r} but worker 0 has {of_all[0][key]!r}; "
-                        "all workers must run the same script on the same kind of machine"
-                    )
+    def _agree(self, entry: Entry, took_part: bool) -> None:
+        if not took_part:
+            _compare_profiles(self.worker, profile(self.config), entry.value)
 
     # ---- entering and leaving ----
 
@@ -137,22 +146,43 @@ class Run:
         """Finish: wait for all workers, print the fingerprint (worker 0, unless quiet), let go of everything."""
         if self._closed:
             return
-        try:
+
+        def attempt() -> Entry:
             self._group.barrier("end of the run")
-            if self.worker == 0 and not self.config.quiet:
-                if self._display is not None:
-                    self._display.close()
-                if self._env.events_fd is None:
-                    print(f"fingerprint {self.fingerprint()}", flush=True)
-                else:
-                    send(self._env.events_fd, {"fingerprint": self.fingerprint()})
+            return Entry("end of the run", self.fingerprint() if self._group.rank == 0 else None)
+
+        def adopt(entry: Entry, took_part: bool) -> None:
+            self._engine.finish(took_part)
+            if self._display is not None:
+                self._display.close()
+            if self.config.quiet:
+                return
+            fingerprint = entry.value or self.fingerprint()
+            if self._env.events_fd is not None:
+                send(self._env.events_fd, {"fingerprint": fingerprint, "operation": self._ledger.done})
+            elif self._group.rank == 0:
+                print(f"fingerprint {fingerprint}", flush=True)
+
+        try:
+            self._perform("end of the run", attempt, adopt)
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+            self._group.tell({"closed": True})
         finally:
             self._release()
 
+    def _perform(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
+        """Do an operation on all workers; what spoils it here reaches them all."""
+        try:
+            return self._ledger.perform(kind, self.version, attempt, adopt)
+        except BaseException:
+            self._tell_others()
+            raise
+
     def _tell_others(self) -> None:
-        """Say why this worker stops, unless it stops because of another."""
+        """Say why this worker stops, unless it stops because of another or was told to."""
         error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, PeerError):
+        if error is not None and not isinstance(error, PeerError | Stopped | Dismissed):
             where = f"worker {self.worker} failed at step {self.version}:\n"
             self._group.fail(where + "".join(traceback.format_exception(error)))
 
@@ -162,6 +192,8 @@ class Run:
         self._closed = True
         if self._display is not None:
             self._display.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._engine.close()
         if self._env.num_workers == 1 and self._env.segment_fd is None:
             self._group.close()
@@ -177,6 +209,16 @@ class Run:
     def version(self) -> int:
         """How many steps have been committed."""
         return self._engine.version
+
+    @property
+    def local_shards(self) -> range:
+        """The shards of this worker now; they may change at any step, when workers come, go or are slow."""
+        return self._engine.mine
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are now."""
+        return self._group.num_workers
 
     @overload
     def prepare(self, model: M, *, sync_batchnorm: bool = True) -> M: ...
@@ -240,7 +282,8 @@ class Run:
             prefetch: Batches that each loader process holds ready.
         """
         plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last)
-        loader = self._loader(dataset, "sample", collate_fn, loaders, prefetch)
+        self._check_data(plan)
+        loader = self._loader(dataset, "sample", collate_fn, loaders, prefetch, skip=lambda: self._ledger.catching_up)
         start = self._position or {"epoch": 0, "batch": 0}
         base, self._epochs = self._epochs, self._epochs + epochs
 
@@ -256,29 +299,38 @@ class Run:
             wrap = done == plan.num_batches
             self._next = {"epoch": batch.epoch + wrap, "batch": 0 if wrap else done}
             self._last = (None, {})
-            if self._display is not None and batch.epoch != shown:
+            if batch.epoch != shown:
                 shown = batch.epoch  # starts the clock of the epoch
-                self._display.show(Progress(batch.epoch - base, epochs, batch.number, plan.num_batches, 0, None, {}))
+                self._show(Progress(batch.epoch - base, epochs, batch.number, plan.num_batches, 0, None, {}))
             yield batch
-            if self._display is not None:
-                loss, metrics = self._last
-                self._display.show(
-                    Progress(batch.epoch - base, epochs, done, plan.num_batches, len(batch), loss, metrics)
-                )
+            loss, metrics = self._last
+            self._show(Progress(batch.epoch - base, epochs, done, plan.num_batches, len(batch), loss, metrics))
 
     _next: dict[str, int] | None = None  # where batches would go on after the current one
 
-    def _loader(self, dataset: Any, purpose: str, collate: Any, loaders: int, prefetch: int) -> Loader:
-        span = range(*self._engine.spans[self.worker])
+    def _show(self, progress: Progress) -> None:
+        """Show the progress of all: the first worker's."""
+        if self._display is not None and self._group.rank == 0 and self._ledger.took_part:
+            self._display.show(progress)
+
+    def _check_data(self, plan: Plan) -> None:
+        sizes = [plan.num_samples, plan.batch_size]
+        if self._resumption is not None:
+            self._resumption.check_data(len(self._data), sizes)
+        self._data.append(sizes)
+
+    def _loader(self, dataset: Any, purpose: str, collate: Any, loaders: int, prefetch: int, **options: Any) -> Loader:
         return Loader(
             dataset,
-            span,
+            lambda: self._engine.mine,
             self.config.seed,
             purpose,
+            device=self.config.device,
             collate=collate,
             loaders=loaders,
             prefetch=prefetch,
             timeout_s=self.config.timeout_s,
+            **options,
         )
 
     def step(
@@ -312,12 +364,11 @@ class Run:
         """
         try:
             pair = self._pair(optimizer)
-            batch = batch if isinstance(batch, Batch) else self._cut(batch)
-            parts = {shard: to_device(part, self.config.device) for shard, part in batch.parts.items()}
+            samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
-            work = self._engine.work(parts, batch.sizes, f"epoch {batch.epoch} batch {batch.number}", function, pair)
-            outcome = self._engine.step(work, clip_norm, clip_value)
+            outcome = self._engine.step(samples, function, pair, clip_norm, clip_value)
             self._trace(first=False)
+            self._heed()
         except BaseException:
             self._tell_others()
             raise
@@ -343,9 +394,8 @@ class Run:
         if not rows:
             raise ConfigError("the batch holds no tensor with samples in its first dimension")
         spans = cut(rows, self.shards)
-        mine = range(*self._engine.spans[self.worker])
-        parts = {k: cut_batch(batch, *spans[k]) for k in mine if spans[k][0] < spans[k][1]}
-        return Batch(0, self.version, [end - first for first, end in spans], parts)
+        sizes = [end - first for first, end in spans]
+        return Batch(0, self.version, sizes, {}, lambda k: cut_batch(batch, *spans[k]), self.config.device)
 
     def evaluate(
         self,
@@ -369,13 +419,14 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
-        try:
+
+        def attempt() -> Entry:
             with evaluating(self._engine.models.slots.modules):
                 batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
-                return mean_metrics(self._engine, batches, metrics)
-        except BaseException:
-            self._tell_others()
-            raise
+                return Entry("evaluate", mean_metrics(self._engine, batches, metrics))
+
+        found: dict[str, float] = self._perform("evaluate", attempt, lambda entry, _: entry.value)
+        return found
 
     def predict(
         self,
@@ -397,13 +448,14 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
-        try:
+
+        def attempt() -> Entry:
             with evaluating(self._engine.models.slots.modules):
                 batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
-                return collect_outputs(self._engine, batches, function)
-        except BaseException:
-            self._tell_others()
-            raise
+                shape, tensors = collect_outputs(self._engine, batches, function)
+                return Entry("predict", shape, safetensors.torch.save(tensors))
+
+        return self._perform("predict", attempt, lambda entry, _: fill(entry.value, safetensors.torch.load(entry.blob)))
 
     def _in_order(self, dataset: Any, batch_size: int, collate: Any, loaders: int, prefetch: int) -> Iterator[Batch]:
         plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle=False, drop_last=False)
@@ -416,30 +468,52 @@ class Run:
         numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
         try:
-            self._engine.models.edit(function, derive("edit", self.config.seed, self.version))
+            self._engine.edit(function, derive("edit", self.config.seed, self.version))
         except BaseException:
             self._tell_others()
             raise
 
-    def exchange(self, tag: str, rows: Tensor) -> Tensor:
+    def exchange(self, tag: str, rows: Tensor | Callable[[int], Tensor]) -> Tensor:
         """The one primitive: each shard offers a vector under a tag, all receive the tree sum.
 
         Args:
             tag: What is exchanged; alike on all workers.
-            rows: [shards of this worker, n], one row for each, in order.
+            rows: A function that gives the vector [n] of a shard; or [shards of this worker, n], one row for each, in
+                order. Only the function can be asked again when another worker has died and its shards come here.
 
         Returns:
             The sum over all shards in tree order, [n], the same bits on every worker.
         """
-        shares = self._engine.shares
-        if rows.ndim != 2 or len(rows) != shares[self.worker]:
+        generation = self._group.generation
+
+        def attempt() -> Entry:
+            if callable(rows):
+                mine = torch.stack([rows(shard) for shard in self._engine.mine])
+            elif self._group.generation == generation:
+                mine = rows
+            else:
+                raise UnsupportedError(
+                    f"the workers changed before exchange('{tag}') was over, and the rows of the shards that moved are "
+                    "not here; pass a function of the shard instead of a tensor"
+                )
+            self._check_rows(mine)
+            total = self._group.sum(tag, mine.cpu(), [end - first for first, end in self._engine.spans])
+            self._group.barrier(f"{tag}: over")
+            return Entry(f"exchange {tag}", str(mine.device), safetensors.torch.save({"sum": total}))
+
+        return self._perform(
+            f"exchange {tag}", attempt, lambda entry, _: safetensors.torch.load(entry.blob)["sum"].to(entry.value)
+        )
+
+    def _check_rows(self, rows: Tensor) -> None:
+        num_shards = len(self._engine.mine)
+        if rows.ndim != 2 or len(rows) != num_shards:
             raise ConfigError(
-                f"exchange got {tuple(rows.shape)}, expected ({shares[self.worker]}, n): one row for each shard "
+                f"exchange got {tuple(rows.shape)}, expected ({num_shards}, n): one row for each shard "
                 f"of worker {self.worker}"
             )
         if rows.dtype not in SUMMABLE or not rows.numel():
             raise ConfigError(f"exchange got {rows.dtype} {tuple(rows.shape)}; expected at least one of {SUMMABLE}")
-        return self._group.sum(tag, rows.cpu(), shares).to(rows.device)
 
     def fingerprint(self) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of parameters, buffers and optimizer state.
@@ -460,24 +534,19 @@ class Run:
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint (worker 0; the others wait). All workers must call this alike, between steps."""
-        failure = None
-        if self.worker == 0:
-            facts = {
-                **self._identity(),
-                "version": self.version,
-                "position": self._next,
-                "fingerprint": self.fingerprint(),
-                "values": self._engine.state.values,
-                "groups": [checkpoint.pack(pair.hyperparameters()) for pair in self._engine.pairs],
-                "tracked": {name: checkpoint.pack(value.state_dict()) for name, value in self._tracked.items()},
-            }
-            try:
-                checkpoint.write(Path(path), self._engine.state.tensors(), facts)
-            except CheckpointError as error:
-                failure = str(error)
-        failures = self._group.gather_json("save", failure)
-        if failures[0] is not None:
-            raise CheckpointError(failures[0])
+
+        def attempt() -> Entry:
+            failure = None
+            if self._group.rank == 0:
+                try:
+                    checkpoint.write(Path(path), self._engine.state.tensors(), self._facts())
+                except CheckpointError as error:
+                    failure = str(error)
+            return Entry("save", self._group.gather_json("save", failure)[0])
+
+        failure = self._perform("save", attempt, lambda entry, _: entry.value)
+        if failure is not None:
+            raise CheckpointError(failure)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, on any number of workers. All workers must call this alike, after `prepare`.
@@ -486,24 +555,105 @@ class Run:
             CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing
                 changed.
         """
-        failure = None
-        try:
-            facts, tensors = checkpoint.read(Path(path), tensors=True)
-            here = {**self._identity(), "tracked": sorted(self._tracked)}
-            checkpoint.check(Path(path), facts, tensors, here, self._engine.state.tensors())
-        except CheckpointError as error:
-            failure = str(error)
-        failures = [text for text in self._group.gather_json("load", failure) if text is not None]
-        if failures:  # on any worker: nobody has changed anything yet, and nobody reads the state any more
-            raise CheckpointError(failures[0])
-        self._engine.restore(tensors, facts["values"], facts["version"])
-        for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
-            pair.set_hyperparameters(checkpoint.unpack(groups))
-        for name, value in self._tracked.items():
-            value.load_state_dict(checkpoint.unpack(facts["tracked"][name]))
-        self._position = self._next = facts["position"]
-        if self.fingerprint() != facts["fingerprint"]:
-            raise CheckpointError(f"{path} was loaded but its fingerprint differs from the one that was saved")
+
+        def attempt() -> Entry:
+            failure = None
+            try:
+                facts, tensors = checkpoint.read(Path(path), tensors=True)
+                here = {**self._identity(), "tracked": sorted(self._tracked)}
+                checkpoint.check(Path(path), facts, tensors, here, self._engine.state.tensors())
+            except CheckpointError as error:
+                failure = str(error)
+            failures = [text for text in self._group.gather_json("load", failure) if text is not None]
+            if failures:  # on any worker: nobody has changed anything yet
+                return Entry("load", {"failure": failures[0]})
+            news = self._engine.restore(tensors, facts["values"])
+            return Entry("load", {**facts, "news": news})
+
+        def adopt(entry: Entry, took_part: bool) -> str | None:
+            facts = entry.value
+            if "failure" in facts:
+                return str(facts["failure"])
+            self._engine.restored(facts["news"], facts["version"], took_part)
+            for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
+                pair.set_hyperparameters(checkpoint.unpack(groups))
+            for name, value in self._tracked.items():
+                value.load_state_dict(checkpoint.unpack(facts["tracked"][name]))
+            self._position = self._next = facts["position"]
+            if took_part and self.fingerprint() != facts["fingerprint"]:
+                raise CheckpointError(f"{path} was loaded but its fingerprint differs from the one that was saved")
+            return None
+
+        failure = self._perform("load", attempt, adopt)
+        if failure is not None:
+            raise CheckpointError(failure)
+
+    def checkpoint(self, directory: str | Path, *, every: int | str, keep: int = 3, resume: bool | None = None) -> None:
+        """Write checkpoints from now on, in the background. All workers must call this alike, after `prepare`.
+
+        A checkpoint holds everything: the script goes on from it as if it had never stopped, on any number of workers.
+        For that it is run from its beginning, and gets the results of what was done before from the checkpoint.
+
+        Args:
+            directory: Where they go, each into a folder of its own.
+            every: Steps between two of them, or a time such as "30s", "10min" or "2h".
+            keep: How many of the newest to keep.
+            resume: Go on from the newest good one, if there is any. None: if `evenstep run --resume` says so.
+
+        Raises:
+            CheckpointError: The newest good checkpoint belongs to another run.
+        """
+        self._checkpoints = Checkpoints(Path(directory), every, keep)
+        wanted = self._env.resume if resume is None else resume
+
+        def attempt() -> Entry:
+            found, failure = None, None
+            if wanted and self._group.rank == 0 and self._checkpoints is not None:
+                try:
+                    found = self._checkpoints.find(self._identity(), self._engine.state.tensors(), self._ledger)
+                except CheckpointError as error:
+                    failure = str(error)
+            path, failure = self._group.gather_json("checkpoint", [found and str(found.path), failure])[0]
+            if failure is not None:
+                raise CheckpointError(failure)
+            return Entry("checkpoint", path, followers=found.entries if found else ())
+
+        def adopt(entry: Entry, _: bool) -> None:
+            if entry.value is not None:
+                self._resumption = Resumption(Path(entry.value), self._engine, self._ledger)
+
+        self._perform("checkpoint", attempt, adopt)
+
+    def _heed(self) -> None:
+        """After a step: write a checkpoint if one is due, and stop if we are asked to."""
+        if not self._ledger.took_part:
+            return
+        _, asked, stop = self._ledger.asked
+        path = None
+        if self._group.rank == 0 and self._checkpoints is not None:
+            if stop or self._checkpoints.due(self.version, asked):
+                self._checkpoints.write(self._snapshot(), wait=bool(stop))
+            path = self._checkpoints.newest()
+        if stop:
+            if self._group.rank == 0:
+                self._group.tell({"stopped": {"step": self.version, "checkpoint": path and str(path)}})
+            raise Stopped
+
+    def _snapshot(self) -> Snapshot:
+        tensors = {name: tensor.clone() for name, tensor in self._engine.state.tensors().items()}
+        return Snapshot(tensors, self._facts(), self._ledger.journal.packed(self._ledger.done))
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            **self._identity(),
+            "version": self.version,
+            "position": self._next,
+            "data": self._data,
+            "fingerprint": self.fingerprint(),
+            "values": self._engine.state.values,
+            "groups": [checkpoint.pack(pair.hyperparameters()) for pair in self._engine.pairs],
+            "tracked": {name: checkpoint.pack(value.state_dict()) for name, value in self._tracked.items()},
+        }
 
     def _identity(self) -> dict[str, int]:
         """What must be alike for a checkpoint to fit."""
@@ -512,10 +662,19 @@ class Run:
     # ---- for `evenstep verify` ----
 
     def _trace(self, *, first: bool) -> None:
-        if self._env.trace is None or self.worker != 0 or (first and self.version):
+        if self._env.trace is None or self._group.rank != 0 or (first and self.version) or not self._ledger.took_part:
             return
         with self._env.trace.open("a") as file:
             file.write(json.dumps({"step": self.version, "digests": self._engine.state.digests()}) + "\n")
+
+
+def _compare_profiles(worker: int, mine: dict[str, Any], first: dict[str, Any]) -> None:
+    for key, value in mine.items():
+        if value != first[key]:
+            raise ConfigError(
+                f"worker {worker} has {key}={value!r} but worker 0 has {first[key]!r}; "
+                "all workers must run the same script on the same kind of machine"
+            )
 
 
 def _check_device(device: str) -> None:

@@ -1,8 +1,13 @@
 """One shared segment per run: a memfd that all workers map.
 
 It has no name, so nothing is left behind however the run ends: the memory goes when the last process that maps it does.
-It is sparse: reserving costs nothing until a page is written. Every worker reserves the same regions in the same order
-(the layout is a pure function of what was prepared), so offsets need no agreement.
+It is sparse: reserving costs nothing until a page is written. It has four parts:
+
+- the control part of the C core, and behind it the *board*: a few words for every worker and for the supervisor;
+- regions for the *state*, reserved by every worker in the same order (a pure function of what was prepared and
+  trained), so offsets need no agreement, and a worker that joins later finds them too;
+- *scratch* regions, laid out anew whenever the workers change;
+- the *journal*, written and read as a file.
 """
 
 import mmap
@@ -14,11 +19,14 @@ from torch import Tensor
 from evenstep.core.errors import ConfigError
 from evenstep.native import core
 
-__all__ = ["ALIGNMENT", "Region", "Segment"]
+__all__ = ["ALIGNMENT", "JOURNAL_BEGIN", "Region", "Segment"]
 
 ALIGNMENT = 64  # MKL and oneDNN may choose other kernels, with other bits, for other alignments
 _PAGE = mmap.PAGESIZE
 _FILE_BYTES = 1 << 42
+_SCRATCH_BEGIN = 1 << 40
+JOURNAL_BEGIN = 1 << 41
+_BOARD_WORDS = 8  # of every worker, and of the supervisor
 _SLOT_BYTES = 1 << 18
 _WINDOW_BYTES = 1 << 30  # mapped at once: every mapping holds a descriptor, and there may be thousands of regions
 
@@ -42,8 +50,30 @@ class Region:
         return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
 
+class _Area:
+    """A part of the segment from which regions are reserved, from front to back."""
+
+    def __init__(self, fd: int, begin: int) -> None:
+        self._fd, self._end = fd, begin
+        self._window: mmap.mmap | None = None
+        self._window_begin = 0
+
+    def reserve(self, num_bytes: int) -> Region:
+        begin, self._end = self._end, self._end + aligned(max(num_bytes, 1), _PAGE)
+        if self._window is None or self._end > self._window_begin + len(self._window):
+            self._window = mmap.mmap(self._fd, max(self._end - begin, _WINDOW_BYTES), offset=begin)
+            self._window_begin = begin
+        return Region(self._window, begin - self._window_begin, self._end - begin)
+
+
 class Segment:
-    """The control part of the C core, followed by regions."""
+    """The control part of the C core and the board, followed by regions.
+
+    Attributes:
+        num_workers: How many workers there is room for.
+        slot_bytes: What one post may carry.
+        base: Where the control part is mapped.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -57,13 +87,12 @@ class Segment:
                 f"file descriptor {fd} is no evenstep segment of this build; start all workers with one version, and "
                 "programs that a worker starts without its EVENSTEP_* variables"
             )
-        self.num_workers, slot_bytes = described
-        self.slot_bytes = slot_bytes
-        self._end = aligned(core.control_bytes(*described), _PAGE)
-        self._control = mmap.mmap(fd, self._end)
+        self.num_workers, self.slot_bytes = described
+        self._control = mmap.mmap(fd, _control_bytes(*described))
         self.base = _address(self._control)
-        self._window = self._control
-        self._window_begin = 0
+        self._board = self.base + core.control_bytes(*described)
+        self._state = _Area(fd, len(self._control))
+        self._scratch = _Area(fd, _SCRATCH_BEGIN)
 
     @classmethod
     def create(cls, num_workers: int) -> "Segment":
@@ -78,7 +107,7 @@ class Segment:
             raise ConfigError(f"no shared segment could be made: {error.strerror}; look at `ulimit -a`") from error
         try:
             os.ftruncate(fd, _FILE_BYTES)
-            control = mmap.mmap(fd, aligned(core.control_bytes(num_workers, _SLOT_BYTES), _PAGE))
+            control = mmap.mmap(fd, _control_bytes(num_workers, _SLOT_BYTES))
         except OSError as error:
             os.close(fd)
             raise ConfigError(
@@ -90,12 +119,20 @@ class Segment:
         return cls(fd)
 
     def reserve(self, num_bytes: int) -> Region:
-        """Take the next range of the segment. All workers must call this alike."""
-        begin, self._end = self._end, self._end + aligned(max(num_bytes, 1), _PAGE)
-        if self._end > self._window_begin + len(self._window):
-            self._window = mmap.mmap(self.fd, max(self._end - begin, _WINDOW_BYTES), offset=begin)
-            self._window_begin = begin
-        return Region(self._window, begin - self._window_begin, self._end - begin)
+        """Take the next range of the state. All workers must call this alike."""
+        return self._state.reserve(num_bytes)
+
+    def scratch(self, num_bytes: int) -> Region:
+        """Take the next range of what lasts as long as the workers stay the same. They must call this alike."""
+        return self._scratch.reserve(num_bytes)
+
+    def clear_scratch(self) -> None:
+        """Lay out scratch regions from the beginning again. All workers must call this alike."""
+        self._scratch = _Area(self.fd, _SCRATCH_BEGIN)
+
+    def word(self, worker: int, number: int) -> int:
+        """The address of a word on the board; the supervisor's number is `num_workers`. Use `core.load` and `store`."""
+        return self._board + 8 * (worker * _BOARD_WORDS + number)
 
     def close(self) -> None:
         """Close the descriptor. Tensors made from regions stay valid until they are gone."""
@@ -107,6 +144,10 @@ class Segment:
 def aligned(num_bytes: int, to: int = ALIGNMENT) -> int:
     """The next multiple of `to`."""
     return -(-num_bytes // to) * to
+
+
+def _control_bytes(num_workers: int, slot_bytes: int) -> int:
+    return aligned(core.control_bytes(num_workers, slot_bytes) + 8 * _BOARD_WORDS * (num_workers + 1), _PAGE)
 
 
 def _address(memory: mmap.mmap) -> int:

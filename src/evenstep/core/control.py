@@ -1,0 +1,88 @@
+"""The control socket of a running job: how `evenstep scale` and `evenstep status` reach the supervisor.
+
+It is a Unix socket without a place in the file system, so nothing is left of it however the supervisor ends. Its name
+holds the user and the process id; only the same user is answered.
+"""
+
+import json
+import os
+import re
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from evenstep.core.errors import ConfigError
+
+__all__ = ["Control", "ask"]
+
+_TIMEOUT_S = 1.0
+_MOST_BYTES = 65536
+_UCRED = struct.Struct("3i")
+
+
+def _name(pid: int) -> str:
+    return f"\0evenstep/{os.getuid()}/{pid}"
+
+
+class Control:
+    """The supervisor's end."""
+
+    def __init__(self) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.bind(_name(os.getpid()))
+        self.socket.listen()
+
+    def answer(self, command: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Answer one caller, who has a second to say what it wants."""
+        connection, _ = self.socket.accept()
+        with connection:
+            connection.settimeout(_TIMEOUT_S)
+            try:
+                _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+                if user != os.getuid():
+                    return
+                request = json.loads(connection.recv(_MOST_BYTES))
+                answer = command(request) if isinstance(request, dict) else {"error": "expected a JSON object"}
+                connection.sendall(json.dumps(answer).encode())
+            except (OSError, ValueError):
+                return  # whatever that was: it cannot harm the run
+
+    def close(self) -> None:
+        """Take the name back."""
+        self.socket.close()
+
+
+def ask(request: dict[str, Any], pid: int | None = None) -> dict[str, Any]:
+    """Ask the supervisor of a job of this user.
+
+    Args:
+        request: What.
+        pid: Which supervisor; None: the only one there is.
+
+    Raises:
+        ConfigError: There is none, or more than one, or it does not answer.
+    """
+    if pid is None:
+        pids = _running()
+        if len(pids) != 1:
+            found = ", ".join(map(str, pids)) or "none"
+            raise ConfigError(f"running jobs of this user: {found}; expected one, or say which by --job PID")
+        (pid,) = pids
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(5 * _TIMEOUT_S)
+        try:
+            connection.connect(_name(pid))
+            connection.sendall(json.dumps(request).encode())
+            answer: dict[str, Any] = json.loads(connection.recv(_MOST_BYTES))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no job answers as process {pid} ({error}); `evenstep status` lists them") from error
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return answer
+
+
+def _running() -> list[int]:
+    names = re.findall(rf"@evenstep/{os.getuid()}/(\d+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)
+    return sorted({int(name) for name in names})

@@ -1,0 +1,61 @@
+"""Who is slow: the shards of a worker that is clearly slower than the others move to them. No bit depends on it.
+
+Every worker sees the same times (they travel with the results of a step), so all decide alike and at the same step.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from evenstep.plan.placement import share
+
+__all__ = ["Pace"]
+
+Span = tuple[int, int]
+
+_WINDOW = 8  # steps to look at before anything is moved, and after that
+_SLOW = 1.5  # how many times longer than the fastest a worker takes for a shard when it counts as slow
+_WORTH_S = 0.005  # what a step must lose by it
+
+
+@dataclass
+class Pace:
+    """The times of the workers of one generation.
+
+    Attributes:
+        weights: How much each worker shall do, by what was measured so far.
+    """
+
+    num_workers: int
+    weights: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = [1.0] * self.num_workers
+        self._times: list[list[float]] = []
+
+    def observe(self, seconds: Sequence[float], spans: Sequence[Span]) -> list[Span] | None:
+        """Take in a step.
+
+        Args:
+            seconds: How long each worker computed, without its waits.
+            spans: The shards of each.
+
+        Returns:
+            The spans to use from now on, if they change.
+        """
+        self._times.append([time / (end - first) for time, (first, end) in zip(seconds, spans, strict=True)])
+        if len(self._times) < _WINDOW or self.num_workers == 1:
+            return None
+        per_shard = [statistics.median(times) for times in zip(*self._times, strict=True)]
+        self._times.clear()
+        fastest = max(min(per_shard), 1e-9)
+        uneven = max(per_shard) > _SLOW * fastest
+        self.weights = [1 / max(time, 1e-9) for time in per_shard] if uneven else [1.0] * self.num_workers
+        wanted = share(spans[-1][1], self.weights)
+        if wanted == list(spans) or _longest(per_shard, spans) - _longest(per_shard, wanted) < _WORTH_S:
+            return None
+        return wanted
+
+
+def _longest(per_shard: Sequence[float], spans: Sequence[Span]) -> float:
+    return max(time * (end - first) for time, (first, end) in zip(per_shard, spans, strict=True))

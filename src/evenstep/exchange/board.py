@@ -1,0 +1,117 @@
+"""The words that everyone may read at any time without an exchange: what a worker does, what the supervisor asks for.
+
+Each word has one writer. What they say is for looking after a run, never part of its arithmetic.
+"""
+
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+from evenstep.native import core
+from evenstep.transport.segment import Segment
+
+__all__ = ["Asked", "Asks", "Board", "Doing"]
+
+
+class _Of(IntEnum):
+    """The words of a worker."""
+
+    BUSY_SINCE = 0
+    STEP = 1
+    SHARD = 2
+    WAITING = 3
+
+
+class Asks(IntEnum):
+    """What the supervisor asks for: each a number that only grows, so that nothing asked is overlooked."""
+
+    REGROUP = 0
+    CHECKPOINT = 1
+    STOP = 2
+
+
+_COMMITTED = 3  # of the supervisor's row, but written by the first worker: how many operations are in the journal
+
+Asked = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a worker does now.
+
+    Attributes:
+        busy_s: For how long it has been inside of the operation; None: it is outside of any.
+        step: Which step that is.
+        shard: Which shard it computes; None: none.
+        waiting: Whether it waits for another worker.
+    """
+
+    busy_s: float | None
+    step: int
+    shard: int | None
+    waiting: bool
+
+
+class Board:
+    """The words of a segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._supervisor = segment.num_workers
+
+    def _store(self, worker: int, number: int, value: int) -> None:
+        core.store(self._segment.word(worker, number), value)
+
+    def _load(self, worker: int, number: int) -> int:
+        return core.load(self._segment.word(worker, number))
+
+    def begin(self, worker: int, step: int) -> None:
+        """This worker is inside of an operation from now on."""
+        self._store(worker, _Of.STEP, step)
+        self._store(worker, _Of.SHARD, 0)
+        self._store(worker, _Of.BUSY_SINCE, time.monotonic_ns())
+
+    def end(self, worker: int) -> None:
+        """This worker is outside of any operation."""
+        self._store(worker, _Of.BUSY_SINCE, 0)
+        self._store(worker, _Of.SHARD, 0)
+
+    def computes(self, worker: int, shard: int) -> None:
+        """This worker computes a shard."""
+        self._store(worker, _Of.SHARD, shard + 1)
+
+    def waits(self, worker: int, waiting: bool) -> None:
+        """This worker waits for another, or no longer."""
+        self._store(worker, _Of.WAITING, int(waiting))
+
+    def doing(self, worker: int) -> Doing:
+        """What a worker does now."""
+        since = self._load(worker, _Of.BUSY_SINCE)
+        busy_s = (time.monotonic_ns() - since) / 1e9 if since else None
+        shard = self._load(worker, _Of.SHARD)
+        return Doing(
+            busy_s, self._load(worker, _Of.STEP), shard - 1 if shard else None, bool(self._load(worker, _Of.WAITING))
+        )
+
+    def clear(self, worker: int) -> None:
+        """A place is free: whoever takes it does nothing yet."""
+        for number in _Of:
+            self._store(worker, number, 0)
+
+    def ask(self, what: Asks, number: int) -> None:
+        """The supervisor asks for something."""
+        self._store(self._supervisor, what, number)
+
+    def asked(self) -> Asked:
+        """What the supervisor has asked for so far."""
+        regroup, checkpoint, stop = (self._load(self._supervisor, what) for what in Asks)
+        return regroup, checkpoint, stop
+
+    @property
+    def committed(self) -> int:
+        """How many operations have been committed."""
+        return self._load(self._supervisor, _COMMITTED)
+
+    @committed.setter
+    def committed(self, number: int) -> None:
+        self._store(self._supervisor, _COMMITTED, number)

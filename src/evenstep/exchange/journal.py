@@ -1,0 +1,105 @@
+"""What the workers of a run have done together, in the segment: one entry for every committed operation.
+
+An entry holds what the operation gave to the script (losses, metrics, outputs), so that a worker that starts later can
+run the same script, take the results from here instead of computing them, and come to where the others are.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evenstep.exchange.board import Board
+from evenstep.transport.segment import JOURNAL_BEGIN, Segment
+
+__all__ = ["Entry", "Journal"]
+
+_HEAD = struct.Struct("<QQ")  # bytes of the text, bytes of the blob
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operation.
+
+    Attributes:
+        kind: Which one, in words.
+        value: What it gave, as JSON.
+        blob: What it gave beside that, as bytes.
+        followers: What is committed together with it, and comes after it.
+    """
+
+    kind: str
+    value: Any = None
+    blob: bytes = b""
+    followers: Sequence["Entry"] = ()
+
+    def pack(self) -> bytes:
+        """As bytes that say how long they are."""
+        text = json.dumps([self.kind, self.value]).encode()
+        return _HEAD.pack(len(text), len(self.blob)) + text + self.blob
+
+
+class Journal:
+    """The entries, from the first; appended by the first worker only. `board.committed` says how many count."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._fd, self._board = segment.fd, Board(segment)
+        self._ends = [JOURNAL_BEGIN]  # where each known entry ends
+
+    @property
+    def committed(self) -> int:
+        """How many entries there are."""
+        return self._board.committed
+
+    def append(self, entry: Entry) -> None:
+        """Write the next entry, then let it count: that is the moment at which an operation is committed."""
+        number = self.committed
+        place = self._end_of(number)
+        data = memoryview(b"".join(each.pack() for each in (entry, *entry.followers)))
+        while data:
+            written = os.pwrite(self._fd, data, place)
+            data, place = data[written:], place + written
+        self._board.committed = number + 1 + len(entry.followers)
+
+    def read(self, number: int) -> Entry:
+        """The entry of an operation that has been committed."""
+        assert number < self.committed, "only what counts is read"
+        begin = self._end_of(number)
+        text_bytes, blob_bytes = _HEAD.unpack(self._pread(_HEAD.size, begin))
+        kind, value = json.loads(self._pread(text_bytes, begin + _HEAD.size))
+        return Entry(kind, value, self._pread(blob_bytes, begin + _HEAD.size + text_bytes))
+
+    def packed(self, end: int) -> bytes:
+        """The first `end` entries, as `unpack` takes them."""
+        return self._pread(self._end_of(end) - JOURNAL_BEGIN, JOURNAL_BEGIN)
+
+    def _end_of(self, number: int) -> int:
+        """Where entry `number` begins, which is where the one before it ends."""
+        while len(self._ends) <= number:
+            begin = self._ends[-1]
+            self._ends.append(begin + _HEAD.size + sum(_HEAD.unpack(self._pread(_HEAD.size, begin))))
+        return self._ends[number]
+
+    def _pread(self, num_bytes: int, place: int) -> bytes:
+        parts = []
+        while num_bytes:
+            data = os.pread(self._fd, min(num_bytes, 1 << 30), place)
+            assert data, "the segment is longer than any journal"
+            parts.append(data)
+            num_bytes, place = num_bytes - len(data), place + len(data)
+        return b"".join(parts)
+
+    @staticmethod
+    def unpack(data: bytes) -> list[Entry]:
+        """The inverse of `packed`."""
+        entries, begin = [], 0
+        while begin < len(data):
+            text_bytes, blob_bytes = _HEAD.unpack_from(data, begin)
+            begin += _HEAD.size
+            kind, value = json.loads(data[begin : begin + text_bytes])
+            begin += text_bytes
+            entries.append(Entry(kind, value, data[begin : begin + blob_bytes]))
+            begin += blob_bytes
+        return entries

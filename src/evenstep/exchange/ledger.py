@@ -1,0 +1,162 @@
+"""Every operation of a script on its workers, done exactly once, whoever dies in the middle of it.
+
+An operation (a step, an evaluation, a save) is tried by all workers together. If it goes through, the first worker
+writes its result into the journal: from that moment it is committed. If a worker dies, stops or is asked to go before
+that moment, the others drop what they have, wait for the supervisor to say who is left (a new *generation*), bring the
+state back to what was committed last, and try again. A worker that finds its operation in the journal already, because
+it was woken late or has only just been started, takes the result from there.
+
+So there is one loop for going on, doing again and catching up. `tests/model/protocol.py` is a model of it, checked
+for every order of events.
+"""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+from evenstep.core import points
+from evenstep.core.errors import MismatchError, PeerError
+from evenstep.exchange.board import Asked
+from evenstep.exchange.group import Group
+from evenstep.exchange.journal import Entry, Journal
+
+__all__ = ["Ledger", "Undecided"]
+
+T = TypeVar("T")
+
+
+class Undecided(Protocol):
+    """Whoever holds state that an operation may leave half changed."""
+
+    def begin(self, operation: int) -> None:
+        """An operation is tried; it has this number."""
+
+    def abandon(self) -> None:
+        """What was tried came to nothing on this worker: forget it."""
+
+    def recover(self) -> None:
+        """Bring the state to what is committed, on all workers of a generation that has just begun."""
+
+
+class Ledger:
+    """The operations of one process, one after the other.
+
+    Attributes:
+        group: The workers.
+        journal: What has been committed.
+        holder: Who holds the state, if anybody yet.
+        prelude: Called once before the next operation, if set; it may do an operation of its own, and set itself again.
+        took_part: Whether this worker took part in the last operation.
+        asked: What the supervisor had asked for when the last operation was committed; alike on all who took part.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.journal = Journal(group.segment)
+        self.holder: Undecided | None = None
+        self.prelude: Callable[[], None] | None = None
+        self.took_part = True
+        self._next = 0
+        self._recovered = group.generation
+        self._reported = 0  # the generation whose first step the supervisor knows of
+        self.asked: Asked = (0, 0, 0)
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether the next operation has been committed by others already."""
+        return self._next < self.journal.committed
+
+    @property
+    def done(self) -> int:
+        """How many operations this worker has behind it."""
+        return self._next
+
+    def perform(self, kind: str, step: int, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
+        """Do the next operation. All workers must call this alike; blocks until it is committed.
+
+        Args:
+            kind: Which one, in words; alike on all workers.
+            step: In which step, for those who look after us.
+            attempt: Computes the operation and returns what it gave. It ends with an exchange of all workers, so that
+                whoever returns knows that all have done their part. May be called several times: it must leave
+                nothing changed that the holder's `recover` does not bring back.
+            adopt: Called once with the committed entry, and whether this worker took part in it (else it catches up,
+                and the state may be ahead of the entry); returns the result.
+
+        Raises:
+            PeerError: Another worker failed, and there is nobody to replace it.
+            MismatchError: This worker does another operation than the others did.
+        """
+        if self.prelude is not None:
+            prelude, self.prelude = self.prelude, None
+            prelude()
+        if kind.startswith("step"):  # other operations may take any time
+            self.group.board.begin(self.group.worker, step)
+        try:
+            entry, self.took_part = self._obtain(kind, step, attempt)
+        finally:
+            self.group.board.end(self.group.worker)
+        result = adopt(entry, self.took_part)
+        self._next += 1
+        return result
+
+    def _obtain(self, kind: str, step: int, attempt: Callable[[], Entry]) -> tuple[Entry, bool]:
+        """The committed entry of the next operation, and whether this worker took part in it."""
+        while not self.catching_up:
+            if self.group.left:
+                self.group.enter()
+            elif (tried := self._try(kind, step, attempt)) is not None:
+                return tried, True
+        entry = self.journal.read(self._next)
+        if entry.kind != kind:
+            raise MismatchError(
+                f"worker {self.group.worker} does '{kind}' where the other workers did '{entry.kind}': the script must "
+                "do the same whenever it runs; look for a branch that depends on the worker, the time or unseeded "
+                "randomness"
+            )
+        return entry, False
+
+    def _try(self, kind: str, step: int, attempt: Callable[[], Entry]) -> Entry | None:
+        """Try the next operation once; None if the workers have to change first, or it is in the journal meanwhile."""
+        entry = None
+        try:
+            self._recover()
+            entry = attempt()
+            self._commit(kind, step, entry)
+        except BaseException as error:
+            committed = self.catching_up  # then whatever went wrong came too late to matter to this operation
+            if not committed and self.holder is not None:
+                self.holder.abandon()
+            if not isinstance(error, PeerError) or not (self.group.elastic or committed):
+                raise
+            if self.group.elastic:
+                self.group.leave()
+            return entry if committed else None
+        return entry
+
+    def _recover(self) -> None:
+        """What a new generation does first: everyone begins from what is committed."""
+        if self.holder is not None:
+            self.holder.begin(self._next)
+        if self._recovered != self.group.generation:
+            if self.holder is not None:
+                self.holder.recover()
+            self._recovered = self.group.generation
+
+    def _commit(self, kind: str, step: int, entry: Entry) -> None:
+        """Everyone has tried and succeeded; the first worker makes it count, and nobody goes on before that."""
+        group = self.group
+        points.reach("before commit")
+        if group.rank == 0:
+            self.journal.append(entry)
+            points.reach("inside commit")
+        rows = group.gather(f"{kind}: committed", torch.tensor([group.board.asked()]))
+        regroup, checkpoint, stop = (int(number) for number in rows.amax(0))
+        self.asked = (regroup, checkpoint, stop)
+        if group.rank == 0 and self._reported != group.generation and kind.startswith("step"):
+            group.tell({"committed": step})
+            self._reported = group.generation
+        points.reach("after commit")
+        if regroup > group.generation:
+            group.leave()

@@ -1,0 +1,211 @@
+"""Checkpoints that are written while training goes on, and going on from the newest good one.
+
+Each is a folder `step-N` as `checkpoint.write` makes it, with the journal beside the state: with it the script can be
+run from its beginning and gets the results of all that was done before.
+"""
+
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from evenstep.core.errors import CheckpointError, ConfigError
+from evenstep.engine.step import Engine
+from evenstep.exchange.journal import Entry, Journal
+from evenstep.exchange.ledger import Ledger
+from evenstep.run import checkpoint
+
+__all__ = ["Checkpoints", "Found", "Resumption", "Snapshot"]
+
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_RETRY_S = 5.0  # after a failed write
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a checkpoint holds, in memory of its own."""
+
+    tensors: Mapping[str, Tensor]
+    facts: dict[str, Any]
+    journal: bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that fits: where it is, and what was done after the operation that found it."""
+
+    path: Path
+    entries: Sequence[Entry]
+
+
+class Checkpoints:
+    """Writes them.
+
+    Args:
+        directory: Where they go.
+        every: Steps between two of them, or a time such as "30s".
+        keep: How many of the newest to keep.
+
+    Raises:
+        ConfigError: An argument makes no sense.
+    """
+
+    def __init__(self, directory: Path, every: int | str, keep: int) -> None:
+        self._directory, self._keep = directory, keep
+        self._steps, self._seconds = _parse(every)
+        if not isinstance(keep, int) or keep < 1:
+            raise ConfigError(f"keep={keep!r}, expected a whole number above 0")
+        self._last_step, self._last_s, self._asked = 0, time.monotonic(), 0
+        self._retry_s: float | None = None
+        self._writer: threading.Thread | None = None
+
+    def due(self, version: int, asked: int) -> bool:
+        """Whether to write one now. While one is being written none is.
+
+        Args:
+            version: How many steps have been committed.
+            asked: How often the supervisor has asked for one.
+        """
+        if self._writer is not None and self._writer.is_alive():
+            return False
+        now = time.monotonic()
+        if self._retry_s is not None:
+            return now >= self._retry_s
+        if asked > self._asked:
+            self._asked = asked
+            return True
+        if self._steps is not None:
+            return version // self._steps > self._last_step // self._steps
+        return self._seconds is not None and now - self._last_s >= self._seconds
+
+    def write(self, snapshot: Snapshot, *, wait: bool) -> None:
+        """Write a snapshot, in a thread of its own unless the caller waits."""
+        self._last_step, self._last_s = snapshot.facts["version"], time.monotonic()
+        self.close()
+        if wait:
+            self._write(snapshot)
+        else:
+            self._writer = threading.Thread(target=self._write, args=(snapshot,), name="evenstep-checkpoint")
+            self._writer.start()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        path = self._directory / f"step-{snapshot.facts['version']:09}"
+        try:
+            checkpoint.write(path, snapshot.tensors, snapshot.facts, snapshot.journal)
+            self._retry_s = None
+            for old in _newest_first(self._directory)[self._keep :]:
+                shutil.rmtree(old, ignore_errors=True)
+        except CheckpointError as error:
+            print(
+                f"evenstep: CHECKPOINT FAILED, training goes on and it will be tried again: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._retry_s = time.monotonic() + _RETRY_S
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint, if there is any."""
+        return next(iter(_newest_first(self._directory)), None)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def find(self, here: Mapping[str, Any], state: Mapping[str, Tensor], ledger: Ledger) -> Found | None:
+        """The newest good checkpoint of this run; a torn or altered one is named and passed over.
+
+        Args:
+            here: What this run says of itself.
+            state: What it holds.
+            ledger: What it has done so far.
+
+        Raises:
+            CheckpointError: The newest good one belongs to another run.
+        """
+        for path in _newest_first(self._directory):
+            try:
+                facts, tensors = checkpoint.read(path, tensors=True)
+                entries = Journal.unpack(checkpoint.read_journal(path, facts))
+            except CheckpointError as error:
+                print(f"evenstep: passed over: {error}", file=sys.stderr, flush=True)
+                continue
+            checkpoint.check(path, facts, tensors, here, state)
+            done = [ledger.journal.read(number).kind for number in range(ledger.done)] + ["checkpoint"]
+            there = [entry.kind for entry in entries[: len(done)]]
+            if there != done:
+                raise CheckpointError(
+                    f"{path} belongs to another script: it had done {', '.join(there)} where this one has done "
+                    f"{', '.join(done)}"
+                )
+            return Found(path, entries[len(done) :])
+        print(f"evenstep: no checkpoint in {self._directory} yet: starting anew", file=sys.stderr, flush=True)
+        return None
+
+
+class Resumption:
+    """Going on from a checkpoint: the results of what was done come from its journal, and in the end its state."""
+
+    def __init__(self, path: Path, engine: Engine, ledger: Ledger) -> None:
+        self._path, self._engine, self._ledger = path, engine, ledger
+        self._facts = checkpoint.read(path, tensors=False)[0]
+        self._over = False
+        ledger.prelude = self._go_on
+
+    def check_data(self, number: int, sizes: list[int]) -> None:
+        """See that the data is what it was.
+
+        Raises:
+            CheckpointError: It is not.
+        """
+        there = self._facts["data"]
+        if not self._over and number < len(there) and there[number] != sizes:
+            raise CheckpointError(
+                f"{self._path} belongs to another run: {there[number][0]} samples in batches of {there[number][1]} in "
+                f"the checkpoint, {sizes[0]} in batches of {sizes[1]} here"
+            )
+
+    def _go_on(self) -> None:
+        """Before an operation: if all that the checkpoint knows has been taken over, put its state in place."""
+        engine, ledger = self._engine, self._ledger
+        if ledger.catching_up and ledger.journal.read(ledger.done).kind != "restore":
+            ledger.prelude = self._go_on
+            return
+
+        def attempt() -> Entry:
+            tensors = checkpoint.read(self._path, tensors=True)[1]
+            engine.restore(tensors, {})
+            return Entry("restore", str(self._path))
+
+        def adopt(entry: Entry, took_part: bool) -> bool:
+            engine.restored([[] for _ in engine.pairs], engine.version, took_part)
+            if took_part and engine.state.fingerprint() != self._facts["fingerprint"]:
+                raise CheckpointError(
+                    f"{self._path} was loaded but its fingerprint differs from the one that was saved"
+                )
+            return bool(entry.value == str(self._path))
+
+        self._over = ledger.perform("restore", engine.version, attempt, adopt)
+        if not self._over:  # what was put in place then was an older checkpoint, from which this one came
+            ledger.prelude = self._go_on
+
+
+def _parse(every: int | str) -> tuple[int | None, float | None]:
+    if isinstance(every, int) and every > 0:
+        return every, None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", every.strip()) if isinstance(every, str) else None
+    if found is None:
+        raise ConfigError(f'every={every!r}, expected a number of steps above 0, or a time such as "30s" or "10min"')
+    return None, float(found[1]) * _UNITS_S[found[2]]
+
+
+def _newest_first(directory: Path) -> list[Path]:
+    return sorted(directory.glob("step-*"), reverse=True)

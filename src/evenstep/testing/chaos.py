@@ -1,0 +1,144 @@
+"""Chaos: trainings under hundreds of random faults and resizes, which must end on the fingerprint of a quiet one.
+
+A seed fixes the whole plan: which faults, where, in which order. Run it by `make chaos`, or
+
+    python -m evenstep.testing.chaos --seed 3 --faults 200
+"""
+
+import argparse
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenstep.core.points import POINTS
+from evenstep.testing import faults, training
+from evenstep.testing.faults import Fault
+
+__all__ = ["Result", "chaos", "main", "plan"]
+
+_KINDS = {"kill": 10, "kill all": 1, "stop": 1, "slow": 3, "raise": 3, "exit": 2, "scale": 4}
+_INSIDE = [p for p in POINTS if p not in ("join", "recover", "checkpoint")]
+_STEPS_PER_FAULT = 4
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a chaos run came to.
+
+    Attributes:
+        same: Whether it ended on the fingerprint of the quiet run.
+        struck: How many faults of each kind struck.
+        recoveries_s: From each death to the next committed step.
+        seconds: How long it took.
+        errors: What it wrote to standard error.
+    """
+
+    same: bool
+    struck: Counter[str]
+    recoveries_s: list[float]
+    seconds: float
+    errors: str
+
+
+def plan(seed: int, num_faults: int) -> list[Fault]:
+    """Random faults in order. A script that fails by itself twice in one step fails the run, so that is left out."""
+    dice = random.Random(seed)
+    found: list[Fault] = []
+    while len(found) < num_faults:
+        (kind,) = dice.choices(list(_KINDS), list(_KINDS.values()))
+        own_fault = kind in ("raise", "exit")
+        point = dice.choice(_INSIDE if own_fault else [p for p in POINTS if p != "checkpoint"])
+        visit = dice.randint(1, 30) if point == "exchange" else dice.randint(1, 4) if point in _INSIDE else 1
+        if point not in _INSIDE:  # nobody comes by before somebody else has died
+            found.append(Fault("kill", "forward", 2))
+        found.append(Fault(kind, point, visit, seconds=dice.random() * 0.05, workers=dice.randint(1, 5)))  # type: ignore[arg-type]  # a kind
+        if own_fault:
+            found.append(Fault("slow", "after commit", 2, seconds=0.0))
+    first = Fault("slow", "after commit", 2, seconds=0.0)  # before the first step a script that fails is simply wrong
+    return [first, *found[: num_faults - 1]]
+
+
+def chaos(name: str, seed: int, num_faults: int, directory: Path, timeout_s: float = 600.0) -> Result:
+    """Run a training under a plan, and once in peace.
+
+    Args:
+        name: Which of `TRAININGS`.
+        seed: Fixes the plan.
+        num_faults: How many.
+        directory: An empty one, for the plan.
+        timeout_s: What the run may take.
+    """
+    planned = plan(seed, num_faults)
+    script = [training.__file__, name, "--steps", str(_STEPS_PER_FAULT * num_faults + 10)]
+    quiet = _run([sys.executable, *script], {}, timeout_s)
+    begin = time.monotonic()
+    launcher = [sys.executable, "-m", "evenstep", "run", "-n", "3", "--step-timeout", "10"]
+    wild = _run([*launcher, *script], faults.plant(planned, directory, in_order=True), timeout_s)
+    return Result(
+        _fingerprint(quiet) == _fingerprint(wild) and wild.returncode == 0,
+        Counter(planned[number].kind for number in faults.struck(directory)),
+        [float(s) for s in re.findall(r"committed, ([\d.]+) s after", wild.stderr)],
+        time.monotonic() - begin,
+        wild.stderr,
+    )
+
+
+def _run(command: Sequence[str], variables: dict[str, str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            err += f"\nit did not end within {timeout_s:g} s"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _fingerprint(done: "subprocess.CompletedProcess[str]") -> str | None:
+    lines = [line for line in done.stdout.splitlines() if line.startswith("fingerprint ")]
+    return lines[-1] if lines else f"none, exit code {done.returncode}"
+
+
+def main() -> int:
+    """Run chaos over all trainings and seeds; print what struck and how long recovery took."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds")
+    parser.add_argument("--faults", type=int, default=150, help="faults of each run")
+    options = parser.parse_args()
+    print(f"{'training':<12} {'seed':>4} {'faults':>6} {'seconds':>7}  recovery median/worst  result    what struck")
+    good = True
+    for seed in range(options.seed, options.seed + options.seeds):
+        for name in training.TRAININGS:
+            with tempfile.TemporaryDirectory() as directory:
+                result = chaos(name, seed, options.faults, Path(directory))
+            times = result.recoveries_s or [0.0]
+            recovery = f"{statistics.median(times):.3f} s / {max(times):.3f} s"
+            what = ", ".join(f"{count} {kind}" for kind, count in sorted(result.struck.items()))
+            verdict = "the same" if result.same else "DIFFERS"
+            print(
+                f"{name:<12} {seed:>4} {sum(result.struck.values()):>6} {result.seconds:>7.1f}  {recovery:<21}  "
+                f"{verdict:<8}  {what}",
+                flush=True,
+            )
+            if not result.same:
+                good = False
+                print(result.errors[-20000:], file=sys.stderr)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Checkpoints that are written while training goes on, and going on from them as if nothing had happened."""
+
+import json
+import re
+import signal
+
+import pytest
+
+import processes
+from evenstep.testing import Fault, plant
+from evenstep.testing.faults import struck
+from workers import Cli, cli_run, script_run
+
+SCRIPT = """
+    import os, sys, time
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    import evenstep
+
+    def claim(name):
+        try:
+            os.close(os.open(f"{sys.argv[1]}/{name}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    with evenstep.Run(shards=6, seed=SEED, timeout_s=30.0) as run:
+        data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 4), torch.randint(0, 3, (SAMPLES,)))
+        model = nn.Sequential(nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, 3))
+        model, optimizer = run.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))
+        run.checkpoint(sys.argv[1], every=EVERY, keep=2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        best = 9.0
+        for epoch in range(5):
+            for batch in run.batches(data, batch_size=16):
+                run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+                torch.rand(1)
+                EACH
+            found = run.evaluate(data, 20, lambda part: {"loss": F.cross_entropy(model(part[0]), part[1])})
+            plateau.step(found["loss"])  # no state of ours: it is right again because the script is run again
+            best = min(best, found["loss"])
+        if run.worker == 0:
+            print("best", best, "rate", optimizer.param_groups[0]["lr"], "random", float(torch.rand(1)))
+"""
+
+
+def training(each="pass", seed=3, samples=50, width=8, every="3"):
+    words = {"EACH": each, "SEED": str(seed), "SAMPLES": str(samples), "WIDTH": str(width), "EVERY": every}
+    return re.sub("|".join(words), lambda match: words[match[0]], SCRIPT)
+
+
+def lines(done):
+    assert done.code == 0, done.stderr
+    return [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def undisturbed(script, tmp_path):
+    """What the training ends on when nobody stops it."""
+    return lines(cli_run("run", "-n", "1", script(training()), tmp_path / "undisturbed"))
+
+
+def steps(directory):
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))
+
+
+STOP_AT_10 = "if run.version == 10 and run.worker == 0: os.kill(os.getppid(), 15); time.sleep(0.3)"
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (1, 3), (2, 5)])
+def test_a_stopped_run_goes_on_with_any_number_of_workers(script, tmp_path, undisturbed, counts):
+    path, saved = script(training(STOP_AT_10)), tmp_path / "saved"
+    first = cli_run("run", "-n", str(counts[0]), path, saved)
+    assert first.code == 75
+    newest = steps(saved)[-1]
+    assert newest in (10, 11), "it is in the middle of the third epoch"
+    where = f"evenstep: stopped by SIGTERM after step {newest}; its checkpoint is {saved}/step-{newest:09}"
+    assert first.stderr.splitlines()[-1] == f"{where}: go on with --resume"
+    second = cli_run("run", "-n", str(counts[1]), "--resume", script(training()), saved)
+    assert lines(second) == undisturbed
+    assert len(steps(saved)) == 2, "only the newest are kept"
+
+
+def test_a_run_may_be_resumed_again_and_again_and_lose_workers_between(script, tmp_path, undisturbed):
+    saved = tmp_path / "saved"
+    stop = "if run.version in (4, 9, 15) and claim(run.version): os.kill(os.getppid(), 2); time.sleep(0.3)"
+    path = script(training(stop))
+    saved.mkdir()
+    for number, count in enumerate((2, 3, 1)):
+        variables = plant([Fault("kill", "forward", 4)], tmp_path / f"faults-{number}")
+        done = cli_run("run", "-n", str(count), "--resume", path, saved, variables=variables)
+        assert done.code == 75, done.stderr
+        assert struck(tmp_path / f"faults-{number}") == [0]
+    assert lines(cli_run("run", "-n", "2", "--resume", path, saved)) == undisturbed
+
+
+def test_a_crashed_run_goes_on_from_the_newest_good_checkpoint(script, tmp_path, undisturbed):
+    saved = tmp_path / "saved"
+    with Cli("run", "-n", "2", script(training("time.sleep(0.05)")), saved) as cli:
+        assert processes.until(lambda: len(steps(saved)) == 2 and steps(saved)[-1] >= 9)
+        cli.kill(signal.SIGKILL)
+        cli.wait()
+    older, newest = (saved / f"step-{n:09}" for n in steps(saved))
+    if (newest / "checkpoint.json").exists():
+        state = newest / json.loads((newest / "checkpoint.json").read_text())["state"]
+        state.write_bytes(state.read_bytes()[:-1] + b"?")
+    done = cli_run("run", "-n", "2", "--resume", script(training()), saved)
+    assert lines(done) == undisturbed
+    assert f"passed over: {newest}" in done.stderr
+    assert older.name
+
+
+def test_a_worker_killed_in_the_middle_of_a_checkpoint_costs_nothing(script, tmp_path, undisturbed):
+    variables = plant([Fault("kill", "checkpoint", 2)], tmp_path / "faults")
+    done = cli_run("run", "-n", "2", script(training("time.sleep(0.02)")), tmp_path / "saved", variables=variables)
+    assert lines(done) == undisturbed
+    assert struck(tmp_path / "faults") == [0]
+
+
+def test_one_process_resumes_by_itself(script, tmp_path, undisturbed):
+    saved = tmp_path / "saved"
+    path = script(training().replace("keep=2", "keep=2, resume=True"))
+    text = path.read_text()
+    path.write_text(text.replace("pass", "if run.version == 8: raise SystemExit(4)", 1))
+    assert script_run(path, saved).code == 4
+    path.write_text(text)
+    done = script_run(path, saved)
+    assert lines(done) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"seed": 4}, "seed: 3 in the checkpoint, 4 here"),
+        ({"width": 9}, "model.0.weight: (8, 4) torch.float32 in the checkpoint, (9, 4) torch.float32 here"),
+        ({"samples": 51}, "50 samples in batches of 16 in the checkpoint, 51 in batches of 16 here"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_with_the_differences(script, tmp_path, change, sentence):
+    saved = tmp_path / "saved"
+    assert cli_run("run", "-n", "2", script(training()), saved).code == 0
+    done = cli_run("run", "-n", "2", "--resume", script(training(**change)), saved)
+    assert done.code == 8
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_checkpoint_resuming_is_starting(script, tmp_path, undisturbed):
+    done = cli_run("run", "-n", "2", "--resume", script(training()), tmp_path / "none")
+    assert lines(done) == undisturbed
+    assert "starting anew" in done.stderr
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(script, tmp_path, undisturbed):
+    (tmp_path / "saved").write_text("in the way")
+    done = cli_run("run", "-n", "2", script(training()), tmp_path / "saved")
+    assert lines(done) == undisturbed
+    assert "CHECKPOINT FAILED, training goes on" in done.stderr
+
+
+def test_a_signal_asks_for_a_checkpoint_now(script, tmp_path):
+    saved = tmp_path / "saved"
+    with Cli("run", "-n", "2", script(training("time.sleep(0.05)", every="1000")), saved) as cli:
+        assert processes.until(lambda: "generation 1" in cli_run("status", "--job", str(cli.pid)).stdout)
+        cli.kill(signal.SIGHUP)
+        assert processes.until(lambda: len(steps(saved)) == 1)
+        assert cli.wait().code == 0
+
+
+def test_the_second_signal_and_a_deadline_stop_at_once(script, tmp_path):
+    forever = script(training("print('here', flush=True); time.sleep(600)"))
+    with Cli("run", "-n", "2", forever, tmp_path / "a") as cli:
+        cli.until_it_says("here", times=2)
+        cli.kill(signal.SIGTERM)
+        assert processes.until(lambda: "once more stops at once" in cli.stderr)
+        cli.kill(signal.SIGTERM)
+        assert cli.wait(20.0).code == 143
+    with Cli("run", "-n", "2", "--grace", "0.5", forever, tmp_path / "b") as cli:
+        cli.until_it_says("here", times=2)
+        cli.kill(signal.SIGTERM)
+        assert cli.wait(20.0).code == 143
+
+
+@pytest.mark.parametrize("every", ["0", "-1", "'3 weeks'", "2.5"])
+def test_what_is_no_interval_is_refused(script, tmp_path, every):
+    done = cli_run("run", "-n", "1", script(training(every=every)), tmp_path / "saved")
+    assert done.code == 2
+    assert "expected a number of steps above 0, or a time such as" in done.stderr
