@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check bench chaos clean
 
 setup: $(STAMP)
 
@@ -29,6 +29,11 @@ bench: setup
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/batchnorm.py
+	$(BIN)/python benchmarks/recovery.py
+
+SEED ?= 0
+chaos: setup
+	$(BIN)/python -m evenstep.testing.chaos --seed $(SEED) --seeds 3 --faults 150
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info src/evenstep/native/*.so .pytest_cache .mypy_cache .ruff_cache

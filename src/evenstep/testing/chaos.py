@@ -24,7 +24,7 @@ from evenstep.core.points import POINTS
 from evenstep.testing import faults, training
 from evenstep.testing.faults import Fault
 
-__all__ = ["Result", "chaos", "main", "plan"]
+__all__ = ["Result", "main", "plan", "under"]
 
 _KINDS = {"kill": 10, "kill all": 1, "stop": 1, "slow": 3, "raise": 3, "exit": 2, "scale": 4}
 _INSIDE = [p for p in POINTS if p not in ("join", "recover", "checkpoint")]
@@ -68,18 +68,17 @@ def plan(seed: int, num_faults: int) -> list[Fault]:
     return [first, *found[: num_faults - 1]]
 
 
-def chaos(name: str, seed: int, num_faults: int, directory: Path, timeout_s: float = 600.0) -> Result:
-    """Run a training under a plan, and once in peace.
+def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, timeout_s: float = 600.0) -> Result:
+    """Run a training under faults in order, and once in peace.
 
     Args:
+        planned: The faults.
         name: Which of `TRAININGS`.
-        seed: Fixes the plan.
-        num_faults: How many.
+        steps: How many steps it takes.
         directory: An empty one, for the plan.
         timeout_s: What the run may take.
     """
-    planned = plan(seed, num_faults)
-    script = [training.__file__, name, "--steps", str(_STEPS_PER_FAULT * num_faults + 10)]
+    script = [training.__file__, name, "--steps", str(steps)]
     quiet = _run([sys.executable, *script], {}, timeout_s)
     begin = time.monotonic()
     launcher = [sys.executable, "-m", "evenstep", "run", "-n", "3", "--step-timeout", "10"]
@@ -124,7 +123,8 @@ def main() -> int:
     for seed in range(options.seed, options.seed + options.seeds):
         for name in training.TRAININGS:
             with tempfile.TemporaryDirectory() as directory:
-                result = chaos(name, seed, options.faults, Path(directory))
+                steps = _STEPS_PER_FAULT * options.faults + 10
+                result = under(plan(seed, options.faults), name, steps, Path(directory))
             times = result.recoveries_s or [0.0]
             recovery = f"{statistics.median(times):.3f} s / {max(times):.3f} s"
             what = ", ".join(f"{count} {kind}" for kind, count in sorted(result.struck.items()))
