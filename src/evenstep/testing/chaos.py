@@ -27,8 +27,9 @@ from evenstep.testing.faults import Fault
 __all__ = ["Result", "main", "plan", "under"]
 
 _KINDS = {"kill": 10, "kill all": 1, "stop": 1, "slow": 3, "raise": 3, "exit": 2, "scale": 4}
-_INSIDE = [p for p in POINTS if p not in ("join", "recover", "checkpoint")]
-_STEPS_PER_FAULT = 4
+_RARE = ("join", "recover")  # points that nobody comes by before somebody else has died
+_INSIDE = [p for p in POINTS if p not in _RARE]
+_STEPS_PER_FAULT = 5
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ def plan(seed: int, num_faults: int) -> list[Fault]:
     while len(found) < num_faults:
         (kind,) = dice.choices(list(_KINDS), list(_KINDS.values()))
         own_fault = kind in ("raise", "exit")
-        point = dice.choice(_INSIDE if own_fault else [p for p in POINTS if p != "checkpoint"])
-        visit = dice.randint(1, 30) if point == "exchange" else dice.randint(1, 4) if point in _INSIDE else 1
-        if point not in _INSIDE:  # nobody comes by before somebody else has died
+        point = dice.choice([p for p in _INSIDE if p != "checkpoint"] if own_fault else POINTS)
+        visit = dice.randint(1, {"exchange": 30, "checkpoint": 1, "join": 1, "recover": 1}.get(point, 4))
+        if point in _RARE:
             found.append(Fault("kill", "forward", 2))
         found.append(Fault(kind, point, visit, seconds=dice.random() * 0.05, workers=dice.randint(1, 5)))  # type: ignore[arg-type]  # a kind
         if own_fault:
@@ -80,6 +81,7 @@ def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, time
     """
     script = [training.__file__, name, "--steps", str(steps)]
     quiet = _run([sys.executable, *script], {}, timeout_s)
+    script += ["--checkpoints", str(directory / "checkpoints")]
     begin = time.monotonic()
     launcher = [sys.executable, "-m", "evenstep", "run", "-n", "3", "--step-timeout", "10"]
     wild = _run([*launcher, *script], faults.plant(planned, directory, in_order=True), timeout_s)

@@ -59,7 +59,7 @@ def main() -> None:
         model = _network() if kind == "batchnorm" else Transformer()
         model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
         if options.checkpoints:
-            run.checkpoint(options.checkpoints, every=10)
+            run.checkpoint(options.checkpoints, every=4)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
         while run.version < options.steps:
             for batch in run.batches(data, batch_size=22):
