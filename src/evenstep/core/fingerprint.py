@@ -1,7 +1,8 @@
 """SHA-256 over names, shapes, dtypes and bytes of tensors, in name order."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,11 @@ def digest(name: str, tensor: Tensor) -> bytes:
     return sha.digest()
 
 
-def fingerprint(tensors: Mapping[str, Tensor], values: Iterable[str] = ()) -> str:
-    """64 hex digits for named tensors and, after them, further plain values as text."""
+def fingerprint(tensors: Mapping[str, Tensor], values: Mapping[str, Any] | None = None) -> str:
+    """64 hex digits for named tensors and, after them, named plain values."""
     sha = hashlib.sha256()
     for name in sorted(tensors):
         sha.update(digest(name, tensors[name]))
-    for value in sorted(values):
+    for value in sorted(f"{name}={value!r}" for name, value in (values or {}).items()):
         sha.update(value.encode() + b"|")
     return sha.hexdigest()

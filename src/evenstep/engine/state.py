@@ -120,7 +120,7 @@ class State:
 
     def fingerprint(self) -> str:
         """The fingerprint of version v."""
-        return fingerprint(self.tensors(), (f"{name}={value!r}" for name, value in self.values.items()))
+        return fingerprint(self.tensors(), self.values)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from evenstep.core import points
 from evenstep.core.errors import CheckpointError
+from evenstep.core.fingerprint import fingerprint
 
 __all__ = ["check", "pack", "read", "read_journal", "unpack", "write"]
 
@@ -28,7 +29,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any],
     Args:
         directory: Where.
         tensors: The state.
-        facts: What goes into `checkpoint.json`; its version and fingerprint name the files.
+        facts: What goes into `checkpoint.json`: its version, the plain values of the state, and whatever else.
         journal: What was done so far, if the script shall be able to go on from here by itself.
 
     Raises:
@@ -36,6 +37,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any],
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        facts = {**facts, "fingerprint": fingerprint(tensors, facts["values"])}
         state = directory / f"state-{facts['version']}-{facts['fingerprint'][:8]}.safetensors"
         partial = state.with_suffix(".partial")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)

@@ -629,28 +629,24 @@ class Run:
         if not self._ledger.took_part:
             return
         _, asked, stop = self._ledger.asked
-        path = None
-        if self._group.rank == 0 and self._checkpoints is not None:
-            if stop or self._checkpoints.due(self.version, asked):
-                self._checkpoints.write(self._snapshot(), wait=bool(stop))
-            path = self._checkpoints.newest()
+        saves = self._checkpoints if self._group.rank == 0 else None
+        if saves is not None and (stop or saves.due(self.version, asked)):
+            tensors = {name: tensor.clone() for name, tensor in self._engine.state.tensors().items()}
+            past = self._ledger.journal.packed(self._ledger.done)
+            saves.write(Snapshot(tensors, self._facts(), past), wait=bool(stop))
         if stop:
             if self._group.rank == 0:
+                path = saves and saves.newest()
                 self._group.tell({"stopped": {"step": self.version, "checkpoint": path and str(path)}})
             raise Stopped
-
-    def _snapshot(self) -> Snapshot:
-        tensors = {name: tensor.clone() for name, tensor in self._engine.state.tensors().items()}
-        return Snapshot(tensors, self._facts(), self._ledger.journal.packed(self._ledger.done))
 
     def _facts(self) -> dict[str, Any]:
         return {
             **self._identity(),
             "version": self.version,
             "position": self._next,
-            "data": self._data,
-            "fingerprint": self.fingerprint(),
-            "values": self._engine.state.values,
+            "data": list(self._data),
+            "values": dict(self._engine.state.values),
             "groups": [checkpoint.pack(pair.hyperparameters()) for pair in self._engine.pairs],
             "tracked": {name: checkpoint.pack(value.state_dict()) for name, value in self._tracked.items()},
         }
