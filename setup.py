@@ -1,13 +1,15 @@
 """Builds the C core; everything else is in pyproject.toml."""
 
+from glob import glob
+
 from setuptools import Extension, setup
 
 setup(
     ext_modules=[
         Extension(
             "evenstep.native.core",
-            sources=[f"src/evenstep/native/{name}.c" for name in ("core", "norm", "module")],
-            depends=["src/evenstep/native/core.h", "src/evenstep/native/norm.h", "src/evenstep/native/norm_passes.h"],
+            sources=[f"src/evenstep/native/{name}.c" for name in ("core", "reduce", "collective", "norm", "module")],
+            depends=glob("src/evenstep/native/*.h"),
             extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"],
         )
     ]

@@ -7,7 +7,6 @@ or with a SilenceError after the timeout. A group that has failed stays failed.
 
 import json
 import os
-import select
 import time
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.errors import MismatchError, PeerError, SilenceError
+from evenstep.exchange.liveness import Liveness, spin_count
 from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.segment import Segment
@@ -26,6 +26,7 @@ __all__ = ["SUMMABLE", "Group", "tree_sum"]
 _SLICE_NS = 50_000_000  # how long the C core sleeps before we look whether the peer is still alive
 _JSON_BYTES = 2048  # what fits is exchanged in one go
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_SUM = 0
 SUMMABLE = tuple(_DTYPES)
 """What a tree sum can add."""
 
@@ -45,10 +46,9 @@ class Group:
         self.timeout_s = timeout_s
         self._round = 0  # exchanges of all workers so far
         self._inner = 0  # exchanges among some of them since
-        self._pidfds: dict[int, int] = {}
+        self._liveness = Liveness()
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        # Spinning is a gain only while every worker has a core of its own.
-        self._spin = 2000 if self.num_workers <= len(os.sched_getaffinity(0)) else 20
+        self._spin = spin_count(self.num_workers)
         core.set_pid(segment.base, worker, os.getpid())
 
     def gather(
@@ -88,7 +88,7 @@ class Group:
         self._gather_into(first, tag, rows, shares, everyone=False)
         out = rows.new_empty(size)
         places = tuple(range(first, first + num_rows * row_bytes, row_bytes))
-        core.tree_sum(_DTYPES[rows.dtype], places, tree.leaf_program(num_rows), out.data_ptr(), size)
+        core.tree_reduce(_DTYPES[rows.dtype], _SUM, places, tree.leaf_program(num_rows), out.data_ptr(), size)
         return out
 
     def _gather_into(self, place: int, tag: str, rows: Tensor, counts: Sequence[int], everyone: bool) -> None:
@@ -170,7 +170,7 @@ class Group:
         return core.last_post(self.segment.base, worker)[2] or "none"
 
     def _mismatch(self, worker: int, tag: str, num_bytes: int) -> MismatchError:
-        _, their_bytes, theirs = core.last_post(self.segment.base, worker)
+        _, their_bytes, theirs, _ = core.last_post(self.segment.base, worker)
         here = f"worker {self.worker} is at '{tag}' with {num_bytes} bytes"
         return MismatchError(
             f"{here} but worker {worker} is at '{theirs}' with {their_bytes} bytes: all workers must run the same "
@@ -181,14 +181,7 @@ class Group:
         pid = core.pid(self.segment.base, worker)
         if pid == 0:
             return  # it has not joined yet
-        if worker not in self._pidfds:
-            try:
-                self._pidfds[worker] = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._is_gone(worker)
-        poll = select.poll()  # not select.select: it cannot look at descriptors above 1023
-        poll.register(self._pidfds[worker], select.POLLIN)
-        if poll.poll(0):
+        if self._liveness.ended(pid):
             self._is_gone(worker)
 
     def _is_gone(self, worker: int) -> NoReturn:
@@ -213,9 +206,7 @@ class Group:
 
     def close(self) -> None:
         """Let go of the descriptors."""
-        for fd in self._pidfds.values():
-            os.close(fd)
-        self._pidfds.clear()
+        self._liveness.close()
         self.segment.close()
 
 
@@ -241,5 +232,5 @@ def tree_sum(inputs: Sequence[Tensor], program: bytes, out: Tensor) -> Tensor:
     dtype, count = out.dtype, out.numel()
     if dtype.is_complex:
         dtype, count = (torch.float32 if dtype == torch.complex64 else torch.float64), 2 * count
-    core.tree_sum(_DTYPES[dtype], tuple(t.data_ptr() for t in inputs), program, out.data_ptr(), count)
+    core.tree_reduce(_DTYPES[dtype], _SUM, tuple(t.data_ptr() for t in inputs), program, out.data_ptr(), count)
     return out

@@ -66,7 +66,7 @@ class Segment:
         self._window_begin = 0
 
     @classmethod
-    def create(cls, num_workers: int) -> "Segment":
+    def create(cls, num_workers: int, slot_bytes: int = _SLOT_BYTES) -> "Segment":
         """Make a segment for so many workers. Its descriptor is inherited by forked children only.
 
         Raises:
@@ -78,7 +78,7 @@ class Segment:
             raise ConfigError(f"no shared segment could be made: {error.strerror}; look at `ulimit -a`") from error
         try:
             os.ftruncate(fd, _FILE_BYTES)
-            control = mmap.mmap(fd, aligned(core.control_bytes(num_workers, _SLOT_BYTES), _PAGE))
+            control = mmap.mmap(fd, aligned(core.control_bytes(num_workers, slot_bytes), _PAGE))
         except OSError as error:
             os.close(fd)
             raise ConfigError(
@@ -86,7 +86,7 @@ class Segment:
                 "only what is written to it): run without limits on file size and virtual memory, "
                 "`ulimit -f unlimited -v unlimited`"
             ) from error
-        core.init(_address(control), num_workers, _SLOT_BYTES)
+        core.init(_address(control), num_workers, slot_bytes)
         return cls(fd)
 
     def reserve(self, num_bytes: int) -> Region:
