@@ -1,0 +1,168 @@
+"""The ranks of one machine: operations over their shared segment, and failure that reaches all of them.
+
+Every wait ends: with what was awaited, or with one error on all ranks that says who did not come, to which operation,
+and where. A team that has failed stays failed.
+"""
+
+from collections.abc import Sequence
+from typing import NoReturn, TypeAlias
+
+from evenstep.core.errors import EvenstepError, MismatchError, PeerError, SilenceError
+from evenstep.distributed.members import Member
+from evenstep.exchange.liveness import Liveness, spin_count
+from evenstep.native import core
+from evenstep.plan import tree
+from evenstep.transport.segment import Segment
+
+__all__ = ["Pieces", "Team"]
+
+Pieces: TypeAlias = "int | tuple[int, ...] | None"
+"""The address of one contiguous piece of memory, or one for each rank, or nothing."""
+
+_ONE_STEP_BYTES = 1 << 15
+_ERRORS: dict[str, type[EvenstepError]] = {"MismatchError": MismatchError, "SilenceError": SilenceError}
+
+
+class Team:
+    """The ranks around a segment. One thread at a time may call its operations.
+
+    Attributes:
+        index: The number of this rank among them.
+        members: All of them, by that number.
+        number: How many operations were started so far.
+    """
+
+    def __init__(self, segment: Segment, members: Sequence[Member], index: int) -> None:
+        self.segment = segment
+        self.base = segment.base
+        self.members = members
+        self.index = index
+        self.number = 0
+        self.spin = spin_count(len(members))
+        self._liveness = Liveness()
+        for member in members:
+            self._liveness.watch(member.pid)  # before its number could come to mean another process
+        self._team: object | None = core.team(
+            self.base, index, tree.leaf_program(len(members)), self.spin, _ONE_STEP_BYTES, self.has_ended
+        )
+
+    def call(
+        self,
+        kind: int,
+        tag: bytes,
+        dtype: int,
+        op: int,
+        root: int,
+        count: int,
+        ins: Pieces,
+        outs: Pieces,
+        timeout_s: float,
+    ) -> None:
+        """Take part in an operation (see collective.h). Blocks until this rank has what it is to get.
+
+        Raises:
+            MismatchError: A rank is at another operation.
+            PeerError: A rank failed, ended, or left the group.
+            SilenceError: A rank did not come within the timeout.
+        """
+        self.number += 1
+        timeout_ns = int(timeout_s * 1e9)
+        try:
+            rc = core.collective(self._team, kind, tag, self.number, dtype, op, root, count, ins, outs, timeout_ns)
+        except BaseException as error:
+            self._interrupted(tag, error)
+            raise
+        if rc:
+            self._fail(rc & 0xFF, rc >> 8, tag, timeout_s)
+
+    def all_to_all(
+        self,
+        tag: bytes,
+        ins: tuple[int, ...],
+        in_bytes: tuple[int, ...],
+        outs: tuple[int, ...],
+        out_bytes: tuple[int, ...],
+        timeout_s: float,
+    ) -> None:
+        """Give each rank a piece and get one from each. Raises as `call` does."""
+        self.number += 1
+        timeout_ns = int(timeout_s * 1e9)
+        try:
+            rc = core.all_to_all(self._team, tag, self.number, ins, in_bytes, outs, out_bytes, timeout_ns)
+        except BaseException as error:
+            self._interrupted(tag, error)
+            raise
+        if rc:
+            self._fail(rc & 0xFF, rc >> 8, tag, timeout_s)
+
+    def _interrupted(self, tag: bytes, error: BaseException) -> None:
+        me = self.members[self.index]
+        self.fail(PeerError, self.index, f"{me} was interrupted in {self._at(tag)}: {error!r}")
+
+    def has_ended(self, index: int) -> bool:
+        """Whether a rank will never come again: its process has ended or it has left the group."""
+        pid = core.pid(self.base, index)
+        return pid == 0 or self._liveness.ended(pid)
+
+    def fail(self, kind: type[EvenstepError], culprit: int, text: str) -> None:
+        """Tell everyone that the team has failed; the first failure is the one that counts."""
+        core.abort_all(self.base, self.index, culprit, f"{kind.__name__}\n{text}")
+
+    def check(self) -> None:
+        """Raise the error of a team that has failed."""
+        if core.aborted(self.base) is not None:
+            self.raise_failure()
+
+    def raise_failure(self) -> NoReturn:
+        """Raise the error that everyone gets."""
+        culprit, text = core.aborted(self.base) or (self.index, "PeerError\nthe group has failed")
+        kind, _, text = text.partition("\n")
+        if kind in _ERRORS:
+            raise _ERRORS[kind](text)
+        raise PeerError(text, self.members[culprit].name)
+
+    def fail_gone(self, culprit: int, where: str) -> NoReturn:
+        """Raise, on everyone, that a rank has ended or left."""
+        gone = "left the group" if core.pid(self.base, culprit) == 0 else "ended"
+        waiting = self.members[self.index]
+        self.fail(PeerError, culprit, f"{self.members[culprit]} {gone}; {waiting} waits for it in {where}")
+        self.raise_failure()
+
+    def fail_silent(self, culprit: int, where: str, timeout_s: float) -> NoReturn:
+        """Raise, on everyone, that a rank did not come in time."""
+        text = (
+            f"{self.members[culprit]} said nothing for {timeout_s:g} s: {self.members[self.index]} waits for it in "
+            f"{where}; look at what it does, or raise init_process_group(timeout=...)"
+        )
+        self.fail(SilenceError, culprit, text)
+        self.raise_failure()
+
+    def _fail(self, code: int, culprit: int, tag: bytes, timeout_s: float) -> NoReturn:
+        if code == core.ES_ABORTED:
+            self.raise_failure()
+        where = f"{self._at(tag)}; its last operation was {self._last(culprit)}"
+        if code == core.ES_GONE:
+            self.fail_gone(culprit, where)
+        if code == core.ES_SILENT:
+            self.fail_silent(culprit, where, timeout_s)
+        text = (
+            f"{self.members[self.index]} is at {self._at(tag)}, but {self.members[culprit]} is at "
+            f"{self._last(culprit)}: all ranks of a group must start the same operations in the same order, on tensors "
+            "of one shape and dtype"
+        )
+        self.fail(MismatchError, culprit, text)
+        self.raise_failure()
+
+    def _at(self, tag: bytes) -> str:
+        return f"{tag.decode()}, operation {self.number} of the group"
+
+    def _last(self, index: int) -> str:
+        seq, _, tag, number = core.last_post(self.base, index)
+        return f"{tag}, operation {number} of the group" if seq else "none"
+
+    def close(self) -> None:
+        """Leave. Whoever waits for this rank from now on gets an error."""
+        core.set_pid(self.base, self.index, 0)
+        self._team = None  # it refers to us
+        self._liveness.close()
+        self.segment.close()
