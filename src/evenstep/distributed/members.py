@@ -50,7 +50,9 @@ class Member:
 
 
 class Meeting:
-    """How the ranks of a new group find each other. All must make one; it blocks until all have.
+    """How the ranks of a new group find each other. A context manager; all must enter, and it blocks until all have.
+
+    Its card is there until it is left: those who share memory must have met before.
 
     Attributes:
         members: Everyone, by rank.
@@ -60,19 +62,32 @@ class Meeting:
         SilenceError: A rank did not come within the timeout.
     """
 
+    members: list[Member]
+    local: list[int]
+
     def __init__(self, store: Any, rank: int, names: Sequence[int], timeout_s: float) -> None:
         self._store = store
         self._rank = rank
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
-        secret = secrets.token_hex(16)
-        card = os.memfd_create("evenstep-card", os.MFD_CLOEXEC)
-        os.write(card, secret.encode())
-        self._card = card
-        me = Member(rank, names[rank], os.getpid(), socket.gethostname(), card, secret)
-        self._say("card", asdict(me))
-        self.members = [Member(**self._hear("card", other)) for other in range(len(names))]
+        self._names = names
+        self._card = os.memfd_create("evenstep-card", os.MFD_CLOEXEC)
+
+    def __enter__(self) -> "Meeting":
+        rank, secret = self._rank, secrets.token_hex(16)
+        try:
+            os.write(self._card, secret.encode())
+            me = Member(rank, self._names[rank], os.getpid(), socket.gethostname(), self._card, secret)
+            self._say("card", asdict(me))
+            self.members = [Member(**self._hear("card", other)) for other in range(len(self._names))]
+        except BaseException:
+            os.close(self._card)
+            raise
         self.local = [member.rank for member in self.members if member.rank == rank or _shares_memory(member)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._card)
 
     def segment(self) -> Segment:
         """The segment of this machine's ranks, of which number i is the i-th of `local`.
@@ -109,10 +124,6 @@ class Meeting:
                 "it; look at what it does, or raise init_process_group(timeout=...)"
             ) from error
         return json.loads(self._store.get(key))
-
-    def close(self) -> None:
-        """Take the card away. Everyone who shares memory must have met before."""
-        os.close(self._card)
 
 
 def _shares_memory(member: Member) -> bool:

@@ -256,7 +256,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         """As `allgather`, for several tensors."""
         opts = opts or AllgatherOptions()
         calls = [
-            self._gather("all_gather", core.ES_ALL_GATHER, input, pieces, 0, self._timeout(opts))
+            self._gather("all_gather", core.ES_ALL_GATHER, input, pieces, None, self._timeout(opts))
             for pieces, input in zip(outputs, inputs, strict=True)
         ]
         return self._progress.start("all_gather", _all(calls), outputs, opts.asyncOp)
@@ -274,7 +274,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         opts = opts or AllgatherOptions()
         name = "all_gather_into_tensor"
         calls = [
-            self._gather(name, core.ES_ALL_GATHER, input, _parts(output, input, self._size), 0, self._timeout(opts))
+            self._gather(name, core.ES_ALL_GATHER, input, _parts(output, input, self._size), None, self._timeout(opts))
             for output, input in zip(outputs, inputs, strict=True)
         ]
         return self._progress.start(name, _all(calls), outputs, opts.asyncOp)
@@ -289,7 +289,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         return self._progress.start("gather", call, outputs, opts.asyncOp)
 
     def _gather(
-        self, name: str, kind: int, input: Tensor, pieces: Sequence[Tensor] | None, root: int, timeout_s: float
+        self, name: str, kind: int, input: Tensor, pieces: Sequence[Tensor] | None, root: int | None, timeout_s: float
     ) -> Callable[[], None]:
         tag = self._tag(name, "", input, root)
         _same_size(name, input, pieces or ())
@@ -298,7 +298,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
             source = _contiguous(input)
             targets = None if pieces is None else [_contiguous(piece) for piece in pieces]
             outs = None if targets is None else tuple(target.data_ptr() for target in targets)
-            self._ranks.call(kind, tag, BYTES, 0, root, _num_bytes(source), source.data_ptr(), outs, timeout_s)
+            self._ranks.call(kind, tag, BYTES, 0, root or 0, _num_bytes(source), source.data_ptr(), outs, timeout_s)
             for piece, target in zip(pieces or (), targets or (), strict=True):
                 _copy_back(piece, target)
 
@@ -419,18 +419,19 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         seconds: float = opts.timeout.total_seconds()
         return seconds if seconds > 0 else self._timeout_s
 
-    def _reduction(self, name: str, op: Any, tensor: Tensor, root: int = 0) -> tuple[Reduction, bytes]:
+    def _reduction(self, name: str, op: Any, tensor: Tensor, root: int | None = None) -> tuple[Reduction, bytes]:
         how = reduction(op.op, tensor.dtype)
         return how, self._tag(name, how.name, tensor, root)
 
-    def _tag(self, name: str, op: str, tensor: Tensor, root: int) -> bytes:
+    def _tag(self, name: str, op: str, tensor: Tensor, root: int | None) -> bytes:
         """What an operation is, in words: equal on all ranks, or they do not fit together."""
         _check(tensor)
         key = (name, op, tensor.dtype, tensor.shape, root)
         tag = self._tags.get(key)
         if tag is None:
             words = [op] if op else []
-            words += [str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)), f"root {root}"]
+            words += [str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape))]
+            words += [f"root {root}"] if root is not None else []
             tag = self._tags[key] = f"{name}({', '.join(words)})".encode()
         return tag
 

@@ -1,5 +1,6 @@
 """The ranks of a group, wherever they are: what a process group asks of them, and how they meet."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -88,13 +89,11 @@ class OneMachine:
 
 def meet(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Ranks:
     """Find the ranks of a new group through torch's store. All must call this; blocks until all have."""
-    meeting = Meeting(store, rank, names, timeout_s)
-    try:
-        segment = meeting.segment()
+    with Meeting(store, rank, names, timeout_s) as meeting, contextlib.ExitStack() as undo:
         members = [meeting.members[other] for other in meeting.local]
-        team = Team(segment, members, meeting.local.index(rank))
+        team = Team(meeting.segment(), members, meeting.local.index(rank))
+        undo.callback(team.close)
         team.call(core.ES_BARRIER, b"making the group", BYTES, 0, 0, 0, None, None, timeout_s)
         team.number = 0
-    finally:
-        meeting.close()
-    return OneMachine(team)
+        undo.pop_all()
+        return OneMachine(team)

@@ -280,6 +280,7 @@ static int all_to_all(walk *w) {
 int es_collective(es_team *team, const es_call *call) {
     static int (*const OPERATIONS[])(walk *) = {barrier, reduce, reduce,  broadcast, gather,
                                                 gather,  scatter, scatter, all_to_all};
+    if (es_aborted(team->base)) return ES_ABORTED; /* also where the others had come to this one before they gave up */
     walk w = {team, call, es_hash_tag(call->tag), es_now_ns() + call->timeout_ns, es_item_bytes(call->dtype), 1};
     return OPERATIONS[call->kind](&w);
 }
