@@ -13,6 +13,9 @@ PLACES = {
     "1 rank": (1, None),
     "2 ranks": (2, None),
     "3 ranks": (3, None),
+    "1 + 1 ranks": (2, lambda rank: rank),
+    "3 + 2 ranks": (5, lambda rank: rank // 3),
+    "2 + 2 ranks in turns": (4, lambda rank: rank % 2),
 }
 SHAPES = [(), (0,), (1,), (3, 5), (20_000,), (300_001,)]
 """Nothing, something, more than goes in one step, more than a slot."""

@@ -84,10 +84,17 @@ class Meeting:
             os.close(self._card)
             raise
         self.local = [member.rank for member in self.members if member.rank == rank or _shares_memory(member)]
+        self._say("local", self.local)
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._card)
+
+    def machines(self) -> Sequence[Sequence[int]]:
+        """The ranks of each machine, in order of their leaders."""
+        if len(self.local) == len(self.members):
+            return [self.local]
+        return sorted({tuple(self._hear("local", rank)) for rank in range(len(self.members))})
 
     def segment(self) -> Segment:
         """The segment of this machine's ranks, of which number i is the i-th of `local`.

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     GatherOptions,
     ProcessGroup,
+    ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
@@ -31,10 +32,14 @@ from evenstep.distributed.mail import ANY
 from evenstep.distributed.progress import Progress
 from evenstep.distributed.ranks import Ranks, meet
 from evenstep.distributed.reductions import BYTES, Reduction, reduction
+from evenstep.distributed.work import DONE
 from evenstep.native import core
 
 __all__ = ["EvenstepProcessGroup", "create_process_group", "monitored_barrier"]
 
+_SUM = ReduceOp.SUM
+_STRIDED = torch.strided
+_UNSET = AllreduceOptions().timeout
 _Base: Any = ProcessGroup  # its methods have several signatures each; ours have the one that torch's functions call
 
 
@@ -60,6 +65,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         self._names = ("", "")
         self._progress = Progress("evenstep-collectives")
         self._tags: dict[tuple[object, ...], bytes] = {}
+        self._sums: dict[tuple[torch.dtype, torch.Size], tuple[bytes, int, int, int]] = {}
         self._end = weakref.finalize(self, _end, self._progress, ranks)
 
     def rank(self) -> int:
@@ -120,7 +126,32 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """Reduce a tensor over all ranks, in place."""
         opts = opts or AllreduceOptions()
-        return self._all_reduce("all_reduce", tensors, opts)
+        return DONE if self._sum_at_once(tensors, opts) else self._all_reduce("all_reduce", tensors, opts)
+
+    def _sum_at_once(self, tensors: list[Tensor], opts: Any) -> bool:
+        """Do the most frequent operation in the shortest way; whether it was one.
+
+        A small one takes a few microseconds, most of which are Python's: so this looks at nothing twice.
+        """
+        if opts.asyncOp or opts.reduceOp != _SUM or len(tensors) != 1:
+            return False
+        tensor = tensors[0]
+        known = self._sums.get((tensor.dtype, tensor.shape))
+        if known is None:
+            how, tag = self._reduction("all_reduce", opts.reduceOp, tensor)
+            self._sums[tensor.dtype, tensor.shape] = (tag, how.dtype, how.op, tensor.numel() * how.width)
+            return False
+        if not (tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous() and opts.timeout == _UNSET):
+            return False
+        if not self._progress.enter():
+            return False
+        try:
+            address = tensor.data_ptr()
+            tag, dtype, op, count = known
+            self._ranks.call(core.ES_ALL_REDUCE, tag, dtype, op, 0, count, address, address, self._timeout_s)
+        finally:
+            self._progress.leave()
+        return True
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """Reduce several tensors over all ranks, in place."""

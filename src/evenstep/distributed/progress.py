@@ -37,22 +37,28 @@ class Progress:
         Raises:
             EvenstepError: What the job raised, if it was done here.
         """
-        with self._lock:
-            inline = not asynchronous and self._num_open == 0
-            self._num_open += 1
-            if not inline:
-                work = PendingWork(name, result)
-                self._jobs.put((work, job))
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                    self._thread.start()
-                return work
-        try:
-            with self._turn:
+        if not asynchronous and self.enter():
+            try:
                 job()
-        finally:
-            self._over()
-        return DONE
+            finally:
+                self.leave()
+            return DONE
+        with self._lock:
+            self._num_open += 1
+            work = PendingWork(name, result)
+            self._jobs.put((work, job))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+        return work
+
+    def enter(self) -> bool:
+        """Take the turn for a job that is done here and now, if no other is open. Then `leave` must follow."""
+        return self._num_open == 0 and self._turn.acquire(blocking=False)
+
+    def leave(self) -> None:
+        """Give the turn back."""
+        self._turn.release()
 
     def _over(self) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from evenstep.distributed.machines import Machines
 from evenstep.distributed.mail import Mail
 from evenstep.distributed.members import Meeting
 from evenstep.distributed.reductions import BYTES
@@ -95,5 +96,11 @@ def meet(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Ranks
         undo.callback(team.close)
         team.call(core.ES_BARRIER, b"making the group", BYTES, 0, 0, 0, None, None, timeout_s)
         team.number = 0
+        machines = meeting.machines()
+        found = (
+            OneMachine(team)
+            if len(machines) == 1
+            else Machines(store, team, meeting.members, rank, machines, timeout_s)
+        )
         undo.pop_all()
-        return OneMachine(team)
+        return found

@@ -8,7 +8,7 @@ from torch.distributed import ReduceOp
 
 from evenstep.core.errors import UnsupportedError
 
-__all__ = ["BYTES", "Reduction", "dtype_code", "reduction"]
+__all__ = ["BYTES", "ITEM_BYTES", "Reduction", "dtype_code", "reduction"]
 
 _DTYPES = (
     torch.float32,
@@ -25,6 +25,9 @@ _DTYPES = (
     torch.uint64,
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+ITEM_BYTES = tuple(dtype.itemsize for dtype in _DTYPES)
+"""The size of an item of each type."""
+
 BYTES = _CODES[torch.uint8]
 """The type of data that is only moved."""
 

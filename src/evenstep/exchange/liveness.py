@@ -38,4 +38,4 @@ class Liveness:
 
 def spin_count(num_processes: int) -> int:
     """How often to look at a mark before sleeping: spinning is a gain only while each process has a core of its own."""
-    return 2000 if num_processes <= len(os.sched_getaffinity(0)) else 20
+    return 2000 if num_processes <= len(os.sched_getaffinity(0)) else 320

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -11,6 +12,8 @@
 #include <unistd.h>
 
 static const char MAGIC[8] = {'e', 'v', 'e', 'n', 's', 't', 'p', '1'};
+
+enum { SPINS_PER_YIELD = 16 };
 
 typedef struct {
     char magic[8];
@@ -133,10 +136,11 @@ void es_post(void *base, uint32_t worker, uint64_t seq, const char *tag, const v
 
 int es_await(void *base, es_mark *mark, uint64_t seq, uint32_t spin, int64_t timeout_ns) {
     es_header *header = base;
-    for (uint32_t i = 0; i < spin; ++i) {
+    for (uint32_t i = 1; i <= spin; ++i) {
         if (atomic_load_explicit(&mark->seq, memory_order_acquire) >= seq) return ES_OK;
         if (atomic_load_explicit(&header->aborted, memory_order_relaxed)) break;
-        pause_briefly();
+        if (i % SPINS_PER_YIELD) pause_briefly();
+        else sched_yield(); /* whoever is to raise the mark may be waiting for this core */
     }
     int64_t deadline = es_now_ns() + timeout_ns;
     for (;;) {
