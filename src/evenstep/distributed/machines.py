@@ -145,6 +145,10 @@ class Machines:
         work: Work = self._direct.recv_anysource(ours, tag) if peer == ANY else self._direct.recv(ours, peer, tag)
         return work
 
+    def in_background(self, yes: bool) -> None:
+        """See `Ranks`."""
+        self._team.in_background(yes)
+
     def check(self) -> None:
         """See `Ranks`."""
         self._team.check()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evenstep.core.errors import ConfigError, EvenstepError, MismatchError
 from evenstep.distributed.reductions import dtype_code
-from evenstep.distributed.team import Team
+from evenstep.distributed.team import BACKGROUND_SPIN, Team
 from evenstep.distributed.work import PendingWork
 from evenstep.native import core
 
@@ -126,7 +126,7 @@ class Mail:
             while self._is_waiting():
                 seen = core.mail_seen(self._mail, self._rank)
                 if not self._move():
-                    rc = core.mail_wait(self._team.base, self._mail, self._rank, seen, self._team.spin, _SLICE_NS)
+                    rc = core.mail_wait(self._team.base, self._mail, self._rank, seen, BACKGROUND_SPIN, _SLICE_NS)
                     if rc != core.ES_OK:
                         self._look_around(rc)
 

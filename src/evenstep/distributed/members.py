@@ -22,7 +22,7 @@ from evenstep.transport.segment import Segment
 
 __all__ = ["Meeting", "Member"]
 
-SLOT_BYTES = 1 << 19
+SLOT_BYTES = 1 << 17  # what is on its way stays in the cache
 
 
 @dataclass(frozen=True)

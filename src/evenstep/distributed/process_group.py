@@ -63,7 +63,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         self._size = size
         self._timeout_s = timeout_s
         self._names = ("", "")
-        self._progress = Progress("evenstep-collectives")
+        self._progress = Progress("evenstep-collectives", ranks.in_background)
         self._tags: dict[tuple[object, ...], bytes] = {}
         self._sums: dict[tuple[torch.dtype, torch.Size], tuple[bytes, int, int, int]] = {}
         self._end = weakref.finalize(self, _end, self._progress, ranks)

@@ -15,10 +15,16 @@ Job = Callable[[], None]
 
 
 class Progress:
-    """Runs jobs one after the other: on the caller's thread where it would wait anyway, else on a thread of its own."""
+    """Runs jobs one after the other: on the caller's thread where it would wait anyway, else on a thread of its own.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: The name of the thread.
+        in_background: Told before and after each job that the thread does.
+    """
+
+    def __init__(self, name: str, in_background: Callable[[bool], None]) -> None:
         self._name = name
+        self._in_background = in_background
         self._lock = threading.Lock()
         self._num_open = 0  # started and not over
         self._turn = threading.Lock()  # held while a job is done
@@ -68,7 +74,9 @@ class Progress:
         while (item := self._jobs.get()) is not None:
             work, job = item
             with self._turn:
+                self._in_background(True)
                 work.run(job, self._over)
+                self._in_background(False)
             del item, work, job  # the tensors must not live until the next job comes
 
     def close(self) -> None:

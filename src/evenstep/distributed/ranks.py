@@ -57,6 +57,9 @@ class Ranks(Protocol):
     def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
         """Start to receive a tensor from a rank, or from `ANY`."""
 
+    def in_background(self, yes: bool) -> None:
+        """Whether the operations that follow wait beside a computation, from which they must not take the core."""
+
     def check(self) -> None:
         """Raise the error of a group that has failed."""
 
@@ -71,6 +74,7 @@ class OneMachine:
         self.call = team.call
         self.all_to_all = team.all_to_all
         self.check = team.check
+        self.in_background = team.in_background
         self._team = team
         self._mail = Mail(team)
 

@@ -19,7 +19,8 @@ __all__ = ["Pieces", "Team"]
 Pieces: TypeAlias = "int | tuple[int, ...] | None"
 """The address of one contiguous piece of memory, or one for each rank, or nothing."""
 
-_ONE_STEP_BYTES = 1 << 15
+_ONE_STEP_BYTES = 1 << 17  # up to here a second meeting costs more than adding everything on every rank
+BACKGROUND_SPIN = 16
 _ERRORS: dict[str, type[EvenstepError]] = {"MismatchError": MismatchError, "SilenceError": SilenceError}
 
 
@@ -38,12 +39,12 @@ class Team:
         self.members = members
         self.index = index
         self.number = 0
-        self.spin = spin_count(len(members))
+        self._spin = self._eager_spin = spin_count(len(members))
         self._liveness = Liveness()
         for member in members:
             self._liveness.watch(member.pid)  # before its number could come to mean another process
         self._team: object | None = core.team(
-            self.base, index, tree.leaf_program(len(members)), self.spin, _ONE_STEP_BYTES, self.has_ended
+            self.base, index, tree.leaf_program(len(members)), _ONE_STEP_BYTES, self.has_ended
         )
 
     def call(
@@ -68,7 +69,9 @@ class Team:
         self.number += 1
         timeout_ns = int(timeout_s * 1e9)
         try:
-            rc = core.collective(self._team, kind, tag, self.number, dtype, op, root, count, ins, outs, timeout_ns)
+            rc = core.collective(
+                self._team, kind, tag, self.number, dtype, op, root, count, ins, outs, timeout_ns, self._spin
+            )
         except BaseException as error:
             self._interrupted(tag, error)
             raise
@@ -88,7 +91,7 @@ class Team:
         self.number += 1
         timeout_ns = int(timeout_s * 1e9)
         try:
-            rc = core.all_to_all(self._team, tag, self.number, ins, in_bytes, outs, out_bytes, timeout_ns)
+            rc = core.all_to_all(self._team, tag, self.number, ins, in_bytes, outs, out_bytes, timeout_ns, self._spin)
         except BaseException as error:
             self._interrupted(tag, error)
             raise
@@ -98,6 +101,10 @@ class Team:
     def _interrupted(self, tag: bytes, error: BaseException) -> None:
         me = self.members[self.index]
         self.fail(PeerError, self.index, f"{me} was interrupted in {self._at(tag)}: {error!r}")
+
+    def in_background(self, yes: bool) -> None:
+        """Whether the operations that follow wait beside a computation, from which they must not take the core."""
+        self._spin = BACKGROUND_SPIN if yes else self._eager_spin
 
     def has_ended(self, index: int) -> bool:
         """Whether a rank will never come again: its process has ended or it has left the group."""

@@ -33,7 +33,7 @@ static int await_rank(walk *w, uint32_t rank, uint64_t step) {
     es_team *team = w->team;
     es_mark *mark = es_posted(team->base, rank);
     for (;;) {
-        int rc = es_await(team->base, mark, seq_of(step), team->spin, SLICE_NS);
+        int rc = es_await(team->base, mark, seq_of(step), w->call->spin, SLICE_NS);
         if (rc != ES_AGAIN) return rc;
         for (uint32_t other = 0; other < team->num_ranks; ++other) {
             es_mark *theirs = es_posted(team->base, other);

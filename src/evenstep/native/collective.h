@@ -36,7 +36,6 @@ typedef struct {
     uint32_t rank;
     uint32_t num_ranks;
     uint8_t merges[ES_MAX_INPUTS]; /* the tree over the ranks */
-    uint32_t spin;
     size_t one_step_bytes; /* an all-reduce of at most so many bytes is a single step, in which everyone adds everything */
     uint64_t step;         /* the last one that this rank has published */
     uint32_t culprit;      /* after an error: who it is about */
@@ -55,6 +54,7 @@ typedef struct {
     uint32_t root;  /* where there is one */
     size_t count;   /* items of one piece; a piece is what one rank contributes, or gets, in one `in` or `out` */
     int64_t timeout_ns;
+    uint32_t spin;            /* how often to look before sleeping */
     const void *const *in;    /* one piece, or one for each rank; NULL where this rank has nothing to give */
     void *const *out;         /* likewise; NULL where it gets nothing */
     const uint64_t *in_items; /* of an all-to-all: the items of each piece, instead of count */

@@ -188,11 +188,11 @@ static void forget_team(PyObject *capsule) {
 
 static PyObject *make_team(PyObject *self, PyObject *args) {
     unsigned long long base;
-    unsigned rank, spin;
+    unsigned rank;
     Py_ssize_t one_step_bytes, num_ranks;
     const char *merges;
     PyObject *look;
-    ARGS("KIy#InO", &base, &rank, &merges, &num_ranks, &spin, &one_step_bytes, &look);
+    ARGS("KIy#nO", &base, &rank, &merges, &num_ranks, &one_step_bytes, &look);
     if (num_ranks < 1 || num_ranks > ES_MAX_INPUTS || rank >= (unsigned)num_ranks) {
         PyErr_Format(PyExc_ValueError, "rank %u of %zd: expected one of at most %d", rank, num_ranks, ES_MAX_INPUTS);
         return NULL;
@@ -203,7 +203,6 @@ static PyObject *make_team(PyObject *self, PyObject *args) {
     team->rank = rank;
     team->num_ranks = (uint32_t)num_ranks;
     memcpy(team->merges, merges, (size_t)num_ranks);
-    team->spin = spin;
     team->one_step_bytes = (size_t)one_step_bytes;
     team->look = look_around;
     team->context = Py_NewRef(look);
@@ -233,12 +232,12 @@ static PyObject *finish_call(es_team *team, es_call *call) {
     return PyLong_FromLong(rc == ES_OK ? ES_OK : rc | (long)team->culprit << 8);
 }
 
-/* collective(team, kind, tag, number, dtype, op, root, count, ins, outs, timeout_ns): without a format string, because
+/* collective(team, kind, tag, number, dtype, op, root, count, ins, outs, timeout_ns, spin): without a format string, because
  * parsing one takes as long as the whole of a small operation. */
 static PyObject *collective(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
     uint64_t in[ES_MAX_INPUTS], out[ES_MAX_INPUTS], *ins, *outs;
-    if (num_args != 11) {
-        PyErr_SetString(PyExc_TypeError, "collective takes 11 arguments");
+    if (num_args != 12) {
+        PyErr_SetString(PyExc_TypeError, "collective takes 12 arguments");
         return NULL;
     }
     es_team *team = PyCapsule_GetPointer(args[0], TEAM);
@@ -252,6 +251,7 @@ static PyObject *collective(PyObject *self, PyObject *const *args, Py_ssize_t nu
         .root = (uint32_t)PyLong_AsUnsignedLong(args[6]),
         .count = PyLong_AsSize_t(args[7]),
         .timeout_ns = PyLong_AsLongLong(args[10]),
+        .spin = (uint32_t)PyLong_AsUnsignedLong(args[11]),
         .in = (const void *const *)ins,
         .out = (void *const *)outs,
     };
@@ -265,7 +265,8 @@ static PyObject *all_to_all(PyObject *self, PyObject *args) {
     uint64_t found[4][ES_MAX_INPUTS]; /* ins, their bytes, outs, their bytes */
     es_call call = {.kind = ES_ALL_TO_ALL, .dtype = ES_U8};
     long long timeout_ns;
-    ARGS("OyKOOOOL", &capsule, &call.tag, &number, &pieces[0], &pieces[1], &pieces[2], &pieces[3], &timeout_ns);
+    ARGS("OyKOOOOLI", &capsule, &call.tag, &number, &pieces[0], &pieces[1], &pieces[2], &pieces[3], &timeout_ns,
+         &call.spin);
     es_team *team = PyCapsule_GetPointer(capsule, TEAM);
     if (!team) return NULL;
     for (int i = 0; i < 4; ++i) {
