@@ -4,6 +4,7 @@ Every wait ends: with what was awaited, or with one error on all ranks that says
 and where. A team that has failed stays failed.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import NoReturn, TypeAlias
 
@@ -19,7 +20,7 @@ __all__ = ["Pieces", "Team"]
 Pieces: TypeAlias = "int | tuple[int, ...] | None"
 """The address of one contiguous piece of memory, or one for each rank, or nothing."""
 
-_ONE_STEP_BYTES = 1 << 17  # up to here a second meeting costs more than adding everything on every rank
+_AT_ONCE_BYTES = 1 << 17  # up to here a second meeting costs more than reducing everything on every rank
 BACKGROUND_SPIN = 16
 _ERRORS: dict[str, type[EvenstepError]] = {"MismatchError": MismatchError, "SilenceError": SilenceError}
 
@@ -43,8 +44,9 @@ class Team:
         self._liveness = Liveness()
         for member in members:
             self._liveness.watch(member.pid)  # before its number could come to mean another process
+        at_once = _AT_ONCE_BYTES if len(members) > 2 else sys.maxsize  # two ranks share nothing by taking parts
         self._team: object | None = core.team(
-            self.base, index, tree.leaf_program(len(members)), _ONE_STEP_BYTES, self.has_ended
+            self.base, index, tree.leaf_program(len(members)), at_once, self.has_ended
         )
 
     def call(

@@ -103,17 +103,25 @@ static int barrier(walk *w) {
     return publish(w, 0);
 }
 
-static int reduce_at_once(walk *w, void *out) {
+/* Chunk by chunk, everyone reduces everything: one meeting for each chunk. */
+static int reduce_at_once(walk *w, char *out) {
+    es_team *team = w->team;
     const es_call *call = w->call;
-    const void *inputs[ES_MAX_INPUTS];
-    size_t bytes = call->count * w->item;
-    char *mine;
-    TRY(fill(w, &mine));
-    copy(mine, call->in[0], bytes);
-    TRY(publish(w, bytes));
-    if (!out) return ES_OK;
-    for (uint32_t rank = 0; rank < w->team->num_ranks; ++rank) TRY(read_slot(w, rank, (const char **)&inputs[rank]));
-    es_tree_reduce(call->dtype, call->op, inputs, w->team->merges, w->team->num_ranks, out, call->count);
+    const char *in = call->in[0], *sources[ES_MAX_INPUTS];
+    size_t bytes = call->count * w->item, step = es_slot_bytes(team->base), at = 0;
+    do {
+        size_t here = smaller(step, bytes - at);
+        char *mine;
+        TRY(fill(w, &mine));
+        copy(mine, in + at, here);
+        TRY(publish(w, here));
+        for (uint32_t rank = 0; out && rank < team->num_ranks; ++rank) TRY(read_slot(w, rank, &sources[rank]));
+        sources[team->rank] = in + at;
+        if (out)
+            es_tree_reduce(call->dtype, call->op, (const void *const *)sources, team->merges, team->num_ranks, out + at,
+                           here / w->item);
+        at += here;
+    } while (at < bytes);
     return ES_OK;
 }
 
@@ -162,9 +170,7 @@ static int reduce_in_parts(walk *w, char *out) {
 
 static int reduce(walk *w) {
     void *out = w->call->out ? w->call->out[0] : NULL;
-    if (w->call->count * w->item <= smaller(w->team->one_step_bytes, es_slot_bytes(w->team->base)))
-        return reduce_at_once(w, out);
-    return reduce_in_parts(w, out);
+    return w->call->count * w->item <= w->team->at_once_bytes ? reduce_at_once(w, out) : reduce_in_parts(w, out);
 }
 
 static int broadcast(walk *w) {

@@ -36,7 +36,7 @@ typedef struct {
     uint32_t rank;
     uint32_t num_ranks;
     uint8_t merges[ES_MAX_INPUTS]; /* the tree over the ranks */
-    size_t one_step_bytes; /* an all-reduce of at most so many bytes is a single step, in which everyone adds everything */
+    size_t at_once_bytes; /* up to here everyone reduces everything; above, each rank reduces a part and shares it */
     uint64_t step;         /* the last one that this rank has published */
     uint32_t culprit;      /* after an error: who it is about */
     /* Called now and then during a long wait, about each rank that has not come yet: 1 if its process has ended, 0 if

@@ -13,7 +13,7 @@
 
 static const char MAGIC[8] = {'e', 'v', 'e', 'n', 's', 't', 'p', '1'};
 
-enum { SPINS_PER_YIELD = 16 };
+enum { YIELDS = 64 }; /* among the looks before sleeping */
 
 typedef struct {
     char magic[8];
@@ -139,7 +139,7 @@ int es_await(void *base, es_mark *mark, uint64_t seq, uint32_t spin, int64_t tim
     for (uint32_t i = 1; i <= spin; ++i) {
         if (atomic_load_explicit(&mark->seq, memory_order_acquire) >= seq) return ES_OK;
         if (atomic_load_explicit(&header->aborted, memory_order_relaxed)) break;
-        if (i % SPINS_PER_YIELD) pause_briefly();
+        if (i % (spin / YIELDS + 1)) pause_briefly();
         else sched_yield(); /* whoever is to raise the mark may be waiting for this core */
     }
     int64_t deadline = es_now_ns() + timeout_ns;

@@ -189,10 +189,10 @@ static void forget_team(PyObject *capsule) {
 static PyObject *make_team(PyObject *self, PyObject *args) {
     unsigned long long base;
     unsigned rank;
-    Py_ssize_t one_step_bytes, num_ranks;
+    Py_ssize_t at_once_bytes, num_ranks;
     const char *merges;
     PyObject *look;
-    ARGS("KIy#nO", &base, &rank, &merges, &num_ranks, &one_step_bytes, &look);
+    ARGS("KIy#nO", &base, &rank, &merges, &num_ranks, &at_once_bytes, &look);
     if (num_ranks < 1 || num_ranks > ES_MAX_INPUTS || rank >= (unsigned)num_ranks) {
         PyErr_Format(PyExc_ValueError, "rank %u of %zd: expected one of at most %d", rank, num_ranks, ES_MAX_INPUTS);
         return NULL;
@@ -203,7 +203,7 @@ static PyObject *make_team(PyObject *self, PyObject *args) {
     team->rank = rank;
     team->num_ranks = (uint32_t)num_ranks;
     memcpy(team->merges, merges, (size_t)num_ranks);
-    team->one_step_bytes = (size_t)one_step_bytes;
+    team->at_once_bytes = (size_t)at_once_bytes;
     team->look = look_around;
     team->context = Py_NewRef(look);
     PyObject *capsule = PyCapsule_New(team, TEAM, forget_team);
