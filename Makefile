@@ -29,6 +29,7 @@ bench: setup
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/batchnorm.py
+	$(BIN)/python benchmarks/distributed.py
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info src/evenstep/native/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -38,7 +38,6 @@ from evenstep.native import core
 __all__ = ["EvenstepProcessGroup", "create_process_group", "monitored_barrier"]
 
 _SUM = ReduceOp.SUM
-_STRIDED = torch.strided
 _UNSET = AllreduceOptions().timeout
 _Base: Any = ProcessGroup  # its methods have several signatures each; ours have the one that torch's functions call
 
@@ -65,7 +64,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         self._names = ("", "")
         self._progress = Progress("evenstep-collectives", ranks.in_background)
         self._tags: dict[tuple[object, ...], bytes] = {}
-        self._sums: dict[tuple[torch.dtype, torch.Size], tuple[bytes, int, int, int]] = {}
+        self._sums: dict[tuple[torch.dtype, torch.Size], tuple[int, bytes, int, int, int, int]] = {}
         self._end = weakref.finalize(self, _end, self._progress, ranks)
 
     def rank(self) -> int:
@@ -125,33 +124,26 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """Reduce a tensor over all ranks, in place."""
-        opts = opts or AllreduceOptions()
-        return DONE if self._sum_at_once(tensors, opts) else self._all_reduce("all_reduce", tensors, opts)
+        opts = AllreduceOptions() if opts is None else opts
+        # A small sum that is waited for takes a few microseconds, most of which are Python's: so it has a short way.
+        if not opts.asyncOp and opts.reduceOp == _SUM and len(tensors) == 1:
+            tensor = tensors[0]
+            known = self._sums.get((tensor.dtype, tensor.shape))
+            if known is None:
+                self._learn_sum(opts.reduceOp, tensor)
+            elif tensor.is_cpu and tensor.is_contiguous() and opts.timeout == _UNSET and self._progress.enter():
+                address = tensor.data_ptr()
+                try:
+                    self._ranks.call(*known, address, address, self._timeout_s)
+                finally:
+                    self._progress.leave()
+                return DONE
+        return self._all_reduce("all_reduce", tensors, opts)
 
-    def _sum_at_once(self, tensors: list[Tensor], opts: Any) -> bool:
-        """Do the most frequent operation in the shortest way; whether it was one.
-
-        A small one takes a few microseconds, most of which are Python's: so this looks at nothing twice.
-        """
-        if opts.asyncOp or opts.reduceOp != _SUM or len(tensors) != 1:
-            return False
-        tensor = tensors[0]
-        known = self._sums.get((tensor.dtype, tensor.shape))
-        if known is None:
-            how, tag = self._reduction("all_reduce", opts.reduceOp, tensor)
-            self._sums[tensor.dtype, tensor.shape] = (tag, how.dtype, how.op, tensor.numel() * how.width)
-            return False
-        if not (tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous() and opts.timeout == _UNSET):
-            return False
-        if not self._progress.enter():
-            return False
-        try:
-            address = tensor.data_ptr()
-            tag, dtype, op, count = known
-            self._ranks.call(core.ES_ALL_REDUCE, tag, dtype, op, 0, count, address, address, self._timeout_s)
-        finally:
-            self._progress.leave()
-        return True
+    def _learn_sum(self, op: Any, tensor: Tensor) -> None:
+        how, tag = self._reduction("all_reduce", op, tensor)
+        known = (core.ES_ALL_REDUCE, tag, how.dtype, how.op, 0, tensor.numel() * how.width)
+        self._sums[tensor.dtype, tensor.shape] = known
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """Reduce several tensors over all ranks, in place."""

@@ -28,6 +28,7 @@ class Progress:
         self._lock = threading.Lock()
         self._num_open = 0  # started and not over
         self._turn = threading.Lock()  # held while a job is done
+        self.leave = self._turn.release  # gives back the turn that `enter` took
         self._jobs: queue.SimpleQueue[tuple[PendingWork, Job] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -61,10 +62,6 @@ class Progress:
     def enter(self) -> bool:
         """Take the turn for a job that is done here and now, if no other is open. Then `leave` must follow."""
         return self._num_open == 0 and self._turn.acquire(blocking=False)
-
-    def leave(self) -> None:
-        """Give the turn back."""
-        self._turn.release()
 
     def _over(self) -> None:
         with self._lock:
