@@ -37,7 +37,7 @@ from evenstep.native import core
 
 __all__ = ["EvenstepProcessGroup", "create_process_group", "monitored_barrier"]
 
-_SUM = ReduceOp.SUM
+_SUM: Any = ReduceOp.SUM
 _UNSET = AllreduceOptions().timeout
 _Base: Any = ProcessGroup  # its methods have several signatures each; ours have the one that torch's functions call
 
@@ -126,7 +126,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         """Reduce a tensor over all ranks, in place."""
         opts = AllreduceOptions() if opts is None else opts
         # A small sum that is waited for takes a few microseconds, most of which are Python's: so it has a short way.
-        if not opts.asyncOp and opts.reduceOp == _SUM and len(tensors) == 1:
+        if not opts.asyncOp and len(tensors) == 1 and opts.reduceOp == _SUM:
             tensor = tensors[0]
             known = self._sums.get((tensor.dtype, tensor.shape))
             if known is None:
