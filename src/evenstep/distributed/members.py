@@ -22,8 +22,6 @@ from evenstep.transport.segment import Segment
 
 __all__ = ["Meeting", "Member"]
 
-SLOT_BYTES = 1 << 17  # what is on its way stays in the cache
-
 
 @dataclass(frozen=True)
 class Member:
@@ -96,7 +94,7 @@ class Meeting:
             return [self.local]
         return sorted({tuple(self._hear("local", rank)) for rank in range(len(self.members))})
 
-    def segment(self) -> Segment:
+    def segment(self, slot_bytes: int) -> Segment:
         """The segment of this machine's ranks, of which number i is the i-th of `local`.
 
         Raises:
@@ -104,7 +102,7 @@ class Meeting:
         """
         leader = self.members[self.local[0]]
         if leader.rank == self._rank:
-            segment = Segment.create(len(self.local), SLOT_BYTES)
+            segment = Segment.create(len(self.local), slot_bytes)
             for index, rank in enumerate(self.local):
                 core.set_pid(segment.base, index, self.members[rank].pid)
             self._say("segment", [segment.fd, self.local])

@@ -11,7 +11,7 @@ from evenstep.distributed.machines import Machines
 from evenstep.distributed.mail import Mail
 from evenstep.distributed.members import Meeting
 from evenstep.distributed.reductions import BYTES
-from evenstep.distributed.team import Pieces, Team
+from evenstep.distributed.team import SLOT_BYTES, Pieces, Team
 from evenstep.native import core
 
 __all__ = ["Ranks", "meet"]
@@ -96,7 +96,7 @@ def meet(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Ranks
     """Find the ranks of a new group through torch's store. All must call this; blocks until all have."""
     with Meeting(store, rank, names, timeout_s) as meeting, contextlib.ExitStack() as undo:
         members = [meeting.members[other] for other in meeting.local]
-        team = Team(meeting.segment(), members, meeting.local.index(rank))
+        team = Team(meeting.segment(SLOT_BYTES), members, meeting.local.index(rank))
         undo.callback(team.close)
         team.call(core.ES_BARRIER, b"making the group", BYTES, 0, 0, 0, None, None, timeout_s)
         team.number = 0

@@ -21,6 +21,8 @@ Pieces: TypeAlias = "int | tuple[int, ...] | None"
 """The address of one contiguous piece of memory, or one for each rank, or nothing."""
 
 _AT_ONCE_BYTES = 1 << 17  # up to here a second meeting costs more than reducing everything on every rank
+_STEP_BYTES = 1 << 17  # what is on its way stays in the cache
+SLOT_BYTES = 1 << 19  # beside a computation every meeting takes long, so there are fewer
 BACKGROUND_SPIN = 16
 _ERRORS: dict[str, type[EvenstepError]] = {"MismatchError": MismatchError, "SilenceError": SilenceError}
 
@@ -40,7 +42,7 @@ class Team:
         self.members = members
         self.index = index
         self.number = 0
-        self._spin = self._eager_spin = spin_count(len(members))
+        self._manner = self._eager = (spin_count(len(members)), _STEP_BYTES)
         self._liveness = Liveness()
         for member in members:
             self._liveness.watch(member.pid)  # before its number could come to mean another process
@@ -72,7 +74,7 @@ class Team:
         timeout_ns = int(timeout_s * 1e9)
         try:
             rc = core.collective(
-                self._team, kind, tag, self.number, dtype, op, root, count, ins, outs, timeout_ns, self._spin
+                self._team, kind, tag, self.number, dtype, op, root, count, ins, outs, timeout_ns, *self._manner
             )
         except BaseException as error:
             self._interrupted(tag, error)
@@ -93,7 +95,9 @@ class Team:
         self.number += 1
         timeout_ns = int(timeout_s * 1e9)
         try:
-            rc = core.all_to_all(self._team, tag, self.number, ins, in_bytes, outs, out_bytes, timeout_ns, self._spin)
+            rc = core.all_to_all(
+                self._team, tag, self.number, ins, in_bytes, outs, out_bytes, timeout_ns, *self._manner
+            )
         except BaseException as error:
             self._interrupted(tag, error)
             raise
@@ -106,7 +110,7 @@ class Team:
 
     def in_background(self, yes: bool) -> None:
         """Whether the operations that follow wait beside a computation, from which they must not take the core."""
-        self._spin = BACKGROUND_SPIN if yes else self._eager_spin
+        self._manner = (BACKGROUND_SPIN, SLOT_BYTES) if yes else self._eager
 
     def has_ended(self, index: int) -> bool:
         """Whether a rank will never come again: its process has ended or it has left the group."""

@@ -2,7 +2,10 @@
 
 #include <string.h>
 
-enum { SLICE_NS = 50000000 }; /* how long to sleep before looking whether the others are still alive */
+enum {
+    SLICE_NS = 50000000,   /* how long to sleep before looking whether the others are still alive */
+    FIRST_BYTES = 1 << 17, /* what is moved in the first step, when nobody knows yet what the others wish */
+};
 
 typedef struct {
     es_team *team;
@@ -10,7 +13,8 @@ typedef struct {
     uint64_t tag_hash;
     int64_t deadline;
     size_t item;
-    int first; /* the next step is the first of this operation */
+    size_t step_bytes; /* what is moved in a step; it becomes what all agree on after the first */
+    int first;         /* the next step is the first of this operation */
 } walk;
 
 #define TRY(expression)             \
@@ -71,14 +75,18 @@ static int check(walk *w, uint32_t rank) {
 
 /* Lets the others see the slot. In the first step of an operation everyone meets everyone, so that a mismatch is seen
  * by all. */
-static int publish(walk *w, size_t bytes) {
+static int publish(walk *w) {
     es_team *team = w->team;
     team->step += 1;
-    es_publish(team->base, team->rank, seq_of(team->step), w->call->tag, w->call->number, bytes);
+    es_publish(team->base, team->rank, seq_of(team->step), w->call->tag, w->call->number, w->call->step_bytes);
     if (!w->first) return ES_OK;
     w->first = 0;
     TRY(await_all(w, team->step));
-    for (uint32_t rank = 0; rank < team->num_ranks; ++rank) TRY(check(w, rank));
+    for (uint32_t rank = 0; rank < team->num_ranks; ++rank) {
+        TRY(check(w, rank));
+        size_t wish = es_posted_bytes(team->base, rank, seq_of(team->step));
+        if (wish > w->step_bytes) w->step_bytes = smaller(wish, es_slot_bytes(team->base));
+    }
     return ES_OK;
 }
 
@@ -100,7 +108,7 @@ static void copy(void *to, const void *from, size_t bytes) {
 static int barrier(walk *w) {
     char *mine;
     TRY(fill(w, &mine));
-    return publish(w, 0);
+    return publish(w);
 }
 
 /* Chunk by chunk, everyone reduces everything: one meeting for each chunk. */
@@ -108,13 +116,13 @@ static int reduce_at_once(walk *w, char *out) {
     es_team *team = w->team;
     const es_call *call = w->call;
     const char *in = call->in[0], *sources[ES_MAX_INPUTS];
-    size_t bytes = call->count * w->item, step = es_slot_bytes(team->base), at = 0;
+    size_t bytes = call->count * w->item, at = 0;
     do {
-        size_t here = smaller(step, bytes - at);
+        size_t here = smaller(w->step_bytes, bytes - at);
         char *mine;
         TRY(fill(w, &mine));
         copy(mine, in + at, here);
-        TRY(publish(w, here));
+        TRY(publish(w));
         for (uint32_t rank = 0; out && rank < team->num_ranks; ++rank) TRY(read_slot(w, rank, &sources[rank]));
         sources[team->rank] = in + at;
         if (out)
@@ -132,8 +140,8 @@ static int reduce_in_parts(walk *w, char *out) {
     const es_call *call = w->call;
     uint32_t me = team->rank, parts = team->num_ranks;
     const char *in = call->in[0], *theirs[ES_MAX_INPUTS], *sources[ES_MAX_INPUTS];
-    /* A chunk and one part of it fit into a slot. */
-    size_t most = es_slot_bytes(team->base) / w->item;
+    TRY(barrier(w)); /* all chunks are of one size: agree on it first */
+    size_t most = w->step_bytes / w->item; /* for a chunk and one part of it */
     size_t chunk = (most - 64) * parts / (parts + 1) / (64 * parts) * (64 * parts);
     size_t chunks = (call->count + chunk - 1) / chunk;
     chunk = smaller(chunk, ((call->count + chunks - 1) / chunks + 63) / 64 * 64);
@@ -156,7 +164,7 @@ static int reduce_in_parts(walk *w, char *out) {
             size_t start = cut(count, rank, parts), end = cut(count, rank + 1, parts);
             if (rank != me) copy(mine + start * w->item, in + (here + start) * w->item, (end - start) * w->item);
         }
-        TRY(publish(w, result_at));
+        TRY(publish(w));
         for (uint32_t rank = 0; rank < parts; ++rank) {
             if (rank == me || (t == chunks && !out)) continue;
             TRY(read_slot(w, rank, &theirs[rank]));
@@ -175,14 +183,14 @@ static int reduce(walk *w) {
 
 static int broadcast(walk *w) {
     const es_call *call = w->call;
-    size_t bytes = call->count * w->item, step = es_slot_bytes(w->team->base), at = 0;
+    size_t bytes = call->count * w->item, at = 0;
     do {
-        size_t here = smaller(step, bytes - at);
+        size_t here = smaller(w->step_bytes, bytes - at);
         char *mine;
         const char *theirs;
         TRY(fill(w, &mine));
         if (call->in) copy(mine, (const char *)call->in[0] + at, here);
-        TRY(publish(w, here));
+        TRY(publish(w));
         if (!call->in) {
             TRY(read_slot(w, call->root, &theirs));
             copy((char *)call->out[0] + at, theirs, here);
@@ -195,14 +203,14 @@ static int broadcast(walk *w) {
 /* Of all ranks, to those who have an out: one piece for each rank. */
 static int gather(walk *w) {
     const es_call *call = w->call;
-    size_t bytes = call->count * w->item, step = es_slot_bytes(w->team->base), at = 0;
+    size_t bytes = call->count * w->item, at = 0;
     do {
-        size_t here = smaller(step, bytes - at);
+        size_t here = smaller(w->step_bytes, bytes - at);
         char *mine;
         const char *theirs;
         TRY(fill(w, &mine));
         copy(mine, (const char *)call->in[0] + at, here);
-        TRY(publish(w, here));
+        TRY(publish(w));
         for (uint32_t rank = 0; call->out && rank < w->team->num_ranks; ++rank) {
             TRY(read_slot(w, rank, &theirs));
             if (rank == w->team->rank) theirs = (const char *)call->in[0] + at; /* it may lie in `out` already */
@@ -219,15 +227,15 @@ static int scatter(walk *w) {
     const es_call *call = w->call;
     int reducing = call->kind == ES_REDUCE_SCATTER;
     size_t bytes = call->count * w->item, at = 0;
-    size_t step = es_slot_bytes(team->base) / team->num_ranks / 64 * 64;
     const char *sources[ES_MAX_INPUTS];
     do {
+        size_t step = w->step_bytes / team->num_ranks / 64 * 64;
         size_t here = smaller(step, bytes - at);
         char *mine, *to = (char *)call->out[0] + at;
         TRY(fill(w, &mine));
         for (uint32_t rank = 0; call->in && rank < team->num_ranks; ++rank)
             if (rank != team->rank) copy(mine + rank * step, (const char *)call->in[rank] + at, here);
-        TRY(publish(w, here));
+        TRY(publish(w));
         for (uint32_t rank = 0; rank < team->num_ranks; ++rank) {
             if (!reducing && rank != call->root) continue;
             TRY(read_slot(w, rank, &sources[rank]));
@@ -249,12 +257,12 @@ static int all_to_all(walk *w) {
     es_team *team = w->team;
     const es_call *call = w->call;
     uint32_t parts = team->num_ranks, me = team->rank;
-    size_t step = es_slot_bytes(team->base) / parts / 64 * 64, most = 0;
+    size_t most = 0;
     char *mine;
     const char *theirs;
     TRY(fill(w, &mine));
     memcpy(mine, call->in_items, parts * sizeof(uint64_t));
-    TRY(publish(w, parts * sizeof(uint64_t)));
+    TRY(publish(w));
     for (uint32_t rank = 0; rank < parts; ++rank) {
         TRY(read_slot(w, rank, &theirs));
         const uint64_t *items = (const uint64_t *)theirs;
@@ -264,6 +272,7 @@ static int all_to_all(walk *w) {
         }
         for (uint32_t to = 0; to < parts; ++to) most = items[to] > most ? items[to] : most;
     }
+    size_t step = w->step_bytes / parts / 64 * 64;
     for (size_t at = 0; at < most * w->item; at += step) {
         TRY(fill(w, &mine));
         for (uint32_t rank = 0; rank < parts; ++rank) {
@@ -272,7 +281,7 @@ static int all_to_all(walk *w) {
             const char *from = (const char *)call->in[rank] + at;
             copy(rank == me ? (char *)call->out[me] + at : mine + rank * step, from, smaller(step, bytes - at));
         }
-        TRY(publish(w, step));
+        TRY(publish(w));
         for (uint32_t rank = 0; rank < parts; ++rank) {
             size_t bytes = call->out_items[rank] * w->item;
             if (rank == me || at >= bytes) continue;
@@ -287,7 +296,8 @@ int es_collective(es_team *team, const es_call *call) {
     static int (*const OPERATIONS[])(walk *) = {barrier, reduce, reduce,  broadcast, gather,
                                                 gather,  scatter, scatter, all_to_all};
     if (es_aborted(team->base)) return ES_ABORTED; /* also where the others had come to this one before they gave up */
-    walk w = {team, call, es_hash_tag(call->tag), es_now_ns() + call->timeout_ns, es_item_bytes(call->dtype), 1};
+    walk w = {team, call, es_hash_tag(call->tag), es_now_ns() + call->timeout_ns, es_item_bytes(call->dtype),
+              smaller(FIRST_BYTES, es_slot_bytes(team->base)), 1};
     return OPERATIONS[call->kind](&w);
 }
 

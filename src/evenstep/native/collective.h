@@ -3,8 +3,9 @@
  * Everything that is long goes in steps. In a step every rank fills its slot, publishes it under the tag of the
  * operation, and reads what it needs from the slots of the others; the two slots that it uses take turns. A rank
  * publishes a step only when it has read all that it wants of the step before, so whoever sees the marks of all others
- * at step s may fill the slot of step s - 1 again, and one wait per step is enough. A slot is smaller than the cache:
- * what is copied in by one rank is still there when another one reads it.
+ * at step s may fill the slot of step s - 1 again, and one wait per step is enough. What is moved in a step is smaller
+ * than the cache, so what one rank copies in is still there when another one reads it; where ranks wait beside a
+ * computation, and so wait long, steps are larger.
  */
 #ifndef EVENSTEP_COLLECTIVE_H
 #define EVENSTEP_COLLECTIVE_H
@@ -55,6 +56,7 @@ typedef struct {
     size_t count;   /* items of one piece; a piece is what one rank contributes, or gets, in one `in` or `out` */
     int64_t timeout_ns;
     uint32_t spin;            /* how often to look before sleeping */
+    size_t step_bytes;        /* how much to move in a step; of what the ranks say, the most counts */
     const void *const *in;    /* one piece, or one for each rank; NULL where this rank has nothing to give */
     void *const *out;         /* likewise; NULL where it gets nothing */
     const uint64_t *in_items; /* of an all-to-all: the items of each piece, instead of count */

@@ -158,6 +158,8 @@ int es_await(void *base, es_mark *mark, uint64_t seq, uint32_t spin, int64_t tim
     }
 }
 
+size_t es_posted_bytes(void *base, uint32_t worker, uint64_t seq) { return slot_for(base, worker, seq)->bytes; }
+
 int es_matches(void *base, uint32_t worker, uint64_t seq, uint64_t tag_hash) {
     const es_slot *slot = slot_for(base, worker, seq);
     return slot->seq == seq && slot->tag_hash == tag_hash;

@@ -58,6 +58,8 @@ es_mark *es_posted(void *base, uint32_t worker);
 void *es_slot_data(void *base, uint32_t worker, uint64_t seq);
 void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint64_t number, size_t bytes);
 uint64_t es_hash_tag(const char *tag);
+/* What the slot of `worker` for a `seq` that it has posted came with as its number of bytes. */
+size_t es_posted_bytes(void *base, uint32_t worker, uint64_t seq);
 /* Whether the slot of `worker` for a `seq` that it has posted came with this tag. */
 int es_matches(void *base, uint32_t worker, uint64_t seq, uint64_t tag_hash);
 

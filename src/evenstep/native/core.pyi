@@ -48,6 +48,7 @@ def collective(
     outs: int | tuple[int, ...] | None,
     timeout_ns: int,
     spin: int,
+    step_bytes: int,
     /,
 ) -> int: ...
 def all_to_all(
@@ -60,6 +61,7 @@ def all_to_all(
     out_bytes: tuple[int, ...],
     timeout_ns: int,
     spin: int,
+    step_bytes: int,
     /,
 ) -> int: ...
 def mail_bytes(num_ranks: int, /) -> int: ...

@@ -232,12 +232,12 @@ static PyObject *finish_call(es_team *team, es_call *call) {
     return PyLong_FromLong(rc == ES_OK ? ES_OK : rc | (long)team->culprit << 8);
 }
 
-/* collective(team, kind, tag, number, dtype, op, root, count, ins, outs, timeout_ns, spin): without a format string, because
+/* collective(team, kind, tag, number, dtype, op, root, count, ins, outs, timeout_ns, spin, step_bytes): without a format string, because
  * parsing one takes as long as the whole of a small operation. */
 static PyObject *collective(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
     uint64_t in[ES_MAX_INPUTS], out[ES_MAX_INPUTS], *ins, *outs;
-    if (num_args != 12) {
-        PyErr_SetString(PyExc_TypeError, "collective takes 12 arguments");
+    if (num_args != 13) {
+        PyErr_SetString(PyExc_TypeError, "collective takes 13 arguments");
         return NULL;
     }
     es_team *team = PyCapsule_GetPointer(args[0], TEAM);
@@ -252,6 +252,7 @@ static PyObject *collective(PyObject *self, PyObject *const *args, Py_ssize_t nu
         .count = PyLong_AsSize_t(args[7]),
         .timeout_ns = PyLong_AsLongLong(args[10]),
         .spin = (uint32_t)PyLong_AsUnsignedLong(args[11]),
+        .step_bytes = PyLong_AsSize_t(args[12]),
         .in = (const void *const *)ins,
         .out = (void *const *)outs,
     };
@@ -265,8 +266,9 @@ static PyObject *all_to_all(PyObject *self, PyObject *args) {
     uint64_t found[4][ES_MAX_INPUTS]; /* ins, their bytes, outs, their bytes */
     es_call call = {.kind = ES_ALL_TO_ALL, .dtype = ES_U8};
     long long timeout_ns;
-    ARGS("OyKOOOOLI", &capsule, &call.tag, &number, &pieces[0], &pieces[1], &pieces[2], &pieces[3], &timeout_ns,
-         &call.spin);
+    Py_ssize_t step_bytes;
+    ARGS("OyKOOOOLIn", &capsule, &call.tag, &number, &pieces[0], &pieces[1], &pieces[2], &pieces[3], &timeout_ns,
+         &call.spin, &step_bytes);
     es_team *team = PyCapsule_GetPointer(capsule, TEAM);
     if (!team) return NULL;
     for (int i = 0; i < 4; ++i) {
@@ -277,6 +279,7 @@ static PyObject *all_to_all(PyObject *self, PyObject *args) {
     }
     call.number = number;
     call.timeout_ns = timeout_ns;
+    call.step_bytes = (size_t)step_bytes;
     call.in = (const void *const *)found[0];
     call.in_items = found[1];
     call.out = (void *const *)found[2];
