@@ -12,7 +12,7 @@ from ranks import run_rank_outcomes, run_ranks
 from torch import distributed as dist
 
 import evenstep.distributed
-from evenstep.core.errors import EvenstepError, MismatchError, PeerError, SilenceError
+from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, PeerError, SilenceError
 
 HOST = re.escape(socket.gethostname())
 
@@ -185,21 +185,54 @@ def test_an_interrupted_rank_tells_the_others():
     assert "rank 0 " in run_ranks(2, body)[1]
 
 
-def test_a_monitored_barrier_says_who_did_not_come():
+def test_a_destroyed_group_says_so_and_does_not_hurt_the_others():
     def body(rank):
+        group = dist.new_group()
+        dist.barrier()
+        if rank == 0:
+            dist.destroy_process_group(group)
+            failure(ConfigError, lambda: group.allreduce([torch.ones(3)]).wait())
+        dist.barrier()
         if rank == 1:
+            group._ranks.check()
+
+    run_ranks(2, body)
+
+
+def test_a_fork_of_a_rank_does_not_leave_for_it():
+    def body(rank):
+        child = os.fork()
+        if child == 0:
+            dist.destroy_process_group()
+            os._exit(0)
+        os.waitpid(child, 0)
+        mine = torch.ones(1000)
+        dist.all_reduce(mine)
+        dist.barrier()
+        time.sleep(0.1)
+        dist.barrier()
+
+    run_ranks(2, body)
+
+
+def test_a_monitored_barrier_names_all_who_did_not_come():
+    def body(rank):
+        if rank > 0:
             time.sleep(1)
             return
         from datetime import timedelta
 
         barrier = lambda: evenstep.distributed.monitored_barrier(timeout=timedelta(seconds=0.3))  # noqa: E731  # short
-        assert "rank 1 " in failure(SilenceError, barrier)
+        text = failure(SilenceError, barrier)
+        assert re.search(r"rank 1 .*, rank 2 .* said nothing", text), text
 
-    run_ranks(2, body)
+    run_ranks(3, body)
 
 
 def test_a_tensor_of_another_layout_is_refused():
     def body(rank):
+        dist.all_reduce(torch.eye(3))
+        dist.all_reduce(torch.eye(3))  # the shape is known by now
         sparse = torch.eye(3).to_sparse()
         failure(EvenstepError, lambda: dist.all_reduce(sparse))
         failure(EvenstepError, lambda: dist.all_reduce(torch.ones(3, device="meta")))

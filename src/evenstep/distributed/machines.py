@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 from evenstep.core.errors import EvenstepError, MismatchError, PeerError, SilenceError, UnsupportedError
 from evenstep.distributed.mail import ANY
 from evenstep.distributed.members import Member
-from evenstep.distributed.reductions import BYTES, ITEM_BYTES
-from evenstep.distributed.team import Pieces, Team
+from evenstep.distributed.reductions import ITEM_BYTES
+from evenstep.distributed.team import Call, Pieces, Team
 from evenstep.native import core
 from evenstep.plan import tree
 
@@ -68,19 +68,9 @@ class Machines:
 
     # ---- operations ----
 
-    def call(
-        self,
-        kind: int,
-        tag: bytes,
-        dtype: int,
-        op: int,
-        root: int,
-        count: int,
-        ins: Pieces,
-        outs: Pieces,
-        timeout_s: float,
-    ) -> None:
+    def call(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
         """See `Ranks`."""
+        kind, tag, dtype, op, root, count = call
         piece = count * ITEM_BYTES[dtype]
         with self._telling():
             self._agree(tag, timeout_s)
@@ -163,7 +153,7 @@ class Machines:
     def _agree(self, tag: bytes, timeout_s: float) -> None:
         """Meet everyone; a rank at another operation is a mismatch. So nobody starts what others do not."""
         self._number += 1
-        self._local(core.ES_BARRIER, tag, 0, 0, None, None, timeout_s)
+        self._local(Call(core.ES_BARRIER, tag), None, None, timeout_s)
         if self._leads:
             text = torch.zeros(_TAG_BYTES, dtype=torch.uint8)
             text[: len(tag)] = torch.frombuffer(bytearray(tag[:_TAG_BYTES]), dtype=torch.uint8)
@@ -172,7 +162,7 @@ class Machines:
             for number, theirs in enumerate(found):
                 if not torch.equal(theirs, text):
                     self._disagree(self._at(tag), number, bytes(theirs.tolist()).rstrip(b"\0"))
-        self._local(core.ES_BARRIER, tag, 0, 0, None, None, timeout_s)
+        self._local(Call(core.ES_BARRIER, tag), None, None, timeout_s)
 
     def _sum(self, tag: bytes, dtype: int, op: int, mine: Tensor, timeout_s: float) -> Tensor:
         """The reduction of what all ranks give, in tree order."""
@@ -223,18 +213,18 @@ class Machines:
     def _local_gather(self, tag: bytes, mine: Tensor, timeout_s: float) -> list[Tensor]:
         found = [torch.empty_like(mine) for _ in self._machines[self._mine]] if self._leads else []
         outs = tuple(each.data_ptr() for each in found) if self._leads else None
-        self._local(core.ES_GATHER, tag, 0, len(mine), mine.data_ptr(), outs, timeout_s)
+        self._local(Call(core.ES_GATHER, tag, num_items=len(mine)), mine.data_ptr(), outs, timeout_s)
         return found
 
     def _local_broadcast(self, tag: bytes, data: Tensor, root: int, timeout_s: float) -> Tensor:
         address, gives = data.data_ptr(), self._team.index == root
         ins, outs = (address, None) if gives else (None, address)
-        self._local(core.ES_BROADCAST, tag, root, len(data), ins, outs, timeout_s)
+        self._local(Call(core.ES_BROADCAST, tag, root=root, num_items=len(data)), ins, outs, timeout_s)
         return data
 
-    def _local(self, kind: int, tag: bytes, root: int, count: int, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
+    def _local(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
         self._team.number = self._number - 1  # all of them belong to one operation of the group
-        self._team.call(kind, tag, BYTES, 0, root, count, ins, outs, timeout_s)
+        self._team.call(call, ins, outs, timeout_s)
 
     def _between(self, start: Callable[[], Work], tag: bytes, timeout_s: float) -> None:
         """Do an operation of the leaders, and look around meanwhile."""

@@ -106,6 +106,7 @@ class Mail:
         return self._begin(message)
 
     def _message(self, what: str, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> _Message:
+        self._team.check()
         self._number += 1
         work = PendingWork(f"{what} with tag {tag}, message {self._number} of the group", [tensor])
         data = tensor.detach().contiguous()
@@ -247,7 +248,7 @@ class Mail:
         if awaited and all(self._team.has_ended(rank) for rank in awaited) and not self._comes(message):
             self._team.fail_gone(awaited[-1], message.work.name)
         if time.monotonic() > message.begun + message.timeout_s:
-            self._team.fail_silent(awaited[-1], message.work.name, message.timeout_s)
+            self._team.fail_silent(awaited, message.work.name, message.timeout_s)
 
     def _comes(self, message: _Message) -> bool:
         """Whether there is still something in the rings for a receive, left there by a rank that ended since."""

@@ -7,6 +7,7 @@ through a copy that is. What torch's own functions check (ranks, lists of equal 
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.distributed.mail import ANY
 from evenstep.distributed.progress import Progress
 from evenstep.distributed.ranks import Ranks, meet
-from evenstep.distributed.reductions import BYTES, Reduction, reduction
+from evenstep.distributed.reductions import Reduction, reduction
+from evenstep.distributed.team import Call
+from evenstep.distributed.tensors import check_dense, check_same_size, contiguous, copy_back, num_bytes, parts, split
 from evenstep.distributed.work import DONE
 from evenstep.native import core
 
@@ -39,6 +42,7 @@ __all__ = ["EvenstepProcessGroup", "create_process_group", "monitored_barrier"]
 
 _SUM: Any = ReduceOp.SUM
 _UNSET = AllreduceOptions().timeout
+_MOST_KNOWN = 4096
 _Base: Any = ProcessGroup  # its methods have several signatures each; ours have the one that torch's functions call
 
 
@@ -64,8 +68,9 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         self._names = ("", "")
         self._progress = Progress("evenstep-collectives", ranks.in_background)
         self._tags: dict[tuple[object, ...], bytes] = {}
-        self._sums: dict[tuple[torch.dtype, torch.Size], tuple[int, bytes, int, int, int, int]] = {}
+        self._sums: dict[tuple[torch.dtype, torch.Size], Call] = {}
         self._end = weakref.finalize(self, _end, self._progress, ranks)
+        self._end.atexit = False  # the end of the process ends it all, without waiting for what is still open
 
     def rank(self) -> int:
         """The number of this rank in the group."""
@@ -134,7 +139,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
             elif tensor.is_cpu and tensor.is_contiguous() and opts.timeout == _UNSET and self._progress.enter():
                 address = tensor.data_ptr()
                 try:
-                    self._ranks.call(*known, address, address, self._timeout_s)
+                    self._ranks.call(known, address, address, self._timeout_s)
                 finally:
                     self._progress.leave()
                 return DONE
@@ -142,8 +147,8 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
 
     def _learn_sum(self, op: Any, tensor: Tensor) -> None:
         how, tag = self._reduction("all_reduce", op, tensor)
-        known = (core.ES_ALL_REDUCE, tag, how.dtype, how.op, 0, tensor.numel() * how.width)
-        self._sums[tensor.dtype, tensor.shape] = known
+        count = tensor.numel() * how.width
+        self._sums[tensor.dtype, tensor.shape] = Call(core.ES_ALL_REDUCE, tag, how.dtype, how.op, num_items=count)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """Reduce several tensors over all ranks, in place."""
@@ -156,20 +161,9 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
 
         def job() -> None:
             for how, tag, tensor in calls:
-                source = _premultiplied(tensor, op, how)
-                target = _contiguous(tensor)
-                count = target.numel() * how.width
-                self._ranks.call(
-                    core.ES_ALL_REDUCE,
-                    tag,
-                    how.dtype,
-                    how.op,
-                    0,
-                    count,
-                    (target if source is tensor else source).data_ptr(),
-                    target.data_ptr(),
-                    timeout_s,
-                )
+                source, target = contiguous(_premultiplied(tensor, op, how)), contiguous(tensor)
+                call = Call(core.ES_ALL_REDUCE, tag, how.dtype, how.op, num_items=target.numel() * how.width)
+                self._ranks.call(call, source.data_ptr(), target.data_ptr(), timeout_s)
                 self._finish(how, tensor, target)
 
         return self._progress.start(name, job, tensors, opts.asyncOp)
@@ -182,10 +176,10 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         how, tag = self._reduction("reduce", op, tensor, root)
 
         def job() -> None:
-            source, target = _contiguous(_premultiplied(tensor, op, how)), _contiguous(tensor)
+            source, target = contiguous(_premultiplied(tensor, op, how)), contiguous(tensor)
             out = target.data_ptr() if root == self._rank else None
-            count = target.numel() * how.width
-            self._ranks.call(core.ES_REDUCE, tag, how.dtype, how.op, root, count, source.data_ptr(), out, timeout_s)
+            call = Call(core.ES_REDUCE, tag, how.dtype, how.op, root, target.numel() * how.width)
+            self._ranks.call(call, source.data_ptr(), out, timeout_s)
             if out is not None:
                 self._finish(how, tensor, target)
 
@@ -213,7 +207,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         opts = opts or ReduceScatterOptions()
         name = "reduce_scatter_tensor"
         calls = [
-            self._reduce_scatter(name, output, _parts(input, output, self._size), opts)
+            self._reduce_scatter(name, output, parts(input, output, self._size), opts)
             for output, input in zip(outputs, inputs, strict=True)
         ]
         return self._progress.start(name, _all(calls), outputs, opts.asyncOp)
@@ -225,16 +219,14 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
     ) -> Callable[[], None]:
         op, timeout_s = opts.reduceOp, self._timeout(opts)
         how, tag = self._reduction(name, op, output)
-        _same_size(name, output, pieces)
+        check_same_size(name, output, pieces)
 
         def job() -> None:
-            sources = [_contiguous(_premultiplied(piece, op, how)) for piece in pieces]
-            target = _contiguous(output)
+            sources = [contiguous(_premultiplied(piece, op, how)) for piece in pieces]
+            target = contiguous(output)
             ins = tuple(source.data_ptr() for source in sources)
-            count = target.numel() * how.width
-            self._ranks.call(
-                core.ES_REDUCE_SCATTER, tag, how.dtype, how.op, 0, count, ins, target.data_ptr(), timeout_s
-            )
+            call = Call(core.ES_REDUCE_SCATTER, tag, how.dtype, how.op, num_items=target.numel() * how.width)
+            self._ranks.call(call, ins, target.data_ptr(), timeout_s)
             self._finish(how, output, target)
 
         return job
@@ -249,21 +241,13 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         tag = self._tag("broadcast", "", tensor, root)
 
         def job() -> None:
-            target = _contiguous(tensor)
+            target = contiguous(tensor)
             address, is_root = target.data_ptr(), root == self._rank
-            self._ranks.call(
-                core.ES_BROADCAST,
-                tag,
-                BYTES,
-                0,
-                root,
-                _num_bytes(target),
-                address if is_root else None,
-                None if is_root else address,
-                timeout_s,
-            )
+            ins, outs = (address, None) if is_root else (None, address)
+            call = Call(core.ES_BROADCAST, tag, root=root, num_items=num_bytes(target))
+            self._ranks.call(call, ins, outs, timeout_s)
             if not is_root:
-                _copy_back(tensor, target)
+                copy_back(tensor, target)
 
         return self._progress.start("broadcast", job, tensors, opts.asyncOp)
 
@@ -297,7 +281,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         opts = opts or AllgatherOptions()
         name = "all_gather_into_tensor"
         calls = [
-            self._gather(name, core.ES_ALL_GATHER, input, _parts(output, input, self._size), None, self._timeout(opts))
+            self._gather(name, core.ES_ALL_GATHER, input, parts(output, input, self._size), None, self._timeout(opts))
             for output, input in zip(outputs, inputs, strict=True)
         ]
         return self._progress.start(name, _all(calls), outputs, opts.asyncOp)
@@ -315,15 +299,16 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         self, name: str, kind: int, input: Tensor, pieces: Sequence[Tensor] | None, root: int | None, timeout_s: float
     ) -> Callable[[], None]:
         tag = self._tag(name, "", input, root)
-        _same_size(name, input, pieces or ())
+        check_same_size(name, input, pieces or ())
 
         def job() -> None:
-            source = _contiguous(input)
-            targets = None if pieces is None else [_contiguous(piece) for piece in pieces]
+            source = contiguous(input)
+            targets = None if pieces is None else [contiguous(piece) for piece in pieces]
             outs = None if targets is None else tuple(target.data_ptr() for target in targets)
-            self._ranks.call(kind, tag, BYTES, 0, root or 0, _num_bytes(source), source.data_ptr(), outs, timeout_s)
+            call = Call(kind, tag, root=root or 0, num_items=num_bytes(source))
+            self._ranks.call(call, source.data_ptr(), outs, timeout_s)
             for piece, target in zip(pieces or (), targets or (), strict=True):
-                _copy_back(piece, target)
+                copy_back(piece, target)
 
         return job
 
@@ -333,16 +318,15 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         (output,), root, timeout_s = outputs, opts.rootRank, self._timeout(opts)
         pieces = inputs[0] if root == self._rank else None
         tag = self._tag("scatter", "", output, root)
-        _same_size("scatter", output, pieces or ())
+        check_same_size("scatter", output, pieces or ())
 
         def job() -> None:
-            sources = None if pieces is None else [_contiguous(piece) for piece in pieces]
+            sources = None if pieces is None else [contiguous(piece) for piece in pieces]
             ins = None if sources is None else tuple(source.data_ptr() for source in sources)
-            target = _contiguous(output)
-            self._ranks.call(
-                core.ES_SCATTER, tag, BYTES, 0, root, _num_bytes(target), ins, target.data_ptr(), timeout_s
-            )
-            _copy_back(output, target)
+            target = contiguous(output)
+            call = Call(core.ES_SCATTER, tag, root=root, num_items=num_bytes(target))
+            self._ranks.call(call, ins, target.data_ptr(), timeout_s)
+            copy_back(output, target)
 
         return self._progress.start("scatter", job, outputs, opts.asyncOp)
 
@@ -359,8 +343,8 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         opts: AllToAllOptions | None = None,
     ) -> Work:
         """Give each rank a part of a tensor, along the first dimension, and get one from each."""
-        outputs = _split(output, output_split_sizes, self._size)
-        inputs = _split(input, input_split_sizes, self._size)
+        outputs = split(output, output_split_sizes, self._size)
+        inputs = split(input, input_split_sizes, self._size)
         return self._all_to_all("all_to_all_single", outputs, inputs, [output], opts)
 
     alltoall_base = all_to_all_single
@@ -381,18 +365,18 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         tag = f"{name}({', '.join(map(str, dtypes))})".encode()
 
         def job() -> None:
-            sources = [_contiguous(input) for input in inputs]
-            targets = [_contiguous(output) for output in outputs]
+            sources = [contiguous(input) for input in inputs]
+            targets = [contiguous(output) for output in outputs]
             self._ranks.all_to_all(
                 tag,
                 tuple(source.data_ptr() for source in sources),
-                tuple(map(_num_bytes, sources)),
+                tuple(map(num_bytes, sources)),
                 tuple(target.data_ptr() for target in targets),
-                tuple(map(_num_bytes, targets)),
+                tuple(map(num_bytes, targets)),
                 timeout_s,
             )
             for output, target in zip(outputs, targets, strict=True):
-                _copy_back(output, target)
+                copy_back(output, target)
 
         return self._progress.start(name, job, result, opts.asyncOp)
 
@@ -402,27 +386,27 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         """Wait until all ranks have come here."""
         opts = opts or BarrierOptions()
         timeout_s = self._timeout(opts)
-        return self._progress.start("barrier", lambda: self._meet(b"barrier", timeout_s), [], opts.asyncOp)
+        return self._progress.start("barrier", partial(self._meet, b"barrier", timeout_s), [], opts.asyncOp)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come here; the error says who did not. See `monitored_barrier` below."""
+        """Wait until all ranks have come here; the error names all who did not, with or without `wait_all_ranks`."""
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        job = lambda: self._meet(b"monitored_barrier", timeout_s)  # noqa: E731  # one line is all it is
+        job = partial(self._meet, b"monitored_barrier", timeout_s)
         self._progress.start("monitored_barrier", job, [], asynchronous=False).wait()
 
     def _meet(self, tag: bytes, timeout_s: float) -> None:
-        self._ranks.call(core.ES_BARRIER, tag, BYTES, 0, 0, 0, None, None, timeout_s)
+        self._ranks.call(Call(core.ES_BARRIER, tag), None, None, timeout_s)
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Work:
         """Send a tensor to a rank."""
         (tensor,) = tensors
-        _check(tensor)
+        check_dense(tensor)
         return self._ranks.send(tensor, target, tag, self._timeout_s)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         """Receive a tensor from a rank."""
         (tensor,) = tensors
-        _check(tensor)
+        check_dense(tensor)
         return self._ranks.receive(tensor, source, tag, self._timeout_s)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
@@ -448,10 +432,13 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
 
     def _tag(self, name: str, op: str, tensor: Tensor, root: int | None) -> bytes:
         """What an operation is, in words: equal on all ranks, or they do not fit together."""
-        _check(tensor)
+        check_dense(tensor)
         key = (name, op, tensor.dtype, tensor.shape, root)
         tag = self._tags.get(key)
         if tag is None:
+            if len(self._tags) >= _MOST_KNOWN:  # sizes that are never the same twice
+                self._tags.clear()
+                self._sums.clear()
             words = [op] if op else []
             words += [str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape))]
             words += [f"root {root}"] if root is not None else []
@@ -462,7 +449,7 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         if how.average:
             numbers = torch.view_as_real(target.detach()) if target.is_complex() else target.detach()
             numbers.div_(self._size, rounding_mode=None if numbers.is_floating_point() else "trunc")
-        _copy_back(tensor, target)
+        copy_back(tensor, target)
 
 
 def _end(progress: Progress, ranks: Ranks) -> None:
@@ -481,56 +468,8 @@ def _all(jobs: Sequence[Callable[[], None]]) -> Callable[[], None]:
     return job
 
 
-def _check(tensor: Tensor) -> None:
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
-        raise UnsupportedError(
-            f"the evenstep backend takes dense CPU tensors, not {tensor.layout} on {tensor.device}; make a group with "
-            'another backend for others: new_group(backend="nccl")'
-        )
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-
-
-def _copy_back(tensor: Tensor, target: Tensor) -> None:
-    if target is not tensor:
-        tensor.detach().copy_(target)
-
-
 def _premultiplied(tensor: Tensor, op: Any, how: Reduction) -> Tensor:
-    return tensor.detach() * op.factor if how.name == "PREMUL_SUM" else tensor
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _parts(whole: Tensor, part: Tensor, num_parts: int) -> Sequence[Tensor]:
-    """The parts of a tensor that was made by stacking or concatenating tensors of one size."""
-    if whole.numel() != part.numel() * num_parts:
-        raise UnsupportedError(
-            f"a tensor of {list(whole.shape)} has no {num_parts} parts of {list(part.shape)}; make one of the two fit"
-        )
-    return whole.detach().view(num_parts, -1).unbind(0) if whole.is_contiguous() else whole.chunk(num_parts)
-
-
-def _same_size(name: str, tensor: Tensor, pieces: Sequence[Tensor]) -> None:
-    for piece in pieces:
-        if piece.numel() != tensor.numel() or piece.dtype != tensor.dtype:
-            raise UnsupportedError(
-                f"{name} got a tensor of {list(piece.shape)} {piece.dtype} beside one of {list(tensor.shape)} "
-                f"{tensor.dtype}; all must have one size and dtype"
-            )
-
-
-def _split(tensor: Tensor, sizes: list[int], num_parts: int) -> Sequence[Tensor]:
-    _check(tensor)
-    if not sizes:
-        if len(tensor) % num_parts:
-            raise UnsupportedError(f"a tensor of {list(tensor.shape)} has no {num_parts} equal parts; give split sizes")
-        sizes = [len(tensor) // num_parts] * num_parts
-    return torch.split(tensor.detach(), sizes)
+    return (tensor.detach() * op.factor).to(tensor.dtype) if how.name == "PREMUL_SUM" else tensor
 
 
 def create_process_group(options: _DistributedBackendOptions, _: object = None) -> EvenstepProcessGroup:
@@ -550,7 +489,7 @@ def create_process_group(options: _DistributedBackendOptions, _: object = None) 
 def monitored_barrier(
     group: ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait until all ranks have come here; the error on all of them says who did not.
+    """Wait until all ranks have come here; the error on all of them names those who did not.
 
     `torch.distributed.monitored_barrier` takes gloo's groups only, by their name; this one is for ours.
 

@@ -10,8 +10,7 @@ from torch._C._distributed_c10d import Work
 from evenstep.distributed.machines import Machines
 from evenstep.distributed.mail import Mail
 from evenstep.distributed.members import Meeting
-from evenstep.distributed.reductions import BYTES
-from evenstep.distributed.team import SLOT_BYTES, Pieces, Team
+from evenstep.distributed.team import SLOT_BYTES, Call, Pieces, Team
 from evenstep.native import core
 
 __all__ = ["Ranks", "meet"]
@@ -20,19 +19,8 @@ __all__ = ["Ranks", "meet"]
 class Ranks(Protocol):
     """All ranks of a group. Memory is given by address; it must stay until the call returns."""
 
-    def call(
-        self,
-        kind: int,
-        tag: bytes,
-        dtype: int,
-        op: int,
-        root: int,
-        count: int,
-        ins: Pieces,
-        outs: Pieces,
-        timeout_s: float,
-    ) -> None:
-        """Take part in an operation (see collective.h). All ranks must, in one order; blocks.
+    def call(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
+        """Take part in an operation. All ranks must, in one order; blocks.
 
         Raises:
             MismatchError: A rank is at another operation.
@@ -98,7 +86,7 @@ def meet(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Ranks
         members = [meeting.members[other] for other in meeting.local]
         team = Team(meeting.segment(SLOT_BYTES), members, meeting.local.index(rank))
         undo.callback(team.close)
-        team.call(core.ES_BARRIER, b"making the group", BYTES, 0, 0, 0, None, None, timeout_s)
+        team.call(Call(core.ES_BARRIER, b"making the group"), None, None, timeout_s)
         team.number = 0
         machines = meeting.machines()
         found = (

@@ -4,18 +4,20 @@ Every wait ends: with what was awaited, or with one error on all ranks that says
 and where. A team that has failed stays failed.
 """
 
+import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
-from evenstep.core.errors import EvenstepError, MismatchError, PeerError, SilenceError
+from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, PeerError, SilenceError
 from evenstep.distributed.members import Member
+from evenstep.distributed.reductions import BYTES
 from evenstep.exchange.liveness import Liveness, spin_count
 from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.segment import Segment
 
-__all__ = ["Pieces", "Team"]
+__all__ = ["Call", "Pieces", "Team"]
 
 Pieces: TypeAlias = "int | tuple[int, ...] | None"
 """The address of one contiguous piece of memory, or one for each rank, or nothing."""
@@ -25,6 +27,26 @@ _STEP_BYTES = 1 << 17  # what is on its way stays in the cache
 SLOT_BYTES = 1 << 19  # beside a computation every meeting takes long, so there are fewer
 BACKGROUND_SPIN = 16
 _ERRORS: dict[str, type[EvenstepError]] = {"MismatchError": MismatchError, "SilenceError": SilenceError}
+
+
+class Call(NamedTuple):
+    """An operation, as all ranks call it alike (see collective.h).
+
+    Attributes:
+        kind: Which one.
+        tag: What it is, in words: must be the same on all ranks.
+        dtype: The type in the core of what is reduced.
+        op: How it is reduced.
+        root: The root, where there is one.
+        num_items: The size of a piece; a piece is what one rank gives or gets in one place.
+    """
+
+    kind: int
+    tag: bytes
+    dtype: int = BYTES
+    op: int = 0
+    root: int = 0
+    num_items: int = 0
 
 
 class Team:
@@ -51,19 +73,8 @@ class Team:
             self.base, index, tree.leaf_program(len(members)), at_once, self.has_ended
         )
 
-    def call(
-        self,
-        kind: int,
-        tag: bytes,
-        dtype: int,
-        op: int,
-        root: int,
-        count: int,
-        ins: Pieces,
-        outs: Pieces,
-        timeout_s: float,
-    ) -> None:
-        """Take part in an operation (see collective.h). Blocks until this rank has what it is to get.
+    def call(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
+        """Take part in an operation. Blocks until this rank has what it is to get.
 
         Raises:
             MismatchError: A rank is at another operation.
@@ -73,14 +84,12 @@ class Team:
         self.number += 1
         timeout_ns = int(timeout_s * 1e9)
         try:
-            rc = core.collective(
-                self._team, kind, tag, self.number, dtype, op, root, count, ins, outs, timeout_ns, *self._manner
-            )
+            rc = core.collective(self._team, self.number, *call, ins, outs, timeout_ns, *self._manner)
         except BaseException as error:
-            self._interrupted(tag, error)
+            self._interrupted(call.tag, error)
             raise
         if rc:
-            self._fail(rc & 0xFF, rc >> 8, tag, timeout_s)
+            self._fail(rc & 0xFF, rc >> 8, call.tag, timeout_s)
 
     def all_to_all(
         self,
@@ -106,6 +115,8 @@ class Team:
 
     def _interrupted(self, tag: bytes, error: BaseException) -> None:
         me = self.members[self.index]
+        if self._team is None:
+            raise ConfigError(f"{me} destroyed this process group before it started {tag.decode()}") from error
         self.fail(PeerError, self.index, f"{me} was interrupted in {self._at(tag)}: {error!r}")
 
     def in_background(self, yes: bool) -> None:
@@ -141,13 +152,14 @@ class Team:
         self.fail(PeerError, culprit, f"{self.members[culprit]} {gone}; {waiting} waits for it in {where}")
         self.raise_failure()
 
-    def fail_silent(self, culprit: int, where: str, timeout_s: float) -> NoReturn:
-        """Raise, on everyone, that a rank did not come in time."""
+    def fail_silent(self, culprits: Sequence[int], where: str, timeout_s: float) -> NoReturn:
+        """Raise, on everyone, that ranks did not come in time."""
+        names = ", ".join(str(self.members[culprit]) for culprit in culprits)
         text = (
-            f"{self.members[culprit]} said nothing for {timeout_s:g} s: {self.members[self.index]} waits for it in "
-            f"{where}; look at what it does, or raise init_process_group(timeout=...)"
+            f"{names} said nothing for {timeout_s:g} s: {self.members[self.index]} waits in {where}; look at what it "
+            "does, or raise init_process_group(timeout=...)"
         )
-        self.fail(SilenceError, culprit, text)
+        self.fail(SilenceError, culprits[0], text)
         self.raise_failure()
 
     def _fail(self, code: int, culprit: int, tag: bytes, timeout_s: float) -> NoReturn:
@@ -157,7 +169,9 @@ class Team:
         if code == core.ES_GONE:
             self.fail_gone(culprit, where)
         if code == core.ES_SILENT:
-            self.fail_silent(culprit, where, timeout_s)
+            steps = [core.last_post(self.base, index)[0] for index in range(len(self.members))]
+            late = [index for index, step in enumerate(steps) if step < steps[self.index]]
+            self.fail_silent(late or [culprit], where, timeout_s)
         text = (
             f"{self.members[self.index]} is at {self._at(tag)}, but {self.members[culprit]} is at "
             f"{self._last(culprit)}: all ranks of a group must start the same operations in the same order, on tensors "
@@ -175,7 +189,8 @@ class Team:
 
     def close(self) -> None:
         """Leave. Whoever waits for this rank from now on gets an error."""
-        core.set_pid(self.base, self.index, 0)
+        if os.getpid() == self.members[self.index].pid:  # a fork of this process does not leave for it
+            core.set_pid(self.base, self.index, 0)
         self._team = None  # it refers to us
         self._liveness.close()
         self.segment.close()

@@ -37,9 +37,9 @@ def tree_reduce(dtype: int, op: int, inputs: tuple[int, ...], merges: bytes, out
 def team(base: int, rank: int, merges: bytes, at_once_bytes: int, look: Callable[[int], bool], /) -> object: ...
 def collective(
     team: object,
+    number: int,
     kind: int,
     tag: bytes,
-    number: int,
     dtype: int,
     op: int,
     root: int,

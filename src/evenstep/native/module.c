@@ -232,7 +232,7 @@ static PyObject *finish_call(es_team *team, es_call *call) {
     return PyLong_FromLong(rc == ES_OK ? ES_OK : rc | (long)team->culprit << 8);
 }
 
-/* collective(team, kind, tag, number, dtype, op, root, count, ins, outs, timeout_ns, spin, step_bytes): without a format string, because
+/* collective(team, number, kind, tag, dtype, op, root, count, ins, outs, timeout_ns, spin, step_bytes): without a format string, because
  * parsing one takes as long as the whole of a small operation. */
 static PyObject *collective(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
     uint64_t in[ES_MAX_INPUTS], out[ES_MAX_INPUTS], *ins, *outs;
@@ -243,9 +243,9 @@ static PyObject *collective(PyObject *self, PyObject *const *args, Py_ssize_t nu
     es_team *team = PyCapsule_GetPointer(args[0], TEAM);
     if (!team || !parse_pieces(args[8], in, &ins) || !parse_pieces(args[9], out, &outs)) return NULL;
     es_call call = {
-        .kind = (int)PyLong_AsLong(args[1]),
-        .tag = PyBytes_AsString(args[2]),
-        .number = PyLong_AsUnsignedLongLong(args[3]),
+        .number = PyLong_AsUnsignedLongLong(args[1]),
+        .kind = (int)PyLong_AsLong(args[2]),
+        .tag = PyBytes_AsString(args[3]),
         .dtype = (int)PyLong_AsLong(args[4]),
         .op = (int)PyLong_AsLong(args[5]),
         .root = (uint32_t)PyLong_AsUnsignedLong(args[6]),
