@@ -156,7 +156,8 @@ class Machines:
         self._local(Call(core.ES_BARRIER, tag), None, None, timeout_s)
         if self._leads:
             text = torch.zeros(_TAG_BYTES, dtype=torch.uint8)
-            text[: len(tag)] = torch.frombuffer(bytearray(tag[:_TAG_BYTES]), dtype=torch.uint8)
+            short = bytearray(tag[:_TAG_BYTES])
+            text[: len(short)] = torch.frombuffer(short, dtype=torch.uint8)
             found = [torch.empty_like(text) for _ in self._machines]
             self._between(lambda: self._leaders.allgather([found], [text]), tag, timeout_s)
             for number, theirs in enumerate(found):

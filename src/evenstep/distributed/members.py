@@ -23,6 +23,9 @@ from evenstep.transport.segment import Segment
 __all__ = ["Meeting", "Member"]
 
 
+_REMEDY = "run all ranks of a machine as one user, in one process namespace"
+
+
 @dataclass(frozen=True)
 class Member:
     """One rank of a group.
@@ -89,10 +92,18 @@ class Meeting:
         os.close(self._card)
 
     def machines(self) -> Sequence[Sequence[int]]:
-        """The ranks of each machine, in order of their leaders."""
-        if len(self.local) == len(self.members):
+        """The ranks of each machine, in order of their leaders.
+
+        Raises:
+            ConfigError: The ranks do not agree on who shares memory.
+        """
+        ranks = list(range(len(self.members)))
+        if self.local == ranks:
             return [self.local]
-        return sorted({tuple(self._hear("local", rank)) for rank in range(len(self.members))})
+        found = sorted({tuple(self._hear("local", rank)) for rank in ranks})
+        if sorted(rank for machine in found for rank in machine) != ranks:
+            raise ConfigError(f"the ranks do not agree on who shares memory: {found}; {_REMEDY}")
+        return found
 
     def segment(self, slot_bytes: int) -> Segment:
         """The segment of this machine's ranks, of which number i is the i-th of `local`.
@@ -111,7 +122,7 @@ class Meeting:
         if local != self.local:
             raise ConfigError(
                 f"{self.members[self._rank]} can reach the memory of ranks {self.local}, but {leader} that of {local}; "
-                "run all ranks of a machine as one user, in one process namespace"
+                f"{_REMEDY}"
             )
         return Segment(os.open(f"/proc/{leader.pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
 

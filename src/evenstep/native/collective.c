@@ -178,7 +178,9 @@ static int reduce_in_parts(walk *w, char *out) {
 
 static int reduce(walk *w) {
     void *out = w->call->out ? w->call->out[0] : NULL;
-    return w->call->count * w->item <= w->team->at_once_bytes ? reduce_at_once(w, out) : reduce_in_parts(w, out);
+    int small = w->call->count * w->item <= w->team->at_once_bytes;
+    int many = 64 * ((size_t)w->team->num_ranks + 2) > w->step_bytes / w->item; /* a chunk has no part for each */
+    return small || many ? reduce_at_once(w, out) : reduce_in_parts(w, out);
 }
 
 static int broadcast(walk *w) {
