@@ -13,6 +13,7 @@ from ranks import run_rank_outcomes, run_ranks
 from torch import distributed as dist
 
 import evenstep.distributed
+import processes
 from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, PeerError, SilenceError
 
 HOST = re.escape(socket.gethostname())
@@ -81,6 +82,7 @@ def test_a_stopped_rank_is_named_after_the_timeout_and_fails_when_it_wakes_up():
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return failure(SilenceError, lambda: dist.all_reduce(torch.ones(4)))
+        assert rank > 0 or processes.until(lambda: processes.is_stopped(pids[1]))
         text = failure(SilenceError, lambda: dist.all_reduce(torch.ones(4)))
         assert f"rank 1 (pid {pids[1]}" in text, text
         assert "all_reduce(SUM, float32, [4]" in text, text

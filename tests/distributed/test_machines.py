@@ -48,6 +48,7 @@ def test_a_rank_that_stops_on_one_machine_is_noticed_on_the_other():
         if rank == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
+        assert rank > 0 or processes.until(lambda: processes.is_stopped(pids[3]))
         with pytest.raises(SilenceError) as caught:
             dist.barrier()
         assert "rank 3 " in str(caught.value) or "rank 2 " in str(caught.value)
