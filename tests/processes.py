@@ -49,6 +49,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped by a signal."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def memfds() -> dict[int, str]:
     """The descriptors of this process that belong to a memfd."""
     found = {}

@@ -60,7 +60,7 @@ def test_another_tag_another_size_and_another_number_are_mismatches():
         ]
 
     wrong = core.ES_MISMATCH
-    assert run_workers(1, body)[0] == [b"four", wrong, wrong, wrong, (full(2), 4, "x" * (core.ES_TAG_BYTES - 1))]
+    assert run_workers(1, body)[0] == [b"four", wrong, wrong, wrong, (full(2), 4, "x" * (core.ES_TAG_BYTES - 1), 0)]
 
 
 def test_a_post_that_does_not_fit_is_refused():
@@ -70,7 +70,7 @@ def test_a_post_that_does_not_fit_is_refused():
             core.post(segment.base, worker, full(1), "large", 0, segment.slot_bytes + 1)
         return core.last_post(segment.base, worker)
 
-    assert run_workers(1, body) == [(0, 0, "")]
+    assert run_workers(1, body) == [(0, 0, "", 0)]
 
 
 def test_an_abort_wakes_all_who_wait_and_the_first_one_counts():

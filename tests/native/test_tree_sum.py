@@ -113,11 +113,14 @@ def test_an_empty_tensor_has_an_empty_sum():
 )
 def test_a_malformed_program_is_refused_and_writes_nothing(num_inputs, program):
     out = torch.full((5,), 7.0)
-    with pytest.raises(ValueError, match="tree_sum"):
+    with pytest.raises(ValueError, match="tree_reduce"):
         tree_sum([torch.ones(5)] * num_inputs, program, out)
     assert out.tolist() == [7.0] * 5
 
 
-def test_an_unknown_type_is_refused():
-    with pytest.raises(ValueError, match="unknown type"):
-        core.tree_sum(4, (0,), b"\0", 0, 0)
+@pytest.mark.parametrize(
+    ("dtype", "op"), [(99, 0), (-1, 0), (0, 99), (0, 4)], ids=["type", "type", "op", "bits of floats"]
+)
+def test_an_unknown_type_or_operation_is_refused(dtype, op):
+    with pytest.raises(ValueError, match="unknown type or operation"):
+        core.tree_reduce(dtype, op, (0,), b"\0", 0, 0)

@@ -11,7 +11,6 @@ failed stays failed.
 
 import json
 import os
-import select
 import time
 from collections.abc import Sequence
 from functools import lru_cache
@@ -26,6 +25,7 @@ from evenstep.core.events import Event, send
 from evenstep.exchange import generations
 from evenstep.exchange.board import Board
 from evenstep.exchange.generations import Generation
+from evenstep.exchange.liveness import Liveness, spin_count
 from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.segment import Segment
@@ -36,6 +36,7 @@ _SLICE_NS = 50_000_000  # how long the C core sleeps before we look whether the 
 _PATIENCE_S = 60.0  # how much longer than any worker the supervisor may take
 _JSON_BYTES = 2048  # what fits is exchanged in one go
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_SUM = 0
 SUMMABLE = tuple(_DTYPES)
 """What a tree sum can add."""
 
@@ -72,7 +73,7 @@ class Group:
         self._events_fd = events_fd
         self._round = 0  # exchanges of all workers so far
         self._inner = 0  # exchanges among some of them since
-        self._pidfds: dict[int, int] = {}
+        self._liveness = Liveness()
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._failed = False
         self.waited_s = 0.0
@@ -111,9 +112,8 @@ class Group:
         self.members, self.weights = generation.members, generation.weights
         self.rank, self.num_workers = self.members.index(self.worker), len(self.members)
         self._round, self._inner = generation.round, 0
-        self._close_pidfds()
-        # Spinning is a gain only while every worker has a core of its own.
-        self._spin = 2000 if self.num_workers <= len(os.sched_getaffinity(0)) else 20
+        self._liveness.close()  # a place may have another process now
+        self._spin = spin_count(self.num_workers)
 
     def leave(self) -> None:
         """Take part in no exchange any more until the next generation.
@@ -167,7 +167,7 @@ class Group:
         self._gather_into(first, tag, rows, shares, everyone=False)
         out = rows.new_empty(size)
         places = tuple(range(first, first + num_rows * row_bytes, row_bytes))
-        core.tree_sum(_DTYPES[rows.dtype], places, tree.leaf_program(num_rows), out.data_ptr(), size)
+        core.tree_reduce(_DTYPES[rows.dtype], _SUM, places, tree.leaf_program(num_rows), out.data_ptr(), size)
         return out
 
     def _gather_into(self, place: int, tag: str, rows: Tensor, counts: Sequence[int], everyone: bool) -> None:
@@ -265,7 +265,7 @@ class Group:
         return core.last_post(self.segment.base, worker)[2] or "none"
 
     def _mismatch(self, worker: int, tag: str, num_bytes: int) -> MismatchError:
-        _, their_bytes, theirs = core.last_post(self.segment.base, worker)
+        _, their_bytes, theirs, _ = core.last_post(self.segment.base, worker)
         here = f"worker {self.worker} is at '{tag}' with {num_bytes} bytes"
         return MismatchError(
             f"{here} but worker {worker} is at '{theirs}' with {their_bytes} bytes: all workers must run the same "
@@ -276,14 +276,7 @@ class Group:
         pid = core.pid(self.segment.base, worker)
         if pid == 0:
             return  # it has not joined yet
-        if worker not in self._pidfds:
-            try:
-                self._pidfds[worker] = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._is_gone(worker)
-        poll = select.poll()  # not select.select: it cannot look at descriptors above 1023
-        poll.register(self._pidfds[worker], select.POLLIN)
-        if poll.poll(0):
+        if self._liveness.ended(pid):
             self._is_gone(worker)
 
     def _is_gone(self, worker: int) -> NoReturn:
@@ -314,13 +307,8 @@ class Group:
 
     def close(self) -> None:
         """Let go of the descriptors."""
-        self._close_pidfds()
+        self._liveness.close()
         self.segment.close()
-
-    def _close_pidfds(self) -> None:
-        for fd in self._pidfds.values():
-            os.close(fd)
-        self._pidfds.clear()
 
 
 @lru_cache(maxsize=1024)
@@ -345,5 +333,5 @@ def tree_sum(inputs: Sequence[Tensor], program: bytes, out: Tensor) -> Tensor:
     dtype, count = out.dtype, out.numel()
     if dtype.is_complex:
         dtype, count = (torch.float32 if dtype == torch.complex64 else torch.float64), 2 * count
-    core.tree_sum(_DTYPES[dtype], tuple(t.data_ptr() for t in inputs), program, out.data_ptr(), count)
+    core.tree_reduce(_DTYPES[dtype], _SUM, tuple(t.data_ptr() for t in inputs), program, out.data_ptr(), count)
     return out

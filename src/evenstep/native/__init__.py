@@ -1,1 +1,1 @@
-"""The C core: futex waits, posts and collects over shared memory, and the tree sum (see core.h)."""
+"""The C core: futex waits, posts and collects, tree sums and collectives over shared memory."""

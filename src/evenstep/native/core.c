@@ -4,12 +4,15 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 static const char MAGIC[8] = {'e', 'v', 'e', 'n', 's', 't', 'p', '1'};
+
+enum { YIELDS = 64 }; /* among the looks before sleeping */
 
 typedef struct {
     char magic[8];
@@ -22,12 +25,13 @@ typedef struct {
 typedef struct {
     uint64_t seq;
     uint64_t bytes;
+    uint64_t number;
     uint64_t tag_hash;
     char tag[ES_TAG_BYTES];
 } es_slot;
 
 typedef struct {
-    es_bell posted; /* the exchange that this worker has posted */
+    es_mark posted; /* the exchange that this worker has posted */
     _Atomic uint32_t pid;
     char padding[44];
     _Atomic uint64_t error_bytes;
@@ -58,15 +62,25 @@ static es_slot *slot_for(const void *base, uint32_t worker, uint64_t seq) {
                        index * slot_stride(header->slot_bytes));
 }
 
-static uint64_t hash_tag(const char *tag) {
+uint64_t es_hash_tag(const char *tag) {
     uint64_t hash = 1469598103934665603ull;
     for (; *tag; ++tag) hash = (hash ^ (unsigned char)*tag) * 1099511628211ull;
     return hash;
 }
 
-void es_ring(es_bell *bell) {
-    atomic_fetch_add(&bell->bell, 1);
-    if (atomic_load(&bell->waiting)) syscall(SYS_futex, &bell->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+static void ring(es_mark *mark) {
+    atomic_fetch_add(&mark->bell, 1);
+    if (atomic_load(&mark->waiting)) syscall(SYS_futex, &mark->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void es_raise(es_mark *mark, uint64_t seq) {
+    atomic_store(&mark->seq, seq); /* sequentially consistent: ordered before the look at `waiting` */
+    ring(mark);
+}
+
+void es_bump(es_mark *mark) {
+    atomic_fetch_add(&mark->seq, 1);
+    ring(mark);
 }
 
 static void pause_briefly(void) {
@@ -77,7 +91,7 @@ static void pause_briefly(void) {
 #endif
 }
 
-static int64_t now_ns(void) {
+int64_t es_now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000ll + t.tv_nsec;
@@ -100,56 +114,73 @@ uint32_t es_num_workers(const void *base) { return ((const es_header *)base)->nu
 
 size_t es_slot_bytes(const void *base) { return ((const es_header *)base)->slot_bytes; }
 
-void es_post(void *base, uint32_t worker, uint64_t seq, const char *tag, const void *data, size_t bytes) {
-    es_worker *self = worker_at(base, worker);
+es_mark *es_posted(void *base, uint32_t worker) { return &worker_at(base, worker)->posted; }
+
+void *es_slot_data(void *base, uint32_t worker, uint64_t seq) { return slot_for(base, worker, seq) + 1; }
+
+void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint64_t number, size_t bytes) {
     es_slot *slot = slot_for(base, worker, seq);
     slot->seq = seq;
     slot->bytes = bytes;
-    slot->tag_hash = hash_tag(tag);
+    slot->number = number;
+    slot->tag_hash = es_hash_tag(tag);
     strncpy(slot->tag, tag, ES_TAG_BYTES - 1);
-    memcpy(slot + 1, data, bytes);
-    atomic_store(&self->posted.seq, seq); /* sequentially consistent: ordered before the look at `waiting` */
-    es_ring(&self->posted);
+    es_raise(es_posted(base, worker), seq);
 }
 
-int es_wait(es_bell *bell, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns) {
-    for (uint32_t i = 0; i < spin; ++i) {
-        if (atomic_load_explicit(&bell->seq, memory_order_acquire) >= seq) return ES_OK;
-        if (atomic_load_explicit(aborted, memory_order_relaxed)) break;
-        pause_briefly();
+void es_post(void *base, uint32_t worker, uint64_t seq, const char *tag, const void *data, size_t bytes) {
+    memcpy(es_slot_data(base, worker, seq), data, bytes);
+    es_publish(base, worker, seq, tag, 0, bytes);
+}
+
+const _Atomic uint32_t *es_abort_word(const void *base) { return &((const es_header *)base)->aborted; }
+
+int es_await(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns) {
+    for (uint32_t i = 1; i <= spin; ++i) {
+        if (atomic_load_explicit(&mark->seq, memory_order_acquire) >= seq) return ES_OK;
+        if (aborted && atomic_load_explicit(aborted, memory_order_relaxed)) break;
+        if (i % (spin / YIELDS + 1)) pause_briefly();
+        else sched_yield(); /* whoever is to raise the mark may be waiting for this core */
     }
-    int64_t deadline = now_ns() + timeout_ns;
+    int64_t deadline = es_now_ns() + timeout_ns;
     for (;;) {
-        uint32_t rung = atomic_load(&bell->bell);
-        if (atomic_load(&bell->seq) >= seq) return ES_OK;
-        if (atomic_load(aborted)) return ES_ABORTED;
-        int64_t left = deadline - now_ns();
+        uint32_t bell = atomic_load(&mark->bell);
+        if (atomic_load(&mark->seq) >= seq) return ES_OK;
+        if (aborted && atomic_load(aborted)) return ES_ABORTED;
+        int64_t left = deadline - es_now_ns();
         if (left <= 0) return ES_AGAIN;
         struct timespec wait = {left / 1000000000, left % 1000000000};
-        atomic_fetch_add(&bell->waiting, 1);
-        long rc = syscall(SYS_futex, &bell->bell, FUTEX_WAIT, rung, &wait, NULL, 0);
+        atomic_fetch_add(&mark->waiting, 1);
+        long rc = syscall(SYS_futex, &mark->bell, FUTEX_WAIT, bell, &wait, NULL, 0);
         int interrupted = rc == -1 && errno == EINTR;
-        atomic_fetch_sub(&bell->waiting, 1);
+        atomic_fetch_sub(&mark->waiting, 1);
         if (interrupted) return ES_AGAIN;
     }
 }
 
+size_t es_posted_bytes(void *base, uint32_t worker, uint64_t seq) { return slot_for(base, worker, seq)->bytes; }
+
+int es_matches(void *base, uint32_t worker, uint64_t seq, uint64_t tag_hash) {
+    const es_slot *slot = slot_for(base, worker, seq);
+    return slot->seq == seq && slot->tag_hash == tag_hash;
+}
+
 int es_collect(void *base, uint32_t worker, uint64_t seq, const char *tag, void *out, size_t bytes, uint32_t spin,
                int64_t timeout_ns) {
-    static const _Atomic uint32_t never = 0;
-    es_header *header = base;
-    const _Atomic uint32_t *aborted = worker == header->num_workers ? &never : &header->aborted;
-    int rc = es_wait(&worker_at(base, worker)->posted, seq, aborted, spin, timeout_ns);
+    const _Atomic uint32_t *aborted = worker == es_num_workers(base) ? NULL : es_abort_word(base);
+    int rc = es_await(es_posted(base, worker), seq, aborted, spin, timeout_ns);
     if (rc != ES_OK) return rc;
     const es_slot *slot = slot_for(base, worker, seq);
-    if (slot->seq != seq || slot->bytes != bytes || slot->tag_hash != hash_tag(tag)) return ES_MISMATCH;
+    if (!es_matches(base, worker, seq, es_hash_tag(tag)) || slot->bytes != bytes) return ES_MISMATCH;
     memcpy(out, slot + 1, bytes);
     return ES_OK;
 }
 
-void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *bytes, char tag[ES_TAG_BYTES]) {
+void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *number, uint64_t *bytes,
+                  char tag[ES_TAG_BYTES]) {
     *seq = atomic_load(&worker_at(base, worker)->posted.seq);
     const es_slot *slot = slot_for(base, worker, *seq);
+    *number = slot->number;
     *bytes = slot->bytes;
     memcpy(tag, slot->tag, ES_TAG_BYTES);
     tag[ES_TAG_BYTES - 1] = 0;
@@ -164,7 +195,7 @@ int es_abort(void *base, uint32_t author, uint32_t culprit, const char *text, si
     atomic_store(&self->error_bytes, bytes);
     uint32_t nobody = 0;
     int first = atomic_compare_exchange_strong(&header->aborted, &nobody, (author + 1) << 16 | (culprit + 1));
-    for (uint32_t i = 0; i < header->num_workers; ++i) es_ring(&worker_at(base, i)->posted);
+    for (uint32_t i = 0; i < header->num_workers; ++i) ring(&worker_at(base, i)->posted);
     return first;
 }
 
@@ -188,111 +219,3 @@ uint32_t es_pid(const void *base, uint32_t worker) { return atomic_load(&worker_
 uint64_t es_load(const void *word) { return atomic_load_explicit((_Atomic uint64_t *)word, memory_order_acquire); }
 
 void es_store(void *word, uint64_t value) { atomic_store_explicit((_Atomic uint64_t *)word, value, memory_order_release); }
-
-/* ---- the tree sum ---- */
-
-enum { BLOCK = 2048, MAX_DEPTH = 16 };
-
-#if defined(__x86_64__) && defined(__gnu_linux__)
-#define FAST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FAST
-#endif
-
-FAST static void add_f32(const float *a, const float *b, float *out, size_t n) {
-    for (size_t i = 0; i < n; ++i) out[i] = a[i] + b[i];
-}
-
-FAST static void add_f64(const double *a, const double *b, double *out, size_t n) {
-    for (size_t i = 0; i < n; ++i) out[i] = a[i] + b[i];
-}
-
-static float from_bf16(uint16_t value) {
-    uint32_t bits = (uint32_t)value << 16;
-    float out;
-    memcpy(&out, &bits, sizeof out);
-    return out;
-}
-
-static uint16_t to_bf16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint16_t rounded = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-    return value != value ? 0x7fc0 : rounded;
-}
-
-static void add_bf16(const uint16_t *a, const uint16_t *b, uint16_t *out, size_t n) {
-    for (size_t i = 0; i < n; ++i) out[i] = to_bf16(from_bf16(a[i]) + from_bf16(b[i]));
-}
-
-/* By hand, because gcc has _Float16 on x86-64 only since version 12. */
-static float from_f16(uint16_t value) {
-    uint32_t rest = value & 0x7fff, bits;
-    float out = (float)rest * 0x1p-24f; /* right for zero and denormals, which are multiples of 2^-24 */
-    memcpy(&bits, &out, sizeof bits);
-    if (rest >= 0x7c00) bits = 0x7f800000 | (rest & 0x3ff) << 13;
-    else if (rest >= 0x400) bits = (rest << 13) + (112u << 23);
-    bits |= (uint32_t)(value & 0x8000) << 16;
-    memcpy(&out, &bits, sizeof out);
-    return out;
-}
-
-static uint16_t to_f16(float value) {
-    uint32_t bits, small;
-    memcpy(&bits, &value, sizeof bits);
-    uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
-    bits &= 0x7fffffff;
-    if (bits > 0x7f800000) return sign | 0x7e00 | (uint16_t)(bits >> 13 & 0x3ff);
-    if (bits >= 0x477ff000) return sign | 0x7c00; /* 65520 and above round to infinity */
-    if (bits >= 0x38800000) return sign | (uint16_t)((bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13);
-    float shifted = (value < 0 ? -value : value) + 0.5f; /* a denormal: the floats above 0.5 are 2^-24 apart too */
-    memcpy(&small, &shifted, sizeof small);
-    return sign | (uint16_t)(small - 0x3f000000);
-}
-
-static void add_f16(const uint16_t *a, const uint16_t *b, uint16_t *out, size_t n) {
-    for (size_t i = 0; i < n; ++i) out[i] = to_f16(from_f16(a[i]) + from_f16(b[i]));
-}
-
-static void add(int dtype, const void *a, const void *b, void *out, size_t n) {
-    switch (dtype) {
-        case ES_F32: add_f32(a, b, out, n); break;
-        case ES_F64: add_f64(a, b, out, n); break;
-        case ES_BF16: add_bf16(a, b, out, n); break;
-        default: add_f16(a, b, out, n); break;
-    }
-}
-
-/* Whether the program leaves exactly one entry and never runs short of two; also bounds the depth. */
-static int well_formed(const uint8_t *merges, uint32_t num_inputs) {
-    uint32_t depth = 0;
-    for (uint32_t i = 0; i < num_inputs; ++i) {
-        if (++depth > MAX_DEPTH || merges[i] >= depth) return 0;
-        depth -= merges[i];
-    }
-    return depth == 1;
-}
-
-int es_tree_sum(int dtype, const void *const *inputs, const uint8_t *merges, uint32_t num_inputs, void *out,
-                size_t count) {
-    static const size_t item_bytes[] = {4, 8, 2, 2};
-    if (dtype < 0 || dtype > ES_F16 || num_inputs > ES_MAX_INPUTS || !well_formed(merges, num_inputs)) return -1;
-    size_t item = item_bytes[dtype];
-    _Alignas(64) char scratch[MAX_DEPTH][BLOCK * 8];
-    for (size_t start = 0; start < count; start += BLOCK) {
-        size_t n = count - start < BLOCK ? count - start : BLOCK;
-        const void *stack[MAX_DEPTH];
-        uint32_t depth = 0;
-        for (uint32_t i = 0; i < num_inputs; ++i) {
-            stack[depth++] = (const char *)inputs[i] + start * item;
-            for (uint8_t m = 0; m < merges[i]; ++m, --depth) {
-                int last = i + 1 == num_inputs && m + 1 == merges[i];
-                void *to = last ? (void *)((char *)out + start * item) : (void *)scratch[depth - 2];
-                add(dtype, stack[depth - 2], stack[depth - 1], to, n);
-                stack[depth - 2] = to;
-            }
-        }
-        if (num_inputs == 1 && inputs[0] != out) memcpy((char *)out + start * item, stack[0], n * item);
-    }
-    return 0;
-}

@@ -1,10 +1,10 @@
-/* The small C core: waiting on shared memory, posting and collecting vectors, and the tree sum.
+/* The small C core: waiting on shared memory, posting and collecting vectors.
  *
  * It knows nothing of Python or torch. All state lies in one shared segment that starts with an es_header,
  * followed by one es_worker for every worker and one more for the supervisor, whose number is num_workers. Each
  * es_worker has a single writer (its process); everyone else only reads it, apart from `bell` and `waiting`, which are
- * plain atomic counters. There is no lock, so a process that dies can keep nothing. Correct on weakly ordered processors: data is written before `seq` is released, and
- * read after `seq` was acquired.
+ * plain atomic counters. There is no lock, so a process that dies can keep nothing. Correct on weakly ordered
+ * processors: data is written before `seq` is released, and read after `seq` was acquired.
  */
 #ifndef EVENSTEP_CORE_H
 #define EVENSTEP_CORE_H
@@ -20,20 +20,25 @@ enum {
     ES_MISMATCH = 3, /* the peer is at another exchange */
 };
 
-enum { ES_F32 = 0, ES_F64 = 1, ES_BF16 = 2, ES_F16 = 3 };
+enum { ES_TAG_BYTES = 224, ES_ERROR_BYTES = 65536, ES_NUM_SLOTS = 4 };
 
-enum { ES_TAG_BYTES = 232, ES_ERROR_BYTES = 65536, ES_NUM_SLOTS = 4, ES_MAX_INPUTS = 256 };
-
-/* A number that somebody raises and others wait for; it may lie in shared memory, and starts as zeros. */
+/* A number that one process or thread raises and others await: what every wait in the project waits on. It may lie in
+ * shared memory, and starts as zeros. */
 typedef struct {
-    _Atomic uint64_t seq;     /* raise it, then call es_ring */
-    _Atomic uint32_t bell;    /* the futex: rung after every change of seq and by an abort */
+    _Atomic uint64_t seq;
+    _Atomic uint32_t bell;    /* the futex: rung after every raise and by an abort */
     _Atomic uint32_t waiting; /* how many sleep on the bell; one that died there only costs a needless wake */
-} es_bell;
+} es_mark;
 
-void es_ring(es_bell *bell);
-/* The one way to wait: spin a little, then sleep until seq is there; ES_ABORTED once `*aborted` is not 0. */
-int es_wait(es_bell *bell, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns);
+void es_raise(es_mark *mark, uint64_t seq);
+/* For a mark that several processes raise: by one. */
+void es_bump(es_mark *mark);
+/* The one way to wait: spin a little, then sleep on the bell, up to timeout_ns, until the mark has reached `seq`;
+ * ES_ABORTED once `*aborted` is not 0 (`aborted` may be NULL). */
+int es_await(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns);
+/* What becomes other than 0 when somebody calls es_abort. */
+const _Atomic uint32_t *es_abort_word(const void *base);
+int64_t es_now_ns(void);
 
 /* How many bytes the control part of a segment needs. */
 size_t es_control_bytes(uint32_t num_workers, size_t slot_bytes);
@@ -49,8 +54,19 @@ void es_post(void *base, uint32_t worker, uint64_t seq, const char *tag, const v
  * A wait for the supervisor's word goes on when the workers have aborted: that word is what ends it. */
 int es_collect(void *base, uint32_t worker, uint64_t seq, const char *tag, void *out, size_t bytes, uint32_t spin,
                int64_t timeout_ns);
-/* The tag that `worker` posted last, and the number of bytes that came with it. */
-void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *bytes, char tag[ES_TAG_BYTES]);
+/* What `worker` posted last: the tag, and the number and the bytes that came with it. */
+void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *number, uint64_t *bytes,
+                  char tag[ES_TAG_BYTES]);
+
+/* The parts of a post and of a collect, for data that is written and read where it lies. */
+es_mark *es_posted(void *base, uint32_t worker);
+void *es_slot_data(void *base, uint32_t worker, uint64_t seq);
+void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint64_t number, size_t bytes);
+uint64_t es_hash_tag(const char *tag);
+/* What the slot of `worker` for a `seq` that it has posted came with as its number of bytes. */
+size_t es_posted_bytes(void *base, uint32_t worker, uint64_t seq);
+/* Whether the slot of `worker` for a `seq` that it has posted came with this tag. */
+int es_matches(void *base, uint32_t worker, uint64_t seq, uint64_t tag_hash);
 
 /* `author` (a worker, or num_workers for the supervisor) says that `culprit` failed, and why. The first caller wins and
  * leaves its text; everyone who waits is woken. Returns 1 if this was the first. Author and culprit are told apart
@@ -69,11 +85,5 @@ uint32_t es_pid(const void *base, uint32_t worker);
 
 uint64_t es_load(const void *word);
 void es_store(void *word, uint64_t value);
-
-/* out = the inputs summed in stack order: input i is pushed, then the two topmost entries are added merges[i] times.
- * Every partial sum is rounded to the type, so the result is that of adding whole vectors one pair at a time.
- * out may be one of the inputs. Returns 0, or -1 for an unknown type or a malformed program. */
-int es_tree_sum(int dtype, const void *const *inputs, const uint8_t *merges, uint32_t num_inputs, void *out,
-                size_t count);
 
 #endif

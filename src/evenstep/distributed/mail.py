@@ -1,0 +1,277 @@
+"""Messages between two ranks of a machine: send and receive, matched by sender and tag.
+
+Messages travel in fragments through a small ring for each pair of ranks. Nobody but the owner of a `Mail` moves its
+fragments: whoever waits for a message does so, and a thread does it for messages that nobody waits for. A message that
+comes before the one that is asked for is put aside, so tags may be received in any order.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from evenstep.core.errors import ConfigError, EvenstepError, MismatchError
+from evenstep.distributed.reductions import dtype_code
+from evenstep.distributed.team import BACKGROUND_SPIN, Team
+from evenstep.distributed.work import PendingWork
+from evenstep.native import core
+
+__all__ = ["ANY", "Mail"]
+
+ANY = -1
+"""As a source: whoever sends."""
+
+_SLICE_NS = 50_000_000
+
+
+@dataclass(eq=False)
+class _Message:
+    """A message on its way.
+
+    Attributes:
+        peer: Who it goes to or comes from.
+        tag: The user's tag.
+        data: The contiguous memory that it is read from or written to.
+        dtype: The user's dtype.
+        work: What the user waits for.
+        timeout_s: How long it may take.
+        number: How many messages its sender, or receiver, had started.
+        target: Where a receive must copy it in the end, if it was received elsewhere.
+        fragments: How many have been moved.
+        code: The sender's dtype, of a message that was put aside.
+    """
+
+    peer: int
+    tag: int
+    data: Tensor
+    dtype: torch.dtype
+    work: PendingWork
+    timeout_s: float
+    number: int
+    target: Tensor | None = None
+    fragments: int = 0
+    code: int = 0
+    begun: float = field(default_factory=time.monotonic)
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.data.numel() * self.data.element_size()
+
+    def is_whole(self) -> bool:
+        """Whether all of it has been moved."""
+        return self.fragments == core.mail_fragments(self.num_bytes)
+
+    def arrive(self, source: int) -> None:
+        """All of it is here."""
+        if self.target is not None:
+            self.target.detach().copy_(self.data)
+        self.work.complete(source=source)
+
+
+class Mail:
+    """The messages of one rank."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._rank = team.index
+        self._num_ranks = len(team.members)
+        num_bytes = core.mail_bytes(self._num_ranks)
+        self._memory = team.segment.reserve(num_bytes).tensor(torch.Size([num_bytes]), torch.uint8)
+        self._mail = self._memory.data_ptr()
+        self._lock = threading.Lock()  # held by whoever moves fragments
+        self._sends: list[deque[_Message]] = [deque() for _ in team.members]
+        self._receives: list[_Message] = []
+        self._arriving: list[_Message | None] = [None for _ in team.members]  # of which some fragments are here
+        self._aside: list[_Message] = []  # came before they were asked for
+        self._number = 0
+        self._thread: threading.Thread | None = None
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> PendingWork:
+        """Start to send a tensor. It is over when the memory may be used again, whether or not it was received."""
+        message = self._message(f"send to {self._team.members[peer]}", tensor, peer, tag, timeout_s)
+        self._sends[peer].append(message)
+        return self._begin(message)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> PendingWork:
+        """Start to receive into a tensor, from a rank or from `ANY`."""
+        source = "any rank" if peer == ANY else str(self._team.members[peer])
+        message = self._message(f"receive from {source}", tensor, peer, tag, timeout_s)
+        message.target = None if message.data.data_ptr() == tensor.data_ptr() else tensor
+        self._receives.append(message)
+        return self._begin(message)
+
+    def _message(self, what: str, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> _Message:
+        self._team.check()
+        self._number += 1
+        work = PendingWork(f"{what} with tag {tag}, message {self._number} of the group", [tensor])
+        data = tensor.detach().contiguous()
+        return _Message(peer, tag, data, data.dtype, work, timeout_s, self._number)
+
+    def _begin(self, message: _Message) -> PendingWork:
+        """Do at once what can be done at once; leave the rest to the thread."""
+        self._move()
+        if not message.work.is_completed():
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="evenstep-mail", daemon=True)
+                self._thread.start()
+            self._wake.put(True)
+        return message.work
+
+    def _serve(self) -> None:
+        while self._wake.get():
+            while self._is_waiting():
+                seen = core.mail_seen(self._mail, self._rank)
+                if not self._move():
+                    rc = core.mail_wait(self._team.base, self._mail, self._rank, seen, BACKGROUND_SPIN, _SLICE_NS)
+                    if rc != core.ES_OK:
+                        self._look_around(rc)
+
+    def _is_waiting(self) -> bool:
+        return bool(self._receives) or any(self._sends) or any(message is not None for message in self._arriving)
+
+    def _move(self) -> bool:
+        """Move all fragments that can be moved now; whether there were any."""
+        with self._lock:
+            try:
+                sent = [self._push(queue) for queue in self._sends]
+                received = self._take_from_aside()
+                pulled = [self._pull(source) for source in range(self._num_ranks)]
+            except EvenstepError as error:
+                self._fail_all(error)
+                return True
+        return received or any(sent) or any(pulled)
+
+    def _push(self, messages: "deque[_Message]") -> bool:
+        moved = False
+        while messages:
+            message = messages[0]
+            before = message.fragments
+            code = dtype_code(message.dtype)
+            message.fragments = core.mail_push(
+                self._mail,
+                self._num_ranks,
+                self._rank,
+                message.peer,
+                message.tag,
+                message.num_bytes,
+                code,
+                message.number,
+                message.data.data_ptr(),
+                before,
+            )
+            moved |= message.fragments > before
+            if not message.is_whole():
+                break
+            messages.popleft()
+            message.work.complete()
+        return moved
+
+    def _pull(self, source: int) -> bool:
+        moved = False
+        while (message := self._arriving[source] or self._next(source)) is not None:
+            self._arriving[source] = message
+            before = message.fragments
+            address = message.data.data_ptr()
+            message.fragments = core.mail_pull(
+                self._mail, self._num_ranks, source, self._rank, message.num_bytes, address, before
+            )
+            moved |= message.fragments > before
+            if not message.is_whole():
+                break
+            self._arriving[source] = None
+            message.arrive(source)
+        return moved
+
+    def _next(self, source: int) -> _Message | None:
+        """Where the message at the head of a ring goes: to who asked for it, aside, or nowhere yet."""
+        if not any(wanted.peer in (source, ANY) for wanted in self._receives):
+            return None
+        head = core.mail_head(self._mail, self._num_ranks, source, self._rank)
+        if head is None:
+            return None
+        tag, num_bytes, code, number = head
+        wanted = self._claim(source, tag, num_bytes, code, number)
+        if wanted is not None:
+            return wanted
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        aside = _Message(source, tag, data, data.dtype, PendingWork("", []), 0.0, number, code=code)
+        self._aside.append(aside)
+        return aside
+
+    def _claim(self, source: int, tag: int, num_bytes: int, code: int, number: int) -> _Message | None:
+        """The receive that a message was asked for by, which is then no longer open."""
+        for wanted in self._receives:
+            if wanted.peer in (source, ANY) and wanted.tag == tag:
+                if wanted.num_bytes != num_bytes or dtype_code(wanted.dtype) != code:
+                    sender, me = self._team.members[source], self._team.members[self._rank]
+                    text = (
+                        f"{sender} sent {num_bytes} bytes with tag {tag} (its message {number} of the group), but {me} "
+                        f"expects {wanted.num_bytes} bytes of {wanted.dtype} in {wanted.work.name}: send and receive "
+                        "tensors of one size and dtype"
+                    )
+                    self._team.fail(MismatchError, source, text)
+                    self._team.raise_failure()
+                self._receives.remove(wanted)
+                return wanted
+        return None
+
+    def _take_from_aside(self) -> bool:
+        found = False
+        for message in [message for message in self._aside if message.is_whole()]:
+            wanted = self._claim(message.peer, message.tag, message.num_bytes, message.code, message.number)
+            if wanted is not None:
+                self._aside.remove(message)
+                wanted.data.view(-1).view(torch.uint8).copy_(message.data)
+                wanted.arrive(message.peer)
+                found = True
+        return found
+
+    def _look_around(self, rc: int) -> None:
+        """A slice of waiting is over, or the team has failed: see whether there is anything left to wait for."""
+        with self._lock:
+            try:
+                if rc == core.ES_ABORTED:
+                    self._team.raise_failure()
+                for message in [*self._receives, *(queue[0] for queue in self._sends if queue)]:
+                    self._look_after(message)
+            except EvenstepError as error:
+                self._fail_all(error)
+
+    def _look_after(self, message: _Message) -> None:
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        awaited = others if message.peer == ANY else [message.peer]
+        if awaited and all(self._team.has_ended(rank) for rank in awaited) and not self._comes(message):
+            self._team.fail_gone(awaited[-1], message.work.name)
+        if time.monotonic() > message.begun + message.timeout_s:
+            self._team.fail_silent(awaited, message.work.name, message.timeout_s)
+
+    def _comes(self, message: _Message) -> bool:
+        """Whether there is still something in the rings for a receive, left there by a rank that ended since."""
+        sources = range(self._num_ranks) if message.peer == ANY else [message.peer]
+        heads = (core.mail_head(self._mail, self._num_ranks, source, self._rank) for source in sources)
+        return message in self._receives and any(head is not None for head in heads)
+
+    def _fail_all(self, error: EvenstepError) -> None:
+        messages = [*self._receives, *(message for queue in self._sends for message in queue)]
+        messages += [message for message in self._arriving if message is not None]
+        self._receives, self._aside = [], []
+        self._arriving = [None] * self._num_ranks
+        for queue_ in self._sends:
+            queue_.clear()
+        for message in messages:
+            message.work.complete(error)
+
+    def close(self) -> None:
+        """End the thread. What is still open fails."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with self._lock:
+                self._fail_all(ConfigError("the process group was destroyed before the message was sent or received"))
+            self._wake.put(False)
+            core.mail_bump(self._mail, self._rank)
+            thread.join()

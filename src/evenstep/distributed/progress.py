@@ -1,0 +1,86 @@
+"""The operations of a group, in the order in which they were started."""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import Work
+
+from evenstep.distributed.work import DONE, PendingWork
+
+__all__ = ["Progress"]
+
+Job = Callable[[], None]
+
+
+class Progress:
+    """Runs jobs one after the other: on the caller's thread where it would wait anyway, else on a thread of its own.
+
+    Args:
+        name: The name of the thread.
+        in_background: Told before and after each job that the thread does.
+    """
+
+    def __init__(self, name: str, in_background: Callable[[bool], None]) -> None:
+        self._name = name
+        self._in_background = in_background
+        self._lock = threading.Lock()
+        self._num_open = 0  # started and not over
+        self._turn = threading.Lock()  # held while a job is done
+        self.leave = self._turn.release  # gives back the turn that `enter` took
+        self._jobs: queue.SimpleQueue[tuple[PendingWork, Job] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str, job: Job, result: list[Any], asynchronous: bool) -> Work:
+        """Start a job.
+
+        Args:
+            name: What it is, for errors.
+            job: What to do.
+            result: The tensors that it fills.
+            asynchronous: If not, this may do the job before it returns, and does so if no other is open.
+
+        Raises:
+            EvenstepError: What the job raised, if it was done here.
+        """
+        if not asynchronous and self.enter():
+            try:
+                job()
+            finally:
+                self.leave()
+            return DONE
+        with self._lock:
+            self._num_open += 1
+            work = PendingWork(name, result)
+            self._jobs.put((work, job))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+        return work
+
+    def enter(self) -> bool:
+        """Take the turn for a job that is done here and now, if no other is open. Then `leave` must follow."""
+        return self._num_open == 0 and self._turn.acquire(blocking=False)
+
+    def _over(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+
+    def _serve(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            work, job = item
+            with self._turn:
+                self._in_background(True)
+                work.run(job, self._over)
+                self._in_background(False)
+            del item, work, job  # the tensors must not live until the next job comes
+
+    def close(self) -> None:
+        """End the thread when the jobs that were started are over."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            if thread is not threading.current_thread():
+                thread.join()

@@ -1,0 +1,196 @@
+"""The ranks of one machine: operations over their shared segment, and failure that reaches all of them.
+
+Every wait ends: with what was awaited, or with one error on all ranks that says who did not come, to which operation,
+and where. A team that has failed stays failed.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn, TypeAlias
+
+from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, PeerError, SilenceError
+from evenstep.distributed.members import Member
+from evenstep.distributed.reductions import BYTES
+from evenstep.exchange.liveness import Liveness, spin_count
+from evenstep.native import core
+from evenstep.plan import tree
+from evenstep.transport.segment import Segment
+
+__all__ = ["Call", "Pieces", "Team"]
+
+Pieces: TypeAlias = "int | tuple[int, ...] | None"
+"""The address of one contiguous piece of memory, or one for each rank, or nothing."""
+
+_AT_ONCE_BYTES = 1 << 17  # up to here a second meeting costs more than reducing everything on every rank
+_STEP_BYTES = 1 << 17  # what is on its way stays in the cache
+SLOT_BYTES = 1 << 19  # beside a computation every meeting takes long, so there are fewer
+BACKGROUND_SPIN = 16
+_ERRORS: dict[str, type[EvenstepError]] = {"MismatchError": MismatchError, "SilenceError": SilenceError}
+
+
+class Call(NamedTuple):
+    """An operation, as all ranks call it alike (see collective.h).
+
+    Attributes:
+        kind: Which one.
+        tag: What it is, in words: must be the same on all ranks.
+        dtype: The type in the core of what is reduced.
+        op: How it is reduced.
+        root: The root, where there is one.
+        num_items: The size of a piece; a piece is what one rank gives or gets in one place.
+    """
+
+    kind: int
+    tag: bytes
+    dtype: int = BYTES
+    op: int = 0
+    root: int = 0
+    num_items: int = 0
+
+
+class Team:
+    """The ranks around a segment. One thread at a time may call its operations.
+
+    Attributes:
+        index: The number of this rank among them.
+        members: All of them, by that number.
+        number: How many operations were started so far.
+    """
+
+    def __init__(self, segment: Segment, members: Sequence[Member], index: int) -> None:
+        self.segment = segment
+        self.base = segment.base
+        self.members = members
+        self.index = index
+        self.number = 0
+        self._manner = self._eager = (spin_count(len(members)), _STEP_BYTES)
+        self._liveness = Liveness()
+        for member in members:
+            self._liveness.watch(member.pid)  # before its number could come to mean another process
+        at_once = _AT_ONCE_BYTES if len(members) > 2 else sys.maxsize  # two ranks share nothing by taking parts
+        self._team: object | None = core.team(
+            self.base, index, tree.leaf_program(len(members)), at_once, self.has_ended
+        )
+
+    def call(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
+        """Take part in an operation. Blocks until this rank has what it is to get.
+
+        Raises:
+            MismatchError: A rank is at another operation.
+            PeerError: A rank failed, ended, or left the group.
+            SilenceError: A rank did not come within the timeout.
+        """
+        self.number += 1
+        timeout_ns = int(timeout_s * 1e9)
+        try:
+            rc = core.collective(self._team, self.number, *call, ins, outs, timeout_ns, *self._manner)
+        except BaseException as error:
+            self._interrupted(call.tag, error)
+            raise
+        if rc:
+            self._fail(rc & 0xFF, rc >> 8, call.tag, timeout_s)
+
+    def all_to_all(
+        self,
+        tag: bytes,
+        ins: tuple[int, ...],
+        in_bytes: tuple[int, ...],
+        outs: tuple[int, ...],
+        out_bytes: tuple[int, ...],
+        timeout_s: float,
+    ) -> None:
+        """Give each rank a piece and get one from each. Raises as `call` does."""
+        self.number += 1
+        timeout_ns = int(timeout_s * 1e9)
+        try:
+            rc = core.all_to_all(
+                self._team, tag, self.number, ins, in_bytes, outs, out_bytes, timeout_ns, *self._manner
+            )
+        except BaseException as error:
+            self._interrupted(tag, error)
+            raise
+        if rc:
+            self._fail(rc & 0xFF, rc >> 8, tag, timeout_s)
+
+    def _interrupted(self, tag: bytes, error: BaseException) -> None:
+        me = self.members[self.index]
+        if self._team is None:
+            raise ConfigError(f"{me} destroyed this process group before it started {tag.decode()}") from error
+        self.fail(PeerError, self.index, f"{me} was interrupted in {self._at(tag)}: {error!r}")
+
+    def in_background(self, yes: bool) -> None:
+        """Whether the operations that follow wait beside a computation, from which they must not take the core."""
+        self._manner = (BACKGROUND_SPIN, SLOT_BYTES) if yes else self._eager
+
+    def has_ended(self, index: int) -> bool:
+        """Whether a rank will never come again: its process has ended or it has left the group."""
+        pid = core.pid(self.base, index)
+        return pid == 0 or self._liveness.ended(pid)
+
+    def fail(self, kind: type[EvenstepError], culprit: int, text: str) -> None:
+        """Tell everyone that the team has failed; the first failure is the one that counts."""
+        core.abort_all(self.base, self.index, culprit, f"{kind.__name__}\n{text}")
+
+    def check(self) -> None:
+        """Raise the error of a team that has failed."""
+        if core.aborted(self.base) is not None:
+            self.raise_failure()
+
+    def raise_failure(self) -> NoReturn:
+        """Raise the error that everyone gets."""
+        culprit, text = core.aborted(self.base) or (self.index, "PeerError\nthe group has failed")
+        kind, _, text = text.partition("\n")
+        if kind in _ERRORS:
+            raise _ERRORS[kind](text)
+        raise PeerError(text, self.members[culprit].name)
+
+    def fail_gone(self, culprit: int, where: str) -> NoReturn:
+        """Raise, on everyone, that a rank has ended or left."""
+        gone = "left the group" if core.pid(self.base, culprit) == 0 else "ended"
+        waiting = self.members[self.index]
+        self.fail(PeerError, culprit, f"{self.members[culprit]} {gone}; {waiting} waits for it in {where}")
+        self.raise_failure()
+
+    def fail_silent(self, culprits: Sequence[int], where: str, timeout_s: float) -> NoReturn:
+        """Raise, on everyone, that ranks did not come in time."""
+        names = ", ".join(str(self.members[culprit]) for culprit in culprits)
+        text = (
+            f"{names} said nothing for {timeout_s:g} s: {self.members[self.index]} waits in {where}; look at what it "
+            "does, or raise init_process_group(timeout=...)"
+        )
+        self.fail(SilenceError, culprits[0], text)
+        self.raise_failure()
+
+    def _fail(self, code: int, culprit: int, tag: bytes, timeout_s: float) -> NoReturn:
+        if code == core.ES_ABORTED:
+            self.raise_failure()
+        where = f"{self._at(tag)}; its last operation was {self._last(culprit)}"
+        if code == core.ES_GONE:
+            self.fail_gone(culprit, where)
+        if code == core.ES_SILENT:
+            steps = [core.last_post(self.base, index)[0] for index in range(len(self.members))]
+            late = [index for index, step in enumerate(steps) if step < steps[self.index]]
+            self.fail_silent(late or [culprit], where, timeout_s)
+        text = (
+            f"{self.members[self.index]} is at {self._at(tag)}, but {self.members[culprit]} is at "
+            f"{self._last(culprit)}: all ranks of a group must start the same operations in the same order, on tensors "
+            "of one shape and dtype"
+        )
+        self.fail(MismatchError, culprit, text)
+        self.raise_failure()
+
+    def _at(self, tag: bytes) -> str:
+        return f"{tag.decode()}, operation {self.number} of the group"
+
+    def _last(self, index: int) -> str:
+        seq, _, tag, number = core.last_post(self.base, index)
+        return f"{tag}, operation {number} of the group" if seq else "none"
+
+    def close(self) -> None:
+        """Leave. Whoever waits for this rank from now on gets an error."""
+        if os.getpid() == self.members[self.index].pid:  # a fork of this process does not leave for it
+            core.set_pid(self.base, self.index, 0)
+        self._team = None  # it refers to us
+        self._liveness.close()
+        self.segment.close()

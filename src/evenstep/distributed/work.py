@@ -1,0 +1,127 @@
+"""What torch gets for an operation that it started: something to wait for."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from evenstep.core.errors import SilenceError
+
+__all__ = ["DONE", "PendingWork"]
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class DoneWork(Work):
+    """An operation that was over before the call returned. One object serves all of them."""
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+
+DONE = DoneWork()
+
+
+class PendingWork(Work):
+    """An operation that somebody else completes.
+
+    Args:
+        name: What it is, for errors.
+        result: The tensors that it fills: what its future holds.
+    """
+
+    def __init__(self, name: str, result: list[Any]) -> None:
+        super().__init__()
+        self.name = name
+        self._result = result
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._future: Future[Any] | None = None
+        self._source = -1
+
+    def complete(self, error: BaseException | None = None, source: int = -1) -> None:
+        """Say that it is over: well, or with an error."""
+        with self._lock:
+            self._error, self._source = error, source
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: "Future[Any]") -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)
+
+    def run(self, job: Callable[[], None], over: Callable[[], None]) -> None:
+        """Do the job, call `over`, and only then tell those who wait how it ended."""
+        found: BaseException | None = None
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001  # the border of a thread: whoever waits gets it
+            found = error
+        over()
+        self.complete(found)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until it is over, but no longer than `timeout` if one is given.
+
+        Raises:
+            SilenceError: It is not over after the timeout; the operation goes on.
+            EvenstepError: It failed; the same error for everyone who waits.
+        """
+        seconds = timeout.total_seconds()
+        if not self._done.wait(seconds if seconds > 0 else None):
+            raise SilenceError(f"{self.name} is not over after {seconds:g} s, and wait(timeout) was not to wait longer")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is over and went well."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The error that it ended with, if it did."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The tensors that it fills."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Of a receive: who sent the message."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> "Future[Any]":
+        """A future that holds the tensors when it is over."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            over = self._done.is_set()
+        if over:
+            self._settle(future)
+        return future

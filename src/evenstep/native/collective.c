@@ -1,0 +1,377 @@
+#include "collective.h"
+
+#include <string.h>
+
+enum {
+    SLICE_NS = 50000000,   /* how long to sleep before looking whether the others are still alive */
+    FIRST_BYTES = 1 << 17, /* what is moved in the first step, when nobody knows yet what the others wish */
+};
+
+typedef struct {
+    es_team *team;
+    const es_call *call;
+    uint64_t tag_hash;
+    int64_t deadline;
+    size_t item;
+    size_t step_bytes; /* what is moved in a step; it becomes what all agree on after the first */
+    int first;         /* the next step is the first of this operation */
+} walk;
+
+#define TRY(expression)             \
+    do {                            \
+        int rc_ = (expression);     \
+        if (rc_ != ES_OK) return rc_; \
+    } while (0)
+
+static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+static uint64_t seq_of(uint64_t step) { return step << 32; }
+
+/* The items [start, end) of part `index` when `count` items are cut into `parts`, at multiples of 64 of them. */
+static size_t cut(size_t count, uint32_t index, uint32_t parts) {
+    size_t per = ((count + parts - 1) / parts + 63) / 64 * 64;
+    return smaller(count, per * index);
+}
+
+static int await_rank(walk *w, uint32_t rank, uint64_t step) {
+    es_team *team = w->team;
+    es_mark *mark = es_posted(team->base, rank);
+    for (;;) {
+        int rc = es_await(mark, seq_of(step), es_abort_word(team->base), w->call->spin, SLICE_NS);
+        if (rc != ES_AGAIN) return rc;
+        for (uint32_t other = 0; other < team->num_ranks; ++other) {
+            es_mark *theirs = es_posted(team->base, other);
+            if (other == team->rank || atomic_load(&theirs->seq) >= seq_of(step)) continue;
+            int found = team->look(team->context, other);
+            if (found < 0) return ES_INTERRUPTED;
+            if (!found || atomic_load(&theirs->seq) >= seq_of(step)) continue; /* it came, and ended after that */
+            team->culprit = other;
+            return ES_GONE;
+        }
+        team->culprit = rank;
+        if (es_now_ns() > w->deadline) return ES_SILENT;
+    }
+}
+
+static int await_all(walk *w, uint64_t step) {
+    for (uint32_t rank = 0; rank < w->team->num_ranks; ++rank)
+        if (rank != w->team->rank) TRY(await_rank(w, rank, step));
+    return ES_OK;
+}
+
+/* Where this rank may write what it gives in the next step. */
+static int fill(walk *w, char **slot) {
+    es_team *team = w->team;
+    TRY(await_all(w, team->step)); /* they have read what lies there, of the step before that */
+    *slot = es_slot_data(team->base, team->rank, seq_of(team->step + 1));
+    return ES_OK;
+}
+
+static int check(walk *w, uint32_t rank) {
+    if (es_matches(w->team->base, rank, seq_of(w->team->step), w->tag_hash)) return ES_OK;
+    w->team->culprit = rank;
+    return ES_MISMATCH;
+}
+
+/* Lets the others see the slot. In the first step of an operation everyone meets everyone, so that a mismatch is seen
+ * by all. */
+static int publish(walk *w) {
+    es_team *team = w->team;
+    team->step += 1;
+    es_publish(team->base, team->rank, seq_of(team->step), w->call->tag, w->call->number, w->call->step_bytes);
+    if (!w->first) return ES_OK;
+    w->first = 0;
+    TRY(await_all(w, team->step));
+    for (uint32_t rank = 0; rank < team->num_ranks; ++rank) {
+        TRY(check(w, rank));
+        size_t wish = es_posted_bytes(team->base, rank, seq_of(team->step));
+        if (wish > w->step_bytes) w->step_bytes = smaller(wish, es_slot_bytes(team->base));
+    }
+    return ES_OK;
+}
+
+/* What `rank` gave in this step. */
+static int read_slot(walk *w, uint32_t rank, const char **slot) {
+    es_team *team = w->team;
+    if (rank != team->rank) TRY(await_rank(w, rank, team->step));
+    TRY(check(w, rank));
+    *slot = es_slot_data(team->base, rank, seq_of(team->step));
+    return ES_OK;
+}
+
+static void copy(void *to, const void *from, size_t bytes) {
+    if (to != from && bytes) memcpy(to, from, bytes);
+}
+
+/* The operations: each is a loop over steps of fill, publish, read. */
+
+static int barrier(walk *w) {
+    char *mine;
+    TRY(fill(w, &mine));
+    return publish(w);
+}
+
+/* Chunk by chunk, everyone reduces everything: one meeting for each chunk. */
+static int reduce_at_once(walk *w, char *out) {
+    es_team *team = w->team;
+    const es_call *call = w->call;
+    const char *in = call->in[0], *sources[ES_MAX_INPUTS];
+    size_t bytes = call->count * w->item, at = 0;
+    do {
+        size_t here = smaller(w->step_bytes, bytes - at);
+        char *mine;
+        TRY(fill(w, &mine));
+        copy(mine, in + at, here);
+        TRY(publish(w));
+        for (uint32_t rank = 0; out && rank < team->num_ranks; ++rank) TRY(read_slot(w, rank, &sources[rank]));
+        sources[team->rank] = in + at;
+        if (out)
+            es_tree_reduce(call->dtype, call->op, (const void *const *)sources, team->merges, team->num_ranks, out + at,
+                           here / w->item);
+        at += here;
+    } while (at < bytes);
+    return ES_OK;
+}
+
+/* Chunk by chunk, each cut into one part for each rank to reduce. Step t gives the others their parts of chunk t and
+ * the reduced own part of chunk t - 1. */
+static int reduce_in_parts(walk *w, char *out) {
+    es_team *team = w->team;
+    const es_call *call = w->call;
+    uint32_t me = team->rank, parts = team->num_ranks;
+    const char *in = call->in[0], *theirs[ES_MAX_INPUTS], *sources[ES_MAX_INPUTS];
+    TRY(barrier(w)); /* all chunks are of one size: agree on it first */
+    size_t most = w->step_bytes / w->item; /* for a chunk and one part of it */
+    size_t chunk = (most - 64) * parts / (parts + 1) / (64 * parts) * (64 * parts);
+    size_t chunks = (call->count + chunk - 1) / chunk;
+    chunk = smaller(chunk, ((call->count + chunks - 1) / chunks + 63) / 64 * 64);
+    size_t result_at = chunk * w->item;
+    for (size_t t = 0; t <= chunks; ++t) {
+        size_t here = t * chunk, before = here - chunk; /* items; `before` is of use from t = 1 on */
+        size_t count = here < call->count ? smaller(chunk, call->count - here) : 0;
+        size_t count_before = t ? smaller(chunk, call->count - before) : 0;
+        char *mine;
+        TRY(fill(w, &mine));
+        if (t) {
+            size_t start = cut(count_before, me, parts), end = cut(count_before, me + 1, parts);
+            for (uint32_t rank = 0; rank < parts; ++rank)
+                sources[rank] = rank == me ? in + (before + start) * w->item : theirs[rank] + start * w->item;
+            es_tree_reduce(call->dtype, call->op, (const void *const *)sources, team->merges, parts, mine + result_at,
+                           end - start);
+            if (out) copy(out + (before + start) * w->item, mine + result_at, (end - start) * w->item);
+        }
+        for (uint32_t rank = 0; rank < parts; ++rank) {
+            size_t start = cut(count, rank, parts), end = cut(count, rank + 1, parts);
+            if (rank != me) copy(mine + start * w->item, in + (here + start) * w->item, (end - start) * w->item);
+        }
+        TRY(publish(w));
+        for (uint32_t rank = 0; rank < parts; ++rank) {
+            if (rank == me || (t == chunks && !out)) continue;
+            TRY(read_slot(w, rank, &theirs[rank]));
+            size_t start = cut(count_before, rank, parts), end = cut(count_before, rank + 1, parts);
+            if (t && out)
+                copy(out + (before + start) * w->item, theirs[rank] + result_at, (end - start) * w->item);
+        }
+    }
+    return ES_OK;
+}
+
+static int reduce(walk *w) {
+    void *out = w->call->out ? w->call->out[0] : NULL;
+    int small = w->call->count * w->item <= w->team->at_once_bytes;
+    int many = 64 * ((size_t)w->team->num_ranks + 2) > w->step_bytes / w->item; /* a chunk has no part for each */
+    return small || many ? reduce_at_once(w, out) : reduce_in_parts(w, out);
+}
+
+static int broadcast(walk *w) {
+    const es_call *call = w->call;
+    size_t bytes = call->count * w->item, at = 0;
+    do {
+        size_t here = smaller(w->step_bytes, bytes - at);
+        char *mine;
+        const char *theirs;
+        TRY(fill(w, &mine));
+        if (call->in) copy(mine, (const char *)call->in[0] + at, here);
+        TRY(publish(w));
+        if (!call->in) {
+            TRY(read_slot(w, call->root, &theirs));
+            copy((char *)call->out[0] + at, theirs, here);
+        }
+        at += here;
+    } while (at < bytes);
+    return ES_OK;
+}
+
+/* Of all ranks, to those who have an out: one piece for each rank. */
+static int gather(walk *w) {
+    const es_call *call = w->call;
+    size_t bytes = call->count * w->item, at = 0;
+    do {
+        size_t here = smaller(w->step_bytes, bytes - at);
+        char *mine;
+        const char *theirs;
+        TRY(fill(w, &mine));
+        copy(mine, (const char *)call->in[0] + at, here);
+        TRY(publish(w));
+        for (uint32_t rank = 0; call->out && rank < w->team->num_ranks; ++rank) {
+            TRY(read_slot(w, rank, &theirs));
+            if (rank == w->team->rank) theirs = (const char *)call->in[0] + at; /* it may lie in `out` already */
+            copy((char *)call->out[rank] + at, theirs, here);
+        }
+        at += here;
+    } while (at < bytes);
+    return ES_OK;
+}
+
+/* Whoever has an `in` gives one piece to each rank; with an op the pieces that a rank gets from all are reduced. */
+static int scatter(walk *w) {
+    es_team *team = w->team;
+    const es_call *call = w->call;
+    int reducing = call->kind == ES_REDUCE_SCATTER;
+    size_t bytes = call->count * w->item, at = 0;
+    const char *sources[ES_MAX_INPUTS];
+    do {
+        size_t step = w->step_bytes / team->num_ranks / 64 * 64;
+        size_t here = smaller(step, bytes - at);
+        char *mine, *to = (char *)call->out[0] + at;
+        TRY(fill(w, &mine));
+        for (uint32_t rank = 0; call->in && rank < team->num_ranks; ++rank)
+            if (rank != team->rank) copy(mine + rank * step, (const char *)call->in[rank] + at, here);
+        TRY(publish(w));
+        for (uint32_t rank = 0; rank < team->num_ranks; ++rank) {
+            if (!reducing && rank != call->root) continue;
+            TRY(read_slot(w, rank, &sources[rank]));
+            sources[rank] += team->rank * step;
+            if (rank == team->rank) sources[rank] = (const char *)call->in[rank] + at;
+        }
+        if (reducing)
+            es_tree_reduce(call->dtype, call->op, (const void *const *)sources, team->merges, team->num_ranks, to,
+                           here / w->item);
+        else
+            copy(to, sources[call->root], here);
+        at += here;
+    } while (at < bytes);
+    return ES_OK;
+}
+
+/* The first step tells everyone all sizes. */
+static int all_to_all(walk *w) {
+    es_team *team = w->team;
+    const es_call *call = w->call;
+    uint32_t parts = team->num_ranks, me = team->rank;
+    size_t most = 0;
+    char *mine;
+    const char *theirs;
+    TRY(fill(w, &mine));
+    memcpy(mine, call->in_items, parts * sizeof(uint64_t));
+    TRY(publish(w));
+    for (uint32_t rank = 0; rank < parts; ++rank) {
+        TRY(read_slot(w, rank, &theirs));
+        const uint64_t *items = (const uint64_t *)theirs;
+        if (items[me] != call->out_items[rank]) {
+            team->culprit = rank;
+            return ES_MISMATCH;
+        }
+        for (uint32_t to = 0; to < parts; ++to) most = items[to] > most ? items[to] : most;
+    }
+    size_t step = w->step_bytes / parts / 64 * 64;
+    for (size_t at = 0; at < most * w->item; at += step) {
+        TRY(fill(w, &mine));
+        for (uint32_t rank = 0; rank < parts; ++rank) {
+            size_t bytes = call->in_items[rank] * w->item;
+            if (at >= bytes) continue;
+            const char *from = (const char *)call->in[rank] + at;
+            copy(rank == me ? (char *)call->out[me] + at : mine + rank * step, from, smaller(step, bytes - at));
+        }
+        TRY(publish(w));
+        for (uint32_t rank = 0; rank < parts; ++rank) {
+            size_t bytes = call->out_items[rank] * w->item;
+            if (rank == me || at >= bytes) continue;
+            TRY(read_slot(w, rank, &theirs));
+            copy((char *)call->out[rank] + at, theirs + me * step, smaller(step, bytes - at));
+        }
+    }
+    return ES_OK;
+}
+
+int es_collective(es_team *team, const es_call *call) {
+    static int (*const OPERATIONS[])(walk *) = {barrier, reduce, reduce,  broadcast, gather,
+                                                gather,  scatter, scatter, all_to_all};
+    if (es_aborted(team->base)) return ES_ABORTED; /* also where the others had come to this one before they gave up */
+    walk w = {team, call, es_hash_tag(call->tag), es_now_ns() + call->timeout_ns, es_item_bytes(call->dtype),
+              smaller(FIRST_BYTES, es_slot_bytes(team->base)), 1};
+    return OPERATIONS[call->kind](&w);
+}
+
+/* ---- messages ---- */
+
+enum { FRAGMENT_BYTES = 1 << 16, ROOM = 4 };
+
+typedef struct {
+    es_message message;
+    char padding[32];
+    char data[FRAGMENT_BYTES];
+} fragment;
+
+typedef struct {
+    _Atomic uint64_t sent; /* fragments so far, written by the sender */
+    char padding[56];
+    _Atomic uint64_t taken; /* likewise, by the receiver */
+    char more_padding[56];
+    fragment ring[ROOM];
+} channel;
+
+typedef struct {
+    es_mark mark;
+    char padding[48];
+} mailbox;
+
+static channel *channel_at(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to) {
+    return (channel *)((mailbox *)mail + num_ranks) + ((size_t)from * num_ranks + to);
+}
+
+size_t es_mail_bytes(uint32_t num_ranks) {
+    return num_ranks * sizeof(mailbox) + (size_t)num_ranks * num_ranks * sizeof(channel);
+}
+
+uint64_t es_mail_fragments(uint64_t bytes) { return bytes ? (bytes + FRAGMENT_BYTES - 1) / FRAGMENT_BYTES : 1; }
+
+es_mark *es_mail_mark(void *mail, uint32_t rank) { return &((mailbox *)mail)[rank].mark; }
+
+uint64_t es_mail_push(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to, const es_message *message,
+                      const void *data, uint64_t fragments) {
+    channel *way = channel_at(mail, num_ranks, from, to);
+    uint64_t sent = atomic_load(&way->sent), all = es_mail_fragments(message->bytes);
+    while (fragments < all && sent < atomic_load(&way->taken) + ROOM) {
+        fragment *next = &way->ring[sent % ROOM];
+        size_t at = fragments * FRAGMENT_BYTES;
+        next->message = *message;
+        copy(next->data, (const char *)data + at, smaller(FRAGMENT_BYTES, message->bytes - at));
+        atomic_store(&way->sent, ++sent);
+        es_bump(es_mail_mark(mail, to));
+        ++fragments;
+    }
+    return fragments;
+}
+
+int es_mail_head(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to, es_message *message) {
+    channel *way = channel_at(mail, num_ranks, from, to);
+    uint64_t taken = atomic_load(&way->taken);
+    if (taken >= atomic_load(&way->sent)) return 0;
+    *message = way->ring[taken % ROOM].message;
+    return 1;
+}
+
+uint64_t es_mail_pull(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to, uint64_t bytes, void *data,
+                      uint64_t fragments) {
+    channel *way = channel_at(mail, num_ranks, from, to);
+    uint64_t taken = atomic_load(&way->taken), all = es_mail_fragments(bytes);
+    while (fragments < all && taken < atomic_load(&way->sent)) {
+        size_t at = fragments * FRAGMENT_BYTES;
+        copy((char *)data + at, way->ring[taken % ROOM].data, smaller(FRAGMENT_BYTES, bytes - at));
+        atomic_store(&way->taken, ++taken);
+        es_bump(es_mail_mark(mail, from));
+        ++fragments;
+    }
+    return fragments;
+}
