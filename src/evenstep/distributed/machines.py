@@ -27,7 +27,7 @@ from evenstep.plan import tree
 __all__ = ["Machines"]
 
 _TAG_BYTES = 256
-_REPORT_S = 2.0  # how long the machine of a rank that failed may take to say so
+_REPORT_S = 2.0  # how long the machine of a rank that failed may take to say so, beyond the timeout
 
 
 class Machines:
@@ -153,7 +153,7 @@ class Machines:
     def _agree(self, tag: bytes, timeout_s: float) -> None:
         """Meet everyone; a rank at another operation is a mismatch. So nobody starts what others do not."""
         self._number += 1
-        self._local(Call(core.ES_BARRIER, tag), None, None, timeout_s)
+        self._local(Call(core.ES_BARRIER, tag), None, None, timeout_s, patience_s=0.0)
         if self._leads:
             text = torch.zeros(_TAG_BYTES, dtype=torch.uint8)
             short = bytearray(tag[:_TAG_BYTES])
@@ -223,13 +223,20 @@ class Machines:
         self._local(Call(core.ES_BROADCAST, tag, root=root, num_items=len(data)), ins, outs, timeout_s)
         return data
 
-    def _local(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
-        self._team.number = self._number - 1  # all of them belong to one operation of the group
-        self._team.call(call, ins, outs, timeout_s)
+    def _local(
+        self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float, patience_s: float = 2 * _REPORT_S
+    ) -> None:
+        """Do a part of an operation inside the machine.
+
+        A rank may wait here for a leader that waits for another machine, and that for a rank of its own. Each is more
+        patient than the one behind, so that the one who is really missing is named.
+        """
+        self._team.number = self._number - 1  # all parts belong to one operation of the group
+        self._team.call(call, ins, outs, timeout_s + patience_s)
 
     def _between(self, start: Callable[[], Work], tag: bytes, timeout_s: float) -> None:
         """Do an operation of the leaders, and look around meanwhile."""
-        deadline, pause_s = time.monotonic() + timeout_s, 2e-5
+        deadline, pause_s = time.monotonic() + timeout_s + _REPORT_S, 2e-5
         try:
             work = start()
             while not work.is_completed():
