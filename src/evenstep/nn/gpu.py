@@ -29,6 +29,7 @@ from torch import Tensor
 __all__ = ["Found", "Running", "Shards", "backward_alone", "coefs", "finish", "finish_sums", "forward_alone", "takes"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CACHED_BYTES = 24 << 20  # of what one pass reads, the next one finds about as much again
 _FIELDS = 8  # kernels.FIELDS, known without Triton
 
 
@@ -76,7 +77,8 @@ class Tile:
         positions: Positions in a tile.
         channels: Channels in a tile.
         num_warps: Warps of a program.
-        unroll: Tiles that a program has in flight.
+        unroll: Iterations between two jumps.
+        stages: Iterations whose loads are in flight at once, through shared memory; 1 leaves it to the compiler.
         programs: How many programs a launch should have at most, as far as it can choose.
     """
 
@@ -84,6 +86,7 @@ class Tile:
     channels: int
     num_warps: int
     unroll: int = 1
+    stages: int = 1
     programs: int = 1 << 31
 
 
@@ -97,8 +100,15 @@ class Geometry:
     element_bytes: int
 
     @property
+    def flat(self) -> bool:
+        """Whether planes are so small that a whole sample is walked over as if it were one."""
+        return not self.rows and 1 < self.channels and self.inner < 128 and self.channels * self.inner < 1 << 30
+
+    @property
     def stride(self) -> int:
-        """What neighbouring planes, or neighbouring rows, are apart."""
+        """What neighbouring planes, rows or flat samples are apart."""
+        if self.flat:
+            return self.channels * self.inner
         return self.channels if self.rows else self.inner
 
     @property
@@ -120,26 +130,40 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def _tile(shape: Geometry, size: int, channels: int, *rest: int) -> Tile:
+    """A tile of `size` elements; of `channels` channels at most, for rows."""
+    if shape.rows:
+        channels = min(_power(shape.channels), channels)
+        return Tile(size // channels, channels, *rest)
+    if shape.flat:
+        return Tile(min(size, _power(shape.stride)), 1, *rest)
+    # The fewest positions that do not exist; of nearly equal ones the longest.
+    lengths = [min(size >> n, _power(shape.inner)) for n in range(4)]
+    waste = [-(-shape.inner // length) * length / shape.inner for length in lengths]
+    length = next(n for n, w in zip(lengths, waste, strict=True) if w <= max(1.07, min(waste)))
+    return Tile(length, min(size // length, _power(shape.channels)), *rest)
+
+
 @lru_cache(maxsize=4096)
 def sum_tile(shape: Geometry, inputs: int) -> Tile:
     """The tile of a pass that sums over one input (statistics) or two."""
-    size, warps, unroll, programs = (2048, 4, 4, 528) if inputs == 1 else (2048, 4, 2, 1056)
-    if shape.rows:
-        channels = min(_power(shape.channels), 64)
-        return Tile(size // channels, channels, warps, unroll, programs)
-    positions = min(_power(shape.inner), size)
-    return Tile(positions, min(size // positions, _power(shape.channels)), warps, unroll, programs)
+    if shape.flat:
+        return _tile(shape, 512, 64, 2, 4, 1, 792)
+    if inputs == 2:
+        return _tile(shape, 2048, 64, 4, 1, 4, 528)
+    if shape.element_bytes == 2:
+        return _tile(shape, 2048, 64, 4, 1, 4, 792)
+    return _tile(shape, 1024 if shape.rows else 2048, 64, 4, 4, 1, 528)
 
 
 @lru_cache(maxsize=4096)
 def map_tile(shape: Geometry) -> Tile:
     """The tile of a pass that maps element to element."""
-    size = 4096 if shape.element_bytes == 2 else 1024
-    if shape.rows:
-        channels = min(_power(shape.channels), 256)
-        return Tile(size // channels, channels, 4)
-    positions = min(_power(shape.inner), size)
-    return Tile(positions, min(size // positions, _power(shape.channels)), 4)
+    if shape.flat:
+        return _tile(shape, 1024, 256, 4, 1, 1, 1056)
+    if shape.element_bytes == 2:
+        return _tile(shape, 2048 if shape.rows or shape.inner >= 1024 else 4096, 256, 4)
+    return _tile(shape, 1024, 256, 4)
 
 
 class _Walk(NamedTuple):
@@ -159,8 +183,8 @@ class _Walk(NamedTuple):
 
 
 def _most_splits(shape: Geometry, tile: Tile) -> tuple[int, int, int]:
-    columns = 1 if shape.rows else -(-shape.inner // tile.positions)
-    blocks = -(-shape.channels // tile.channels)
+    columns = 1 if shape.rows else -(-shape.stride // tile.positions)
+    blocks = 1 if shape.flat else -(-shape.channels // tile.channels)
     return max(1, tile.programs // (columns * blocks)), columns, blocks
 
 
@@ -176,7 +200,7 @@ def _walk(shape: Geometry, outer: int, tile: Tile) -> _Walk:
 def _summing(shape: Geometry, tile: Tile) -> tuple[int, int]:
     """How many parts and channels a program adds up at once: the same for shards of any size."""
     most, columns, _ = _most_splits(shape, tile)
-    parts = min(_power(most * columns), 1024)
+    parts = min(_power(most * (shape.inner if shape.flat else columns)), 1024)
     return parts, max(1, min(_power(shape.channels), 1024 // parts))
 
 
@@ -193,7 +217,15 @@ def _triton_type(dtype: torch.dtype) -> Any:
 _compiled: dict[Any, Any] = {}
 
 
-def _run(name: str, grid: tuple[int, int, int], arguments: tuple[Any, ...], options: tuple[Any, ...], warps: int = 4) -> None:
+@lru_cache(maxsize=64)
+def _begins_early(device: torch.device) -> bool:
+    """Whether a launch on this device may begin before the one before it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _run(
+    name: str, grid: tuple[int, int, int], arguments: tuple[Any, ...], options: tuple[Any, ...], warps: int = 4
+) -> None:
     """Launch a kernel. What Triton compiled for such arguments is kept, as finding it again takes Triton longest.
 
     Args:
@@ -212,11 +244,13 @@ def _run(name: str, grid: tuple[int, int, int], arguments: tuple[Any, ...], opti
     key = (name, device.index, warps, options, types)
     kernel = _compiled.get(key)
     if kernel is None:
-        compiled = getattr(_kernels(), name)[grid](*arguments, *options, num_warps=warps)
+        early = _begins_early(device)
+        extra = {"launch_pdl": True} if early else {}
+        compiled = getattr(_kernels(), name)[grid](*arguments, *options, early, num_warps=warps, **extra)
         if compiled is not None:  # the interpreter compiles nothing
-            _compiled[key] = compiled
+            _compiled[key] = (compiled, early)
         return
-    kernel[grid](*arguments, *options)
+    kernel[0][grid](*arguments, *options, kernel[1])
 
 
 @lru_cache(maxsize=64)
@@ -302,20 +336,43 @@ class Shards:
         return self._outer, walks[0].splits, shape.channels, shape.stride // shape.align
 
     def _walking(self, tile: Tile) -> tuple[Any, ...]:
-        return self._type, self._joint, self.shape.rows, self.shape.align, tile.positions, tile.channels
+        return (
+            self._type,
+            self._joint,
+            self.shape.rows,
+            self.shape.flat,
+            self.shape.align,
+            tile.positions,
+            tile.channels,
+        )
 
     def _grid(self, walks: Sequence[_Walk]) -> tuple[int, int, int]:
         return max([walk.programs for walk in walks]), len(self.xs), 1
 
     def _parts(self) -> tuple[int, Tensor]:
-        most = max([walk.parts for walk in self._sums])
+        most = max([walk.splits * self.shape.inner if self.shape.flat else walk.parts for walk in self._sums])
         size = len(self.xs) * most * 2 * self.shape.channels
         return most, torch.empty(size, dtype=torch.float64, device=self.device)
+
+    def _keep(self) -> int:
+        """How many of the last iterations read what may stay in the cache for the pass that follows."""
+        shape, splits = self.shape, self._sums[0].splits
+        samples = splits * self._sum_tile.positions if shape.rows else splits
+        iteration = samples * shape.channels * shape.inner * shape.element_bytes
+        return _CACHED_BYTES // (iteration * len(self.xs) * (1 if self.dys is None else 2))
 
     def _merging(self) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
         parts, channels = _summing(self.shape, self._sum_tile)
         grid = (-(-self.shape.channels // channels), len(self.xs), 1)
-        return grid, (self._joint, self.shape.rows, self.shape.align, self._sum_tile.positions, parts, channels)
+        return grid, (
+            self._joint,
+            self.shape.rows,
+            self.shape.flat,
+            self.shape.align,
+            self._sum_tile.positions,
+            parts,
+            channels,
+        )
 
     def _rows(self) -> Tensor:
         if not self._joint:
@@ -332,8 +389,8 @@ class Shards:
         none, tile, rows = self._none, self._sum_tile, self._rows()
         sizes = self._sizes(self._sums)
         most, partials = self._parts()
-        _run("statistics_kernel", self._grid(self._sums), (self.xs[0], self._table, partials, *sizes, most),
-             (*self._walking(tile), tile.unroll), tile.num_warps)  # fmt: skip
+        _run("statistics_kernel", self._grid(self._sums), (self.xs[0], self._table, partials, *sizes, most, self._keep()),
+             (*self._walking(tile), tile.unroll, tile.stages), tile.num_warps)  # fmt: skip
         tensors, momentum = _running_arguments(running, none)
         grid, options = self._merging()
         _run("merge_statistics_kernel", grid,
@@ -372,8 +429,8 @@ class Shards:
         residual = self.residuals if self._relu else None
         _run("reduce_kernel", self._grid(self._sums),
              (self._first(self.dys), self.xs[0], self._first(residual), self._first(self.gated), self._table, partials,
-              found.coefs, *sizes, most),
-             (*self._walking(tile), tile.unroll, residual is not None, self._relu, self.gated is not None),
+              found.coefs, *sizes, most, self._keep()),
+             (*self._walking(tile), tile.unroll, tile.stages, residual is not None, self._relu, self.gated is not None),
              tile.num_warps)  # fmt: skip
         dweight, dbias = (
             None if t is None else torch.empty((len(self.xs), channels), dtype=t.dtype, device=self.device)

@@ -26,11 +26,12 @@ written with ``fma``, so that the two agree on every sign.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FIELDS = tl.constexpr(8)
 """Integers in a row of a table."""
 
-_SIZES = ["outer", "splits", "channels", "units", "max_parts", "num_rows", "width", "eps", "momentum"]
+_SIZES = ["outer", "splits", "channels", "units", "max_parts", "keep", "num_rows", "width", "eps", "momentum"]
 _FOREIGN = ["weight", "bias", "running_mean", "running_var", "tracked", "vectors"]
 
 
@@ -44,6 +45,17 @@ def _kernel(function):  # noqa: ANN001, ANN202  # Triton's own types
 
 
 @triton.jit
+def _follow(EARLY: tl.constexpr):
+    """Wait for the launch before this one, and let the next one come to this point while this one still runs.
+
+    With EARLY a launch may begin before the one before it has ended, which hides what it costs to begin.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def _address(table, field: tl.constexpr, TYPE: tl.constexpr):
     """A tensor of this program's shard; the launcher sees to it that it begins at a multiple of 16 bytes."""
     return tl.multiple_of(tl.load(table + field).to(tl.pointer_type(TYPE)), 16)
@@ -53,8 +65,8 @@ def _address(table, field: tl.constexpr, TYPE: tl.constexpr):
 def _tile(pid, channels, units, ROWS: tl.constexpr, ALIGN: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr):
     """Which tile a program walks with.
 
-    ``units * ALIGN`` is the inner size of planes or the number of channels of rows: said so, the compiler knows how far
-    it may read at once.
+    ``units * ALIGN`` is the inner size of planes, the number of channels of rows, or the size of a flat sample: said so,
+    the compiler knows how far it may read at once. Flat samples are planes of one channel here.
 
     Returns:
         The number of the part along the walk, of the part of the sum, the channels, whether each is one, the offset of
@@ -91,11 +103,26 @@ def _tile(pid, channels, units, ROWS: tl.constexpr, ALIGN: tl.constexpr, BA: tl.
 
 
 @triton.jit
-def _welford(x, shift, mean, m2, reciprocal):
+def _spread(c, exists, base, here, channels, units, FLAT: tl.constexpr, ALIGN: tl.constexpr, BA: tl.constexpr):
+    """The channels of the tile's positions, in a shape that fits the tile: one row, or for flat samples one column."""
+    if FLAT:
+        inner = units * ALIGN // channels
+        return (base.to(tl.int32) + tl.arange(0, BA)[:, None]) // inner, here
+    else:  # noqa: RET505  # Triton compiles what follows a return too
+        return c[None, :], exists[None, :]
+
+
+@triton.jit
+def _welford(x, shift, mean, m2, count):
     deviation = x - shift
     delta = deviation - mean
-    mean = tl.fma(delta, reciprocal, mean)
+    mean = tl.fma(delta, 1.0 / count, mean)
     return mean, tl.fma(delta, deviation - mean, m2)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @_kernel
@@ -108,71 +135,97 @@ def statistics_kernel(
     channels,
     units,
     max_parts,
+    keep,
     TYPE: tl.constexpr,
     JOINT: tl.constexpr,
     ROWS: tl.constexpr,
+    FLAT: tl.constexpr,
     ALIGN: tl.constexpr,
     BA: tl.constexpr,
     BC: tl.constexpr,
     UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Mean and M2 of the elements that a program walks over, to ``partials[shard, part, 2, channels]``.
 
-    A position counts its deviations from its first element, so a large mean costs nothing.
+    A position counts its deviations from its first element, so a large mean costs nothing. The last ``keep`` iterations
+    ask the cache to keep what they read. With FLAT every position is a part of its own: ``partials[shard, split, 2, :]``.
     """
+    _follow(EARLY)
     shard = tl.program_id(1)
     if JOINT:
         table += shard * FIELDS
         outer = tl.load(table)
         splits = tl.load(table + 1)
         x = _address(table, 3, TYPE)
-    split, part, c, exists, base, step, offsets, here = _tile(tl.program_id(0), channels, units, ROWS, ALIGN, BA, BC)
+    split, part, c, exists, base, step, offsets, here = _tile(
+        tl.program_id(0), 1 if FLAT else channels, units, ROWS, ALIGN, BA, BC
+    )
     if split >= splits:
         return
+    full = outer
+    first = here
     if ROWS:
         full = outer // BA
         channels = units * ALIGN
-    else:
-        full = outer
-    first = here
-    if ROWS:
         first = here & (split * BA + tl.arange(0, BA)[:, None] < outer)
     x += base + split * step
     stride = splits * step
     shift = tl.load(x + offsets, mask=first, other=0.0).to(tl.float32)
+    if not FLAT:  # the first element of each channel
+        if ROWS:
+            reference = tl.load(x + tl.arange(0, BC), mask=exists, other=0.0).to(tl.float64)
+        else:
+            reference = tl.load(x + tl.arange(0, BC) * (units * ALIGN), mask=exists, other=0.0).to(tl.float64)
     mean = tl.zeros((BA, BC), tl.float32)
     m2 = tl.zeros((BA, BC), tl.float32)
     count = 1.0
     walked = tl.maximum((full - split + splits - 1) // splits, 1).to(tl.int32) - 1
-    for _ in range(walked // UNROLL):
+    early = tl.maximum(walked - keep, 0) // UNROLL
+    late = walked // UNROLL - early
+    for _ in tl.range(0, early, num_stages=STAGES):
         for _u in tl.static_range(UNROLL):
             x += stride
             count += 1.0
-            value = tl.load(x + offsets, mask=here, other=0.0).to(tl.float32)
-            mean, m2 = _welford(value, shift, mean, m2, 1.0 / count)
+            value = tl.load(x + offsets, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            mean, m2 = _welford(value, shift, mean, m2, count)
+    for _ in tl.range(0, late, num_stages=STAGES):
+        for _u in tl.static_range(UNROLL):
+            x += stride
+            count += 1.0
+            value = tl.load(x + offsets, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            mean, m2 = _welford(value, shift, mean, m2, count)
     for _ in range(walked % UNROLL):
         x += stride
         count += 1.0
-        value = tl.load(x + offsets, mask=here, other=0.0).to(tl.float32)
-        mean, m2 = _welford(value, shift, mean, m2, 1.0 / count)
+        value = tl.load(x + offsets, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        mean, m2 = _welford(value, shift, mean, m2, count)
     weight = tl.where(first, count, 0.0)
     if ROWS:  # the last rows may be fewer than a tile
         if (outer % BA > 0) & (full % splits == split) & (full > split):
             last = here & (full * BA + tl.arange(0, BA)[:, None] < outer)
             value = tl.load(x + stride + offsets, mask=last, other=0.0).to(tl.float32)
-            new_mean, new_m2 = _welford(value, shift, mean, m2, 1.0 / (count + 1.0))
+            new_mean, new_m2 = _welford(value, shift, mean, m2, count + 1.0)
             mean = tl.where(last, new_mean, mean)
             m2 = tl.where(last, new_m2, m2)
             weight = tl.where(last, count + 1.0, weight)
-    weight = weight.to(tl.float64)
     at = shift.to(tl.float64) + mean.to(tl.float64)
-    total = tl.sum(weight, axis=0)
-    centre = tl.sum(weight * at, axis=0) / tl.maximum(total, 1.0)
-    away = at - centre[None, :]
-    squares = tl.sum(m2.to(tl.float64) + weight * away * away, axis=0)
-    partials += (shard * tl.cast(max_parts, tl.int64) + part) * 2 * channels
-    tl.store(partials + c, centre, mask=exists)
-    tl.store(partials + channels + c, squares, mask=exists)
+    if FLAT:
+        width = units * ALIGN
+        partials += shard * tl.cast(max_parts, tl.int64) * 2 * channels + split * tl.cast(2 * width, tl.int64) + base
+        tl.store(partials + offsets, at, mask=here)
+        tl.store(partials + width + offsets, m2.to(tl.float64), mask=here)
+    else:
+        # Around an element of the data, so that subtracting squares costs nothing in float64.
+        at -= reference[None, :]
+        moment = weight.to(tl.float64) * at
+        moment, squares = tl.reduce((moment, m2.to(tl.float64) + moment * at), 0, _add_pairs)
+        total = tl.cast(_part_counts(part, outer, splits, units, ROWS, FLAT, ALIGN, BA, channels), tl.float64)
+        mean_c = moment / total
+        partials += (shard * tl.cast(max_parts, tl.int64) + part) * 2 * channels
+        tl.store(partials + c, reference + mean_c, mask=exists)
+        tl.store(partials + channels + c, tl.maximum(squares - moment * mean_c, 0.0), mask=exists)
 
 
 @triton.jit
@@ -240,9 +293,7 @@ def _finish(
 
 
 @triton.jit
-def _store_coefs(
-    c, exists, mean, invstd, coefs, weight, bias, channels, WEIGHT: tl.constexpr, BIAS: tl.constexpr
-):
+def _store_coefs(c, exists, mean, invstd, coefs, weight, bias, channels, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
     scale = invstd
     if WEIGHT:
         scale *= tl.load(weight + c, mask=exists, other=0.0).to(tl.float64)
@@ -256,8 +307,20 @@ def _store_coefs(
 
 
 @_kernel
-def coefs_kernel(mean, invstd, coefs, weight, bias, channels, BF: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+def coefs_kernel(
+    mean,
+    invstd,
+    coefs,
+    weight,
+    bias,
+    channels,
+    BF: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Coefs from vectors that somebody else made."""
+    _follow(EARLY)
     c = tl.program_id(0) * BF + tl.arange(0, BF)
     exists = c < channels
     m = tl.load(mean + c, mask=exists, other=0.0)
@@ -266,7 +329,9 @@ def coefs_kernel(mean, invstd, coefs, weight, bias, channels, BF: tl.constexpr, 
 
 
 @triton.jit
-def _part_counts(p, outer, splits, units, ROWS: tl.constexpr, ALIGN: tl.constexpr, BA: tl.constexpr):
+def _part_counts(
+    p, outer, splits, units, ROWS: tl.constexpr, FLAT: tl.constexpr, ALIGN: tl.constexpr, BA: tl.constexpr, channels
+):
     """How many elements of a channel the parts of a sum have; 0 beyond the last."""
     if ROWS:
         tiles = tl.cdiv(outer, BA)
@@ -274,10 +339,24 @@ def _part_counts(p, outer, splits, units, ROWS: tl.constexpr, ALIGN: tl.constexp
         missing = tl.where(p == (tiles - 1) % splits, tl.cast(tiles, tl.int64) * BA - outer, 0)
         return walked.to(tl.int64) * BA - missing
     inner = units * ALIGN
+    if FLAT:
+        split = p // (inner // channels)
+        return tl.where(split < splits, (outer - split + splits - 1) // splits, 0).to(tl.int64)
     columns = tl.cdiv(inner, BA)
     split = p // columns
     walked = tl.where(split < splits, (outer - split + splits - 1) // splits, 0)
     return walked.to(tl.int64) * tl.minimum(inner - (p % columns) * BA, BA)
+
+
+@triton.jit
+def _part_offsets(p, c, channels, units, FLAT: tl.constexpr, ALIGN: tl.constexpr):
+    """Where the parts p of channels c are in the partials of a shard, and how far from there their second values."""
+    if FLAT:
+        width = units * ALIGN
+        inner = width // channels
+        offsets = (p // inner)[:, None] * tl.cast(2 * width, tl.int64) + (p % inner)[:, None] + c[None, :] * inner
+        return offsets, width
+    return p[:, None] * tl.cast(2 * channels, tl.int64) + c[None, :], channels
 
 
 @_kernel
@@ -301,6 +380,7 @@ def merge_statistics_kernel(
     momentum,
     JOINT: tl.constexpr,
     ROWS: tl.constexpr,
+    FLAT: tl.constexpr,
     ALIGN: tl.constexpr,
     BA: tl.constexpr,
     BP: tl.constexpr,
@@ -310,8 +390,10 @@ def merge_statistics_kernel(
     MEAN: tl.constexpr,
     VAR: tl.constexpr,
     TRACKED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Merge the parts of each shard: to ``rows[shard, 1 + 2 channels]``, or for a layer that is alone to `_finish`."""
+    _follow(EARLY)
     shard = tl.program_id(1)
     if JOINT:
         table += shard * FIELDS
@@ -320,25 +402,27 @@ def merge_statistics_kernel(
     c = tl.program_id(0) * BF + tl.arange(0, BF)
     exists = c < channels
     partials += shard * tl.cast(max_parts, tl.int64) * 2 * channels
-    if ROWS:
-        size = tl.cast(outer, tl.float64)
-    else:
-        size = tl.cast(outer, tl.float64) * (units * ALIGN)
+    size = tl.cast(outer, tl.float64)
+    if FLAT:
+        size *= units * ALIGN // channels
+    elif not ROWS:
+        size *= units * ALIGN
     mean = tl.zeros((BF,), tl.float64)
     for p0 in range(0, max_parts, BP):
         p = p0 + tl.arange(0, BP)
-        share = _part_counts(p, outer, splits, units, ROWS, ALIGN, BA).to(tl.float64)[:, None]
+        share = _part_counts(p, outer, splits, units, ROWS, FLAT, ALIGN, BA, channels).to(tl.float64)[:, None]
         there = (share > 0) & exists[None, :]
-        means = tl.load(partials + p[:, None] * 2 * channels + c[None, :], mask=there, other=0.0)
+        offsets, _second = _part_offsets(p, c, channels, units, FLAT, ALIGN)
+        means = tl.load(partials + offsets, mask=there, other=0.0)
         mean += tl.sum(means * (share / size), axis=0)
     m2 = tl.zeros((BF,), tl.float64)
     for p0 in range(0, max_parts, BP):
         p = p0 + tl.arange(0, BP)
-        share = _part_counts(p, outer, splits, units, ROWS, ALIGN, BA).to(tl.float64)[:, None]
+        share = _part_counts(p, outer, splits, units, ROWS, FLAT, ALIGN, BA, channels).to(tl.float64)[:, None]
         there = (share > 0) & exists[None, :]
-        at = partials + p[:, None] * 2 * channels + c[None, :]
-        away = tl.load(at, mask=there, other=0.0) - mean[None, :]
-        squares = tl.load(at + channels, mask=there, other=0.0)
+        offsets, second = _part_offsets(p, c, channels, units, FLAT, ALIGN)
+        away = tl.load(partials + offsets, mask=there, other=0.0) - mean[None, :]
+        squares = tl.load(partials + second + offsets, mask=there, other=0.0)
         m2 += tl.sum(tl.where(there, squares + share * away * away, 0.0), axis=0)
     if JOINT:
         rows += shard * (1 + 2 * channels)
@@ -379,8 +463,10 @@ def finish_statistics_kernel(
     MEAN: tl.constexpr,
     VAR: tl.constexpr,
     TRACKED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Merge ``rows[num_rows, 1 + 2 channels]`` of all shards in the fixed tree, and `_finish`."""
+    _follow(EARLY)
     c = tl.program_id(0) * BF + tl.arange(0, BF)
     exists = c < channels
     k = tl.arange(0, 1 << LEVELS)[:, None]
@@ -390,10 +476,9 @@ def finish_statistics_kernel(
     mean = tl.load(at + 1 + c[None, :], mask=there, other=0.0)
     m2 = tl.load(at + 1 + channels + c[None, :], mask=there, other=0.0)
     for level in tl.static_range(LEVELS):
-        half: tl.constexpr = 1 << (LEVELS - 1 - level)
-        count_a, count_b = _halves(count, half, BF)
-        mean_a, mean_b = _halves(mean, half, BF)
-        m2_a, m2_b = _halves(m2, half, BF)
+        count_a, count_b = _halves(count, 1 << (LEVELS - 1 - level), BF)
+        mean_a, mean_b = _halves(mean, 1 << (LEVELS - 1 - level), BF)
+        m2_a, m2_b = _halves(m2, 1 << (LEVELS - 1 - level), BF)
         count = count_a + count_b
         share = count_b / tl.where(count == 0.0, 1.0, count)
         delta = mean_b - mean_a
@@ -422,13 +507,16 @@ def normalize_kernel(
     TYPE: tl.constexpr,
     JOINT: tl.constexpr,
     ROWS: tl.constexpr,
+    FLAT: tl.constexpr,
     ALIGN: tl.constexpr,
     BA: tl.constexpr,
     BC: tl.constexpr,
     RESIDUAL: tl.constexpr,
     RELU: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The output: normalized, with the residual added, and activated."""
+    _follow(EARLY)
     if JOINT:
         table += tl.program_id(1) * FIELDS
         outer = tl.load(table)
@@ -437,14 +525,15 @@ def normalize_kernel(
         y = _address(table, 4, TYPE)
         residual = _address(table, 5, TYPE)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    split, _part, c, exists, base, step, offsets, here = _tile(pid, channels, units, ROWS, ALIGN, BA, BC)
+    split, _part, c, exists, base, step, offsets, here = _tile(pid, 1 if FLAT else channels, units, ROWS, ALIGN, BA, BC)
     tiles = outer
     if ROWS:
         tiles = tl.cdiv(outer, BA)
         channels = units * ALIGN
-    centre = tl.load(coefs + c, mask=exists, other=0.0)[None, :]
-    scale = tl.load(coefs + channels + c, mask=exists, other=0.0)[None, :]
-    offset = tl.load(coefs + 2 * channels + c, mask=exists, other=0.0)[None, :]
+    c, exists = _spread(c, exists, base, here, channels, units, FLAT, ALIGN, BA)
+    centre = tl.load(coefs + c, mask=exists, other=0.0)
+    scale = tl.load(coefs + channels + c, mask=exists, other=0.0)
+    offset = tl.load(coefs + 2 * channels + c, mask=exists, other=0.0)
     walked = tl.where(split < splits, (tiles - split + splits - 1) // splits, 0).to(tl.int32)
     for back in range(walked):
         i = split + (walked - 1 - back) * tl.cast(splits, tl.int64)
@@ -463,10 +552,11 @@ def normalize_kernel(
 
 @triton.jit
 def _gradient_step(dy, x, residual, gated, start, offsets, mask, centre, scale, offset, sum_dy, sum_dy_x,
-                   TYPE: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+                   TYPE: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr, GATED: tl.constexpr,
+                   KEEP: tl.constexpr):  # fmt: skip
     """One iteration of `reduce_kernel`."""
-    value = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32) - centre
-    gradient = tl.load(dy + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + start + offsets, mask=mask, other=0.0, eviction_policy=KEEP).to(tl.float32) - centre
+    gradient = tl.load(dy + start + offsets, mask=mask, other=0.0, eviction_policy=KEEP).to(tl.float32)
     if RELU:
         z = tl.fma(value, scale, offset)
         if RESIDUAL:
@@ -491,22 +581,27 @@ def reduce_kernel(
     channels,
     units,
     max_parts,
+    keep,
     TYPE: tl.constexpr,
     JOINT: tl.constexpr,
     ROWS: tl.constexpr,
+    FLAT: tl.constexpr,
     ALIGN: tl.constexpr,
     BA: tl.constexpr,
     BC: tl.constexpr,
     UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     RESIDUAL: tl.constexpr,
     RELU: tl.constexpr,
     GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Parts of sum(dy) and sum(dy (x - centre)), to ``partials[shard, part, 2, channels]``.
 
     With RELU, dy counts only where the output was not 0, which is found out again from x (and the residual). With
     GATED that dy is also written: it is the gradient of the residual, and what `input_kernel` wants to read.
     """
+    _follow(EARLY)
     shard = tl.program_id(1)
     if JOINT:
         table += shard * FIELDS
@@ -516,38 +611,57 @@ def reduce_kernel(
         dy = _address(table, 4, TYPE)
         residual = _address(table, 5, TYPE)
         gated = _address(table, 6, TYPE)
-    split, part, c, exists, base, step, offsets, here = _tile(tl.program_id(0), channels, units, ROWS, ALIGN, BA, BC)
+    split, part, c, exists, base, step, offsets, here = _tile(
+        tl.program_id(0), 1 if FLAT else channels, units, ROWS, ALIGN, BA, BC
+    )
     if split >= splits:
         return
     full = outer
     if ROWS:
         full = outer // BA
         channels = units * ALIGN
-    centre = tl.load(coefs + c, mask=exists, other=0.0)[None, :]
-    scale = tl.load(coefs + channels + c, mask=exists, other=0.0)[None, :]
-    offset = tl.load(coefs + 2 * channels + c, mask=exists, other=0.0)[None, :]
+    c, exists = _spread(c, exists, base, here, channels, units, FLAT, ALIGN, BA)
+    centre = tl.load(coefs + c, mask=exists, other=0.0)
+    scale = tl.load(coefs + channels + c, mask=exists, other=0.0)
+    offset = tl.load(coefs + 2 * channels + c, mask=exists, other=0.0)
     sum_dy = tl.zeros((BA, BC), tl.float32)
     sum_dy_x = tl.zeros((BA, BC), tl.float32)
     start = base + split * step
     stride = splits * step
     walked = tl.maximum((full - split + splits - 1) // splits, 0).to(tl.int32)
-    for _ in range(walked // UNROLL):
+    early = tl.maximum(walked - keep, 0) // UNROLL
+    late = walked // UNROLL - early
+    for _ in tl.range(0, early, num_stages=STAGES):
         for _u in tl.static_range(UNROLL):
             sum_dy, sum_dy_x = _gradient_step(dy, x, residual, gated, start, offsets, here, centre, scale, offset,
-                                              sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED)  # fmt: skip
+                                              sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED, "evict_first")  # fmt: skip
+            start += stride
+    for _ in tl.range(0, late, num_stages=STAGES):
+        for _u in tl.static_range(UNROLL):
+            sum_dy, sum_dy_x = _gradient_step(dy, x, residual, gated, start, offsets, here, centre, scale, offset,
+                                              sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED, "evict_last")  # fmt: skip
             start += stride
     for _ in range(walked % UNROLL):
         sum_dy, sum_dy_x = _gradient_step(dy, x, residual, gated, start, offsets, here, centre, scale, offset,
-                                          sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED)  # fmt: skip
+                                          sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED, "evict_last")  # fmt: skip
         start += stride
     if ROWS:  # the last rows may be fewer than a tile
         if (outer % BA > 0) & (full % splits == split):
             last = here & (full * BA + tl.arange(0, BA)[:, None] < outer)
             sum_dy, sum_dy_x = _gradient_step(dy, x, residual, gated, start, offsets, last, centre, scale, offset,
-                                              sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED)  # fmt: skip
-    partials += (shard * tl.cast(max_parts, tl.int64) + part) * 2 * channels
-    tl.store(partials + c, tl.sum(sum_dy.to(tl.float64), axis=0), mask=exists)
-    tl.store(partials + channels + c, tl.sum(sum_dy_x.to(tl.float64), axis=0), mask=exists)
+                                              sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED, "evict_last")  # fmt: skip
+    if FLAT:
+        width = units * ALIGN
+        partials += shard * tl.cast(max_parts, tl.int64) * 2 * channels + split * tl.cast(2 * width, tl.int64) + base
+        tl.store(partials + offsets, sum_dy.to(tl.float64), mask=here)
+        tl.store(partials + width + offsets, sum_dy_x.to(tl.float64), mask=here)
+    else:
+        plain, weighted = tl.reduce((sum_dy.to(tl.float64), sum_dy_x.to(tl.float64)), 0, _add_pairs)
+        partials += (shard * tl.cast(max_parts, tl.int64) + part) * 2 * channels
+        c = tl.reshape(c, (BC,))
+        exists = tl.reshape(exists, (BC,))
+        tl.store(partials + c, plain, mask=exists)
+        tl.store(partials + channels + c, weighted, mask=exists)
 
 
 @triton.jit
@@ -588,17 +702,20 @@ def merge_sums_kernel(
     eps,
     JOINT: tl.constexpr,
     ROWS: tl.constexpr,
+    FLAT: tl.constexpr,
     ALIGN: tl.constexpr,
     BA: tl.constexpr,
     BP: tl.constexpr,
     BF: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add the parts of each shard: to ``rows[shard, 1 + 2 channels]``, or for a layer that is alone to `_finish_sums`.
 
     Also makes the gradients of weight and bias of them, ``[shard, channels]``.
     """
+    _follow(EARLY)
     shard = tl.program_id(1)
     if JOINT:
         table += shard * FIELDS
@@ -611,11 +728,11 @@ def merge_sums_kernel(
     weighted = tl.zeros((BF,), tl.float64)
     for p0 in range(0, max_parts, BP):
         p = p0 + tl.arange(0, BP)
-        there = _part_counts(p, outer, splits, units, ROWS, ALIGN, BA)[:, None] > 0
+        there = _part_counts(p, outer, splits, units, ROWS, FLAT, ALIGN, BA, channels)[:, None] > 0
         there = there & exists[None, :]
-        at = partials + p[:, None] * 2 * channels + c[None, :]
-        plain += tl.sum(tl.load(at, mask=there, other=0.0), axis=0)
-        weighted += tl.sum(tl.load(at + channels, mask=there, other=0.0), axis=0)
+        offsets, second = _part_offsets(p, c, channels, units, FLAT, ALIGN)
+        plain += tl.sum(tl.load(partials + offsets, mask=there, other=0.0), axis=0)
+        weighted += tl.sum(tl.load(partials + second + offsets, mask=there, other=0.0), axis=0)
     mean = tl.load(vectors + c, mask=exists, other=0.0)
     weighted += (mean.to(tl.float32).to(tl.float64) - mean) * plain  # the parts have deviations from the centre
     if BIAS:
@@ -645,8 +762,10 @@ def finish_sums_kernel(
     LEVELS: tl.constexpr,
     BF: tl.constexpr,
     CLAMP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add ``rows[num_rows, 1 + 2 channels]`` of all shards in the fixed tree, and `_finish_sums`."""
+    _follow(EARLY)
     c = tl.program_id(0) * BF + tl.arange(0, BF)
     exists = c < channels
     k = tl.arange(0, 1 << LEVELS)[:, None]
@@ -655,11 +774,10 @@ def finish_sums_kernel(
     plain = tl.load(at, mask=there, other=0.0)
     weighted = tl.load(at + channels, mask=there, other=0.0)
     for level in tl.static_range(LEVELS):
-        half: tl.constexpr = 1 << (LEVELS - 1 - level)
-        left, right = _halves(plain, half, BF)
-        plain = left + right
-        left, right = _halves(weighted, half, BF)
-        weighted = left + right
+        plain_a, plain_b = _halves(plain, 1 << (LEVELS - 1 - level), BF)
+        weighted_a, weighted_b = _halves(weighted, 1 << (LEVELS - 1 - level), BF)
+        plain = plain_a + plain_b
+        weighted = weighted_a + weighted_b
     plain = tl.reshape(plain, (BF,))
     weighted = tl.reshape(weighted, (BF,))
     _finish_sums(c, exists, plain, weighted, vectors, coefs, slopes, channels, eps, CLAMP)
@@ -681,14 +799,17 @@ def input_kernel(
     TYPE: tl.constexpr,
     JOINT: tl.constexpr,
     ROWS: tl.constexpr,
+    FLAT: tl.constexpr,
     ALIGN: tl.constexpr,
     BA: tl.constexpr,
     BC: tl.constexpr,
     RESIDUAL: tl.constexpr,
     RELU: tl.constexpr,
     GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The gradient of the input, from the sums over all shards. With GATED it reads the gradient that `reduce_kernel` wrote."""
+    _follow(EARLY)
     if JOINT:
         table += tl.program_id(1) * FIELDS
         outer = tl.load(table)
@@ -701,15 +822,17 @@ def input_kernel(
         residual = _address(table, 5, TYPE)
         dx = _address(table, 7, TYPE)
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    split, _part, c, exists, base, step, offsets, here = _tile(pid, channels, units, ROWS, ALIGN, BA, BC)
+    split, _part, c, exists, base, step, offsets, here = _tile(pid, 1 if FLAT else channels, units, ROWS, ALIGN, BA, BC)
     tiles = outer
     if ROWS:
         tiles = tl.cdiv(outer, BA)
         channels = units * ALIGN
-    centre = tl.load(coefs + c, mask=exists, other=0.0)[None, :]
-    scale = tl.load(coefs + channels + c, mask=exists, other=0.0)[None, :]
-    slope = tl.load(slopes + c, mask=exists, other=0.0)[None, :]
-    constant = tl.load(slopes + channels + c, mask=exists, other=0.0)[None, :]
+    c, exists = _spread(c, exists, base, here, channels, units, FLAT, ALIGN, BA)
+    centre = tl.load(coefs + c, mask=exists, other=0.0)
+    scale = tl.load(coefs + channels + c, mask=exists, other=0.0)
+    offset = tl.load(coefs + 2 * channels + c, mask=exists, other=0.0)
+    slope = tl.load(slopes + c, mask=exists, other=0.0)
+    constant = tl.load(slopes + channels + c, mask=exists, other=0.0)
     walked = tl.where(split < splits, (tiles - split + splits - 1) // splits, 0).to(tl.int32)
     for back in range(walked):
         i = split + (walked - 1 - back) * tl.cast(splits, tl.int64)
@@ -717,10 +840,12 @@ def input_kernel(
         if ROWS:
             mask = here & (i * BA + tl.arange(0, BA)[:, None] < outer)
         start = base + i * step
-        value = tl.load(x + start + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) - centre
+        value = (
+            tl.load(x + start + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) - centre
+        )
         gradient = tl.load(dy + start + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if RELU:
-            z = tl.fma(value, scale, tl.load(coefs + 2 * channels + c, mask=exists, other=0.0)[None, :])
+            z = tl.fma(value, scale, offset)
             if RESIDUAL:
                 z += tl.load(residual + start + offsets, mask=mask, other=0.0).to(tl.float32)
             gradient = tl.where(z <= 0.0, 0.0, gradient)
