@@ -1,7 +1,7 @@
 """Batch norm, with what is fused to it, of a layer that has nobody to meet.
 
-It is `nn.BatchNorm` in all that a caller sees, second derivatives included, and differs by rounding only. It is used where
-that pays: for a fused layer, and on a GPU whose kernels (`gpu`) are faster than torch's.
+It is `nn.BatchNorm` in all that a caller sees, second derivatives included, and differs by rounding only. It is used
+where that pays: for a fused layer, and on a GPU whose kernels (`gpu`) are faster than torch's.
 """
 
 from typing import Any
@@ -49,7 +49,6 @@ class Alone(torch.autograd.Function):
             kept = (stats.mean, invstd, stats.count)
         needs_bias = activation is not None  # only then the output is computed again
         ctx.save_for_backward(x, weight, bias if needs_bias else None, residual if needs_bias else None, *kept)
-        ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
@@ -62,27 +61,17 @@ class Alone(torch.autograd.Function):
             return (*_differentiable(ctx, dy, x, weight, bias, residual), None, None, None)
         dense = f.dense(x)
         if gpu.takes(x):
-            found = _by_kernels(ctx, f.like(dy, dense), dense, weight, bias, residual, kept)
+            found = _by_kernels(ctx, f.like(dy, dense), dense, residual, kept)
         else:
             found = _by_passes(ctx, dy, dense, weight, bias, residual, Stats(kept[2], kept[0], kept[0]), kept[1])
         return (*(g if wanted else None for g, wanted in zip(found, needed, strict=True)), None, None, None)
 
 
 def _by_kernels(
-    ctx: Any,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    kept: list[Tensor],
+    ctx: Any, dy: Tensor, x: Tensor, residual: Tensor | None, kept: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    needed = ctx.needs_input_grad
-    if bias is None and ctx.bias_dtype is not None and needed[2]:
-        bias = torch.empty(0, dtype=ctx.bias_dtype, device=x.device)  # only its dtype is asked for
     added = None if residual is None else f.like(residual, x)
-    wanted = (weight if needed[1] else None, bias if needed[2] else None)
-    return gpu.backward_alone(dy, x, gpu.Found(*kept), *wanted, added, ctx.activation, gate=needed[3])
+    return gpu.backward_alone(dy, x, gpu.Found(*kept), added, ctx.activation, ctx.needs_input_grad)
 
 
 def _by_passes(

@@ -9,8 +9,8 @@ every participant of a GPU in one thread, so a node for each that waited for the
 surroundings keep a token it passes from each such node to the next, so that backward meets them in the reverse order of
 forward on every worker, and meets them all.
 
-A residual and an activation can be part of a call: `bn(x, residual=r)` of a layer with `activation="relu"` is one pass over
-the data instead of three, and keeps nothing for backward that can be computed again.
+A residual and an activation can be part of a call: `bn(x, residual=r)` of a layer with `activation="relu"` goes over
+the data as often as batch norm alone, and keeps nothing for backward that can be computed again.
 
 Activation checkpointing runs a forward again inside backward, where nobody can be met. What the first forward found is
 therefore kept for as long as its graph lives, and served to the recomputation.
@@ -28,7 +28,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from evenstep.core.errors import UnsupportedError
 from evenstep.exchange.surroundings import Surroundings, current
-from evenstep.nn import functional as f
 from evenstep.nn import gpu, passes
 from evenstep.nn.alone import Alone
 from evenstep.nn.functional import EpsMode
@@ -292,7 +291,8 @@ class _Offer:
         if torch.is_grad_enabled():
             hold = _apply(_Keep, keep, part.activation, *part[:4])
         if hold is None or not hold.requires_grad:
-            part = Part(*(None if t is None else t.detach() for t in part[:4]), part.activation)  # type: ignore[arg-type]  # x is a Tensor
+            x, weight, bias, residual = (None if t is None else t.detach() for t in part[:4])
+            part = Part(x, weight, bias, residual, part.activation)  # type: ignore[arg-type]  # x is a Tensor
             keep, hold = [], None
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
         return cls(module, part, hold, keep, hooks is not None, in_backward)
@@ -473,7 +473,8 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, activation: str | None, *tensors: Any) -> Tensor:
-        return passes.outputs([Part(*tensors, activation)], call.whole)[0]
+        x, weight, bias, residual = tensors
+        return passes.outputs([Part(x, weight, bias, residual, activation)], call.whole)[0]
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:

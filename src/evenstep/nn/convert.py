@@ -7,7 +7,7 @@ first layer is touched, no model is ever converted by half.
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from evenstep.core.errors import UnsupportedError
+from evenstep.nn import fuse as fusion
 from evenstep.nn.batchnorm import (
     LazySyncBatchNorm1d,
     LazySyncBatchNorm2d,
@@ -27,7 +28,6 @@ from evenstep.nn.batchnorm import (
     check_eps_mode,
 )
 from evenstep.nn.data_parallel import add_replication_callbacks, remove_replication_callbacks
-from evenstep.nn import fuse as fusion
 from evenstep.nn.functional import EpsMode
 from evenstep.nn.process_group import GroupHandle
 
@@ -87,12 +87,7 @@ def convert_sync_batchnorm(
     if eps_mode is not None:
         check_eps_mode(eps_mode)
     named = list(model.named_modules())
-    for name, module in named:
-        if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", ""):
-            raise UnsupportedError(
-                f"layer '{name}' was compiled by TorchScript and cannot be converted; "
-                "call convert_sync_batchnorm before torch.jit.script"
-            )
+    _refuse_scripted(named)
     for name, module in named:
         if isinstance(module, nn.DataParallel):
             add_replication_callbacks(module)
@@ -107,6 +102,15 @@ def convert_sync_batchnorm(
     if fuse:
         fusion.fuse(model)
     return model
+
+
+def _refuse_scripted(named: Sequence[tuple[str, nn.Module]]) -> None:
+    for name, module in named:
+        if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", ""):
+            raise UnsupportedError(
+                f"layer '{name}' was compiled by TorchScript and cannot be converted; "
+                "call convert_sync_batchnorm before torch.jit.script"
+            )
 
 
 def _convert(module: nn.Module) -> None:

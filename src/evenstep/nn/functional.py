@@ -25,8 +25,8 @@ What the caller must keep:
 On the CPU the four passes are the C core's (``native/norm.h``), each one read of its inputs; on a GPU those of Triton
 (`gpu`) where it is installed and has the dtype; elsewhere torch's.
 
-A residual that is added and an activation belong to `normalize`; backward first asks `gate` for the gradient that passes
-the activation.
+A residual that is added and an activation belong to `normalize`; backward first asks `gate` for the gradient that
+passes the activation.
 """
 
 import os

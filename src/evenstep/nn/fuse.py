@@ -20,7 +20,8 @@ import operator
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def fuse(model: nn.Module) -> None:
     for module in list(model.modules()):
         if not isinstance(module, _Fused) and _plan_of(module) is not None:
             try:
-                module.__class__ = _fused_class(type(module))
+                module.__class__ = _fused_class(type(module))  # type: ignore[arg-type]  # torch's modules do hash
             except TypeError:  # a class with a memory layout of its own
                 continue
 
@@ -53,7 +54,7 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _Fused):
             module.__dict__.pop("_fusion", None)
-            module.__class__ = type(module)._plain
+            module.__class__ = type(module)._plain  # type: ignore[assignment]  # what it was
 
 
 class _Fused(nn.Module):
@@ -74,14 +75,14 @@ class _Fused(nn.Module):
         return _rebuild, (type(self)._plain,), state
 
 
-@lru_cache(maxsize=None)
+@cache
 def _fused_class(kind: type[nn.Module]) -> type[_Fused]:
     names = {"_plain": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (_Fused, kind), {**names, "_unfused_forward": kind.forward})
 
 
 def _rebuild(kind: type[nn.Module]) -> nn.Module:
-    made = _fused_class(kind)
+    made = _fused_class(kind)  # type: ignore[arg-type]  # torch's modules do hash
     return made.__new__(made)
 
 
@@ -97,7 +98,7 @@ def _is_bare(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
-        or nn.modules.module._has_any_global_hook()
+        or nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]  # torch's
     )
 
 
@@ -143,8 +144,8 @@ def _plan_of(module: nn.Module) -> _Plan | None:
         return None
     if kind.forward is nn.Sequential.forward:
         children = list(module.children())
-        pairs = zip(children, children[1:], strict=False)
-        return _Plan(_run_sequential) if any(_is_norm(a) and _is_relu(b) for a, b in pairs) else None
+        fits = any(_is_norm(a) and _is_relu(b) for a, b in pairwise(children))
+        return _Plan(_run_sequential) if fits else None
     if not any(_is_norm(child) for child in module.children()):
         return None
     return _trace(module)
@@ -243,9 +244,33 @@ def _is_transparent(function: Any, module: nn.Module, seen: set[Any]) -> bool:
     if rest.defaults or rest.kw_defaults or rest.kwonlyargs or rest.vararg or rest.kwarg or rest.args[0].arg != "self":
         return False
     names = {**inspect.getclosurevars(function).globals, **inspect.getclosurevars(function).nonlocals}
-    return all(_is_plain_statement(node) for node in tree.body) and all(
-        _is_plain_expression(node, names, module, seen) for statement in tree.body for node in ast.walk(statement)
+    return (
+        all(_is_plain_statement(node) for node in tree.body)
+        and _changes_only_norms(tree, module)
+        and all(_is_plain_expression(node, names, module, seen) for line in tree.body for node in ast.walk(line))
     )
+
+
+def _changes_only_norms(tree: ast.FunctionDef, module: nn.Module) -> bool:
+    """Whether every ``a += b`` has just got its a from a norm.
+
+    Tracing takes it for ``a = a + b``, which differs where somebody else has the tensor too.
+    """
+    source: dict[str, ast.expr | None] = {}
+    for line in tree.body:
+        if isinstance(line, ast.AugAssign):
+            value = source.get(line.target.id) if isinstance(line.target, ast.Name) else None
+            path = _path(value.func) if isinstance(value, ast.Call) else []
+            if path[:1] != ["self"] or not _is_norm(_child(module, ".".join(path[1:]))):
+                return False
+        for node in ast.walk(line):
+            if isinstance(node, ast.AugAssign) and node is not line:
+                return False
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                source[node.id] = None
+        if isinstance(line, ast.Assign) and len(line.targets) == 1 and isinstance(line.targets[0], ast.Name):
+            source[line.targets[0].id] = line.value
+    return True
 
 
 def _is_plain_statement(node: ast.stmt) -> bool:
@@ -314,7 +339,8 @@ def _path(node: ast.expr) -> list[str]:
 
 def _rewrite(graph: fx.Graph, module: nn.Module) -> tuple[list[str], list[str]]:
     """Fuse the graph's calls; return the names of the norms and of the ReLU modules that took part."""
-    norms, relus = [], []
+    norms: list[str] = []
+    relus: list[str] = []
     for norm in list(graph.nodes):
         if norm.op != "call_module" or not _is_norm(_child(module, norm.target)) or norm.kwargs or len(norm.args) != 1:
             continue
@@ -329,9 +355,9 @@ def _rewrite(graph: fx.Graph, module: nn.Module) -> tuple[list[str], list[str]]:
         for node in (relu, add, norm):
             if node is not None:
                 graph.erase_node(node)
-        norms.append(norm.target)
+        norms.append(str(norm.target))
         if relu.op == "call_module":
-            relus.append(relu.target)
+            relus.append(str(relu.target))
     return norms, relus
 
 

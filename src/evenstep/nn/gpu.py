@@ -11,15 +11,15 @@ The caller asks `takes` first. In company it makes `Shards` of what it has in fo
     rows, ... = shards.reduce(found)               # then those of all shards: meeting 2
     dxs = shards.gradients(found, finish_sums(rows, found, ...))
 
-`forward_alone` and `backward_alone` are the whole of a layer that has nobody to meet: fewer launches, and other last bits
-than the same values in company.
+`forward_alone` and `backward_alone` are the whole of a layer that has nobody to meet: fewer launches, and other last
+bits than the same values in company.
 """
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
+from math import gcd, prod
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ from torch import Tensor
 __all__ = ["Found", "Running", "Shards", "backward_alone", "coefs", "finish", "finish_sums", "forward_alone", "takes"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CACHED_BYTES = 24 << 20  # of what one pass reads, the next one finds about as much again
 _FIELDS = 8  # kernels.FIELDS, known without Triton
+_MOST_LAUNCHERS = 16384
 
 
 @lru_cache(maxsize=1)
@@ -55,6 +55,9 @@ class Running(NamedTuple):
     var: Tensor | None = None
     num_batches_tracked: Tensor | None = None
     momentum: float | None = 0.0
+
+
+_STAY = Running()  # nothing to move
 
 
 class Found(NamedTuple):
@@ -102,7 +105,7 @@ class Geometry:
     @property
     def flat(self) -> bool:
         """Whether planes are so small that a whole sample is walked over as if it were one."""
-        return not self.rows and 1 < self.channels and self.inner < 128 and self.channels * self.inner < 1 << 30
+        return not self.rows and self.channels > 1 and self.inner < 128 and self.channels * self.inner < 1 << 30
 
     @property
     def stride(self) -> int:
@@ -121,8 +124,13 @@ def geometry(x: Tensor) -> Geometry:
     """The geometry of a dense tensor ``[N, C, ...]``."""
     channels = x.shape[1]
     inner = x.numel() // (x.shape[0] * channels)
-    rows = inner == 1 or (channels > 1 and not x.is_contiguous())
+    rows = _is_rows(x)
     return Geometry(rows, channels, 1 if rows else inner, x.element_size())
+
+
+def _is_rows(x: Tensor) -> bool:
+    """Whether a dense tensor is rows of channels."""
+    return x.numel() == x.shape[0] * x.shape[1] or (x.shape[1] > 1 and not x.is_contiguous())
 
 
 def _power(n: int) -> int:
@@ -130,18 +138,23 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _tile(shape: Geometry, size: int, channels: int, *rest: int) -> Tile:
-    """A tile of `size` elements; of `channels` channels at most, for rows."""
+def _tile(shape: Geometry, size: int, channels: int, *rest: int, snug: bool = False) -> Tile:
+    """A tile of `size` elements; of `channels` channels at most, for rows.
+
+    The positions of a `snug` one are few enough that nearly all of them exist: for passes that the arithmetic holds up.
+    """
     if shape.rows:
         channels = min(_power(shape.channels), channels)
         return Tile(size // channels, channels, *rest)
     if shape.flat:
         return Tile(min(size, _power(shape.stride)), 1, *rest)
-    # The fewest positions that do not exist; of nearly equal ones the longest.
-    lengths = [min(size >> n, _power(shape.inner)) for n in range(4)]
+    lengths = [min(size >> n, _power(shape.inner)) for n in range(4 if snug else 1)]
     waste = [-(-shape.inner // length) * length / shape.inner for length in lengths]
     length = next(n for n, w in zip(lengths, waste, strict=True) if w <= max(1.07, min(waste)))
     return Tile(length, min(size // length, _power(shape.channels)), *rest)
+
+
+# The sizes that were fastest on an H200; the orders of magnitude, and not the last per cent, matter elsewhere.
 
 
 @lru_cache(maxsize=4096)
@@ -150,10 +163,12 @@ def sum_tile(shape: Geometry, inputs: int) -> Tile:
     if shape.flat:
         return _tile(shape, 512, 64, 2, 4, 1, 792)
     if inputs == 2:
-        return _tile(shape, 2048, 64, 4, 1, 4, 528)
+        return _tile(shape, 2048, 64, 4, 1, 4, 528, snug=True)
     if shape.element_bytes == 2:
-        return _tile(shape, 2048, 64, 4, 1, 4, 792)
-    return _tile(shape, 1024 if shape.rows else 2048, 64, 4, 4, 1, 528)
+        return _tile(shape, 2048, 64, 4, 1, 4, 792, snug=True)
+    if shape.rows:
+        return _tile(shape, 1024, 64, 4, 1, 4, 528)
+    return _tile(shape, 2048, 64, 4, 1, 4, 792) if shape.inner >= 1024 else _tile(shape, 1024, 64, 4, 4, 1, 1056)
 
 
 @lru_cache(maxsize=4096)
@@ -161,9 +176,9 @@ def map_tile(shape: Geometry) -> Tile:
     """The tile of a pass that maps element to element."""
     if shape.flat:
         return _tile(shape, 1024, 256, 4, 1, 1, 1056)
-    if shape.element_bytes == 2:
-        return _tile(shape, 2048 if shape.rows or shape.inner >= 1024 else 4096, 256, 4)
-    return _tile(shape, 1024, 256, 4)
+    size = 4096 // shape.element_bytes  # 4 KiB
+    small = not shape.rows and shape.inner < (1024 if shape.element_bytes == 2 else 512)
+    return _tile(shape, 2 * size if small else size, 256, 4)
 
 
 class _Walk(NamedTuple):
@@ -209,12 +224,8 @@ def _bits(value: float) -> int:
 
 
 def _triton_type(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
-
-
-_compiled: dict[Any, Any] = {}
+    language = getattr(_kernels(), "tl")  # noqa: B009  # nobody imports Triton but the kernels
+    return {torch.float32: language.float32, torch.bfloat16: language.bfloat16, torch.float16: language.float16}[dtype]
 
 
 @lru_cache(maxsize=64)
@@ -223,34 +234,44 @@ def _begins_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+_launchers: dict[Any, Any] = {}
+
+
 def _run(
-    name: str, grid: tuple[int, int, int], arguments: tuple[Any, ...], options: tuple[Any, ...], warps: int = 4
+    name: str,
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor, ...],
+    rest: tuple[Any, ...],
+    warps: int = 4,
+    foreign: tuple[Tensor, ...] = (),
 ) -> None:
-    """Launch a kernel. What Triton compiled for such arguments is kept, as finding it again takes Triton longest.
+    """Launch a kernel. What Triton compiled for it is kept, as finding it again takes Triton longest.
 
     Args:
         name: The kernel's name.
         grid: Programs in each direction.
-        arguments: Tensors and integers.
-        options: The kernel's constants, in its order.
+        tensors: The kernel's tensors, in its order.
+        rest: Its numbers and constants, in its order.
         warps: Warps of a program.
+        foreign: Those tensors whose dtype does not follow from the constants.
     """
-    device = arguments[0].device
+    device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _run(name, grid, arguments, options, warps)
+            _run(name, grid, tensors, rest, warps, foreign)
         return
-    types = tuple([a >> 31 in (0, -1) if type(a) is int else a.dtype for a in arguments])
-    key = (name, device.index, warps, options, types)
-    kernel = _compiled.get(key)
-    if kernel is None:
-        early = _begins_early(device)
-        extra = {"launch_pdl": True} if early else {}
-        compiled = getattr(_kernels(), name)[grid](*arguments, *options, early, num_warps=warps, **extra)
-        if compiled is not None:  # the interpreter compiles nothing
-            _compiled[key] = (compiled, early)
+    key = (name, device.index, grid, rest, warps, tuple([t.dtype for t in foreign]))
+    launch = _launchers.get(key)
+    if launch is not None:
+        launch(*tensors, *rest, _begins_early(device))
         return
-    kernel[0][grid](*arguments, *options, kernel[1])
+    early = _begins_early(device)
+    options = {"launch_pdl": True} if early else {}
+    compiled = getattr(_kernels(), name)[grid](*tensors, *rest, early, num_warps=warps, **options)
+    if compiled is not None:  # the interpreter compiles nothing
+        if len(_launchers) >= _MOST_LAUNCHERS:  # sizes that never come again
+            _launchers.clear()
+        _launchers[key] = compiled[grid]
 
 
 @lru_cache(maxsize=64)
@@ -263,19 +284,76 @@ def _or(t: Tensor | None, nothing: Tensor) -> Tensor:
     return nothing if t is None else t
 
 
-def _running_arguments(running: Running, nothing: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+def _running_arguments(running: Running, nothing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean, var, tracked, momentum = running
-    for t in (mean, var, tracked):
-        if t is not None:
-            torch.autograd.graph.increment_version(t)  # the kernel changes it behind autograd's back
+    if mean is None and var is None and tracked is None:
+        return nothing, nothing, nothing
+    # The kernel changes them behind autograd's back.
+    torch.autograd.graph.increment_version([t for t in (mean, var, tracked) if t is not None])
     if momentum is None and tracked is not None:
         tracked.add_(1)
-    tensors = (_or(mean, nothing), _or(var, nothing), _or(tracked, nothing))
-    return tensors, _bits(-1.0 if momentum is None else momentum)
+    return _or(mean, nothing), _or(var, nothing), _or(tracked, nothing)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(eps: float, momentum: float | None) -> tuple[int, int]:
+    return _bits(eps), _bits(-1.0 if momentum is None else momentum)
 
 
 def _running_options(running: Running) -> tuple[bool, bool, bool]:
     return running.mean is not None, running.var is not None, running.num_batches_tracked is not None
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """All about the passes over one shard that its shape decides."""
+
+    shape: Geometry
+    outer: int
+    sum_tile: Tile
+    map_tile: Tile
+    sums: _Walk
+    maps: _Walk
+    parts: int
+    type: Any
+
+    def sizes(self, walk: _Walk) -> tuple[int, int, int, int]:
+        return self.outer, walk.splits, self.shape.channels, self.shape.stride // self.shape.align
+
+    def constants(self, tile: Tile, *, joint: bool) -> tuple[Any, ...]:
+        shape = self.shape
+        return self.type, joint, shape.rows, shape.flat, shape.align, tile.positions, tile.channels
+
+    def merging(self, *, joint: bool) -> tuple[Any, ...]:
+        shape = self.shape
+        parts, channels = _summing(shape, self.sum_tile)
+        return joint, shape.rows, shape.flat, shape.align, self.sum_tile.positions, parts, channels
+
+    def merge_blocks(self) -> int:
+        return -(-self.shape.channels // _summing(self.shape, self.sum_tile)[1])
+
+
+@lru_cache(maxsize=16384)
+def _frame(size: tuple[int, ...], rows: bool, dtype: torch.dtype, inputs: int) -> _Frame:
+    channels = size[1]
+    inner = prod(size[2:])
+    shape = Geometry(rows, channels, 1 if rows else inner, dtype.itemsize)
+    outer = size[0] * inner // shape.inner
+    summing, mapping = sum_tile(shape, inputs), map_tile(shape)
+    sums = _walk(shape, outer, summing)
+    parts = sums.splits * shape.inner if shape.flat else sums.parts
+    maps = _walk(shape, outer, mapping)
+    return _Frame(shape, outer, summing, mapping, sums, maps, parts, _triton_type(dtype))
+
+
+@lru_cache(maxsize=16384)
+def _alone(frame: _Frame) -> dict[str, Any]:
+    """What the launches over one shard of a layer that is alone always have."""
+    return {
+        "sum": ((frame.sums.programs, 1, 1), frame.sizes(frame.sums), frame.constants(frame.sum_tile, joint=False)),
+        "map": ((frame.maps.programs, 1, 1), frame.sizes(frame.maps), frame.constants(frame.map_tile, joint=False)),
+        "merge": ((frame.merge_blocks(), 1, 1), frame.merging(joint=False)),
+    }
 
 
 class Shards:
@@ -300,30 +378,35 @@ class Shards:
         gate: bool = False,
         alone: bool = False,
     ) -> None:
-        first = xs[0]
-        self.shape, self.device, self._joint = geometry(first), first.device, not alone
         self.xs, self.dys, self.residuals = xs, dys, residuals
-        self._relu = activation == "relu"
-        self.gated = self.outputs = None
-        self._map_tile, self._sum_tile = map_tile(self.shape), sum_tile(self.shape, 1 if dys is None else 2)
-        outers = [x.numel() // (self.shape.channels * self.shape.inner) for x in xs]
-        self._sums = [_walk(self.shape, outer, self._sum_tile) for outer in outers]
-        self._maps = [_walk(self.shape, outer, self._map_tile) for outer in outers]
-        self._outer, self._type = outers[0], _triton_type(first.dtype)
+        self.device, self._joint, self._relu = xs[0].device, not alone, activation == "relu"
+        frames = [_frame(tuple(x.shape), _is_rows(x), x.dtype, 1 if dys is None else 2) for x in xs]
         self.outputs = [torch.empty_like(x) for x in xs]
+        self.gated: list[Tensor] | None = None
         if gate and self._relu and residuals is not None:
             self.gated = [torch.empty_like(x) for x in xs]
-        self._none = _nothing(self.device)
-        self._table = self._none if alone else self._make_table(outers)
+        self._none, self._frame = _nothing(self.device), frames[0]
+        self._table, self._most = self._none, max([frame.parts for frame in frames])
+        if alone:
+            static = _alone(frames[0])
+            self._sum, self._map, self._merge = static["sum"], static["map"], static["merge"]
+            return
+        self._table = self._make_table(frames)
+        first, num = frames[0], len(xs)
+        sizes = (1, 1, first.shape.channels, first.shape.stride // first.shape.align)  # the others are in the table
+        programs = max([frame.sums.programs for frame in frames]), max([frame.maps.programs for frame in frames])
+        self._sum = ((programs[0], num, 1), sizes, first.constants(first.sum_tile, joint=True))
+        self._map = ((programs[1], num, 1), sizes, first.constants(first.map_tile, joint=True))
+        self._merge = ((first.merge_blocks(), num, 1), first.merging(joint=True))
 
-    def _make_table(self, outers: Sequence[int]) -> Tensor:
+    def _make_table(self, frames: Sequence[_Frame]) -> Tensor:
         """What the kernels of a joint launch read instead of arguments, a row for each shard."""
-        columns = [self.xs, self.outputs, self.residuals]
+        columns: list[Sequence[Tensor] | None] = [self.xs, self.outputs, self.residuals]
         if self.dys is not None:
             columns = [self.xs, self.dys, self.residuals, self.gated, self.outputs]
         rows = []
-        for number, outer in enumerate(outers):
-            row = [outer, self._sums[number].splits, self._maps[number].splits]
+        for number, frame in enumerate(frames):
+            row = [frame.outer, frame.sums.splits, frame.maps.splits]
             row += [0 if column is None else column[number].data_ptr() for column in columns]
             rows.append(row + [0] * (_FIELDS - len(row)))
         return torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)
@@ -331,53 +414,15 @@ class Shards:
     def _first(self, tensors: Sequence[Tensor] | None) -> Tensor:
         return self._none if tensors is None else tensors[0]
 
-    def _sizes(self, walks: Sequence[_Walk]) -> tuple[int, int, int, int]:
-        shape = self.shape
-        return self._outer, walks[0].splits, shape.channels, shape.stride // shape.align
-
-    def _walking(self, tile: Tile) -> tuple[Any, ...]:
-        return (
-            self._type,
-            self._joint,
-            self.shape.rows,
-            self.shape.flat,
-            self.shape.align,
-            tile.positions,
-            tile.channels,
-        )
-
-    def _grid(self, walks: Sequence[_Walk]) -> tuple[int, int, int]:
-        return max([walk.programs for walk in walks]), len(self.xs), 1
-
-    def _parts(self) -> tuple[int, Tensor]:
-        most = max([walk.splits * self.shape.inner if self.shape.flat else walk.parts for walk in self._sums])
-        size = len(self.xs) * most * 2 * self.shape.channels
-        return most, torch.empty(size, dtype=torch.float64, device=self.device)
-
-    def _keep(self) -> int:
-        """How many of the last iterations read what may stay in the cache for the pass that follows."""
-        shape, splits = self.shape, self._sums[0].splits
-        samples = splits * self._sum_tile.positions if shape.rows else splits
-        iteration = samples * shape.channels * shape.inner * shape.element_bytes
-        return _CACHED_BYTES // (iteration * len(self.xs) * (1 if self.dys is None else 2))
-
-    def _merging(self) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
-        parts, channels = _summing(self.shape, self._sum_tile)
-        grid = (-(-self.shape.channels // channels), len(self.xs), 1)
-        return grid, (
-            self._joint,
-            self.shape.rows,
-            self.shape.flat,
-            self.shape.align,
-            self._sum_tile.positions,
-            parts,
-            channels,
-        )
+    def _partials(self) -> Tensor:
+        size = len(self.xs) * self._most * 2 * self._frame.shape.channels
+        return torch.empty(size, dtype=torch.float64, device=self.device)
 
     def _rows(self) -> Tensor:
         if not self._joint:
             return self._none
-        return torch.empty((len(self.xs), 1 + 2 * self.shape.channels), dtype=torch.float64, device=self.device)
+        width = 1 + 2 * self._frame.shape.channels
+        return torch.empty((len(self.xs), width), dtype=torch.float64, device=self.device)
 
     def statistics(self) -> Tensor:
         """Count, mean and M2 of each shard: a row ``[1 + 2C]`` in float64 for each."""
@@ -386,72 +431,82 @@ class Shards:
     def _statistics(
         self, found: Found, weight: Tensor | None, bias: Tensor | None, eps: float, running: Running
     ) -> Tensor:
-        none, tile, rows = self._none, self._sum_tile, self._rows()
-        sizes = self._sizes(self._sums)
-        most, partials = self._parts()
-        _run("statistics_kernel", self._grid(self._sums), (self.xs[0], self._table, partials, *sizes, most, self._keep()),
-             (*self._walking(tile), tile.unroll, tile.stages), tile.num_warps)  # fmt: skip
-        tensors, momentum = _running_arguments(running, none)
-        grid, options = self._merging()
-        _run("merge_statistics_kernel", grid,
-             (partials, self._table, rows, *sizes, most, *found, _or(weight, none), _or(bias, none), *tensors,
-              _bits(eps), momentum),
-             (*options, weight is not None, bias is not None, *_running_options(running)))  # fmt: skip
+        none, tile, rows, partials = self._none, self._frame.sum_tile, self._rows(), self._partials()
+        grid, sizes, constants = self._sum
+        _run(
+            "statistics_kernel",
+            grid,
+            (self.xs[0], self._table, partials),
+            (*sizes, self._most, *constants, tile.unroll, tile.stages),
+            tile.num_warps,
+        )
+        foreign = (_or(weight, none), _or(bias, none), *_running_arguments(running, none))
+        grid, constants = self._merge
+        constants = (*constants, weight is not None, bias is not None, *_running_options(running))
+        numbers = (*sizes, self._most, *_numbers(eps, running.momentum))
+        tensors = (partials, self._table, rows, *found, *foreign)
+        _run("merge_statistics_kernel", grid, tensors, (*numbers, *constants), foreign=foreign)
         return rows
 
     def normalize(self, coefs: Tensor) -> list[Tensor]:
         """The outputs, from the coefs of the global statistics."""
-        tile = self._map_tile
-        _run("normalize_kernel", self._grid(self._maps),
-             (self.xs[0], self._first(self.residuals), self._first(self.outputs), self._table, coefs,
-              *self._sizes(self._maps)),
-             (*self._walking(tile), self.residuals is not None, self._relu), tile.num_warps)  # fmt: skip
+        grid, sizes, constants = self._map
+        tensors = (self.xs[0], self._first(self.residuals), self.outputs[0], self._table, coefs)
+        constants = (*constants, self.residuals is not None, self._relu)
+        _run("normalize_kernel", grid, tensors, (*sizes, *constants), self._frame.map_tile.num_warps)
         return self.outputs
 
     def reduce(
-        self, found: Found, weight: Tensor | None = None, bias: Tensor | None = None, slopes: Tensor | None = None
+        self, found: Found, *, weight: bool = False, bias: bool = False, slopes: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The two sums of each shard that backward needs.
 
         Args:
             found: From the forward.
-            weight: The layer's weight, if its gradient is wanted.
-            bias: The layer's bias, if its gradient is wanted.
+            weight: Whether the gradient of the weight is wanted.
+            bias: Whether the gradient of the bias is wanted.
             slopes: For a layer that is alone: where to put what `finish_sums` returns otherwise.
 
         Returns:
-            A row ``[1 + 2C]`` for each shard (1, sum of dy, sum of dy (x - mean)) in float64, and the gradients of weight
-            and bias, ``[shards, C]`` in their dtypes.
+            A row ``[1 + 2C]`` for each shard (1, sum of dy, sum of dy (x - mean)) in float64, and the gradients of
+            weight and bias, ``[shards, C]`` in float32.
         """
-        none, tile, channels, rows = self._none, self._sum_tile, self.shape.channels, self._rows()
-        sizes = self._sizes(self._sums)
-        most, partials = self._parts()
+        none, tile, rows, partials = self._none, self._frame.sum_tile, self._rows(), self._partials()
         residual = self.residuals if self._relu else None
-        _run("reduce_kernel", self._grid(self._sums),
-             (self._first(self.dys), self.xs[0], self._first(residual), self._first(self.gated), self._table, partials,
-              found.coefs, *sizes, most, self._keep()),
-             (*self._walking(tile), tile.unroll, tile.stages, residual is not None, self._relu, self.gated is not None),
-             tile.num_warps)  # fmt: skip
-        dweight, dbias = (
-            None if t is None else torch.empty((len(self.xs), channels), dtype=t.dtype, device=self.device)
-            for t in (weight, bias)
-        )
-        grid, options = self._merging()
-        _run("merge_sums_kernel", grid,
-             (partials, self._table, rows, *found, _or(slopes, none), _or(dweight, none), _or(dbias, none), *sizes, most,
-              0),
-             (*options, dweight is not None, dbias is not None))  # fmt: skip
-        return rows, dweight, dbias
+        grid, sizes, constants = self._sum
+        flags = (residual is not None, self._relu, self.gated is not None)
+        _run(
+            "reduce_kernel",
+            grid,
+            (self._first(self.dys), self.xs[0], self._first(residual), self._first(self.gated), self._table, partials,
+             found.coefs),
+            (*sizes, self._most, *constants, tile.unroll, tile.stages, *flags),
+            tile.num_warps,
+        )  # fmt: skip
+        made = [
+            torch.empty((len(self.xs), self._frame.shape.channels), dtype=torch.float32, device=self.device)
+            if wanted
+            else None
+            for wanted in (weight, bias)
+        ]
+        grid, constants = self._merge
+        tensors = (partials, self._table, rows, *found, _or(slopes, none), *(_or(t, none) for t in made))
+        _run("merge_sums_kernel", grid, tensors, (*sizes, self._most, 0, *constants, weight, bias))
+        return rows, made[0], made[1]
 
     def gradients(self, found: Found, slopes: Tensor) -> list[Tensor]:
         """The gradients of the inputs, from the slopes of the sums over all shards; after `reduce`."""
-        tile, gated = self._map_tile, self.gated is not None
-        relu = self._relu and not gated
+        relu = self._relu and self.gated is None
         residual = self.residuals if relu else None
-        _run("input_kernel", self._grid(self._maps),
-             (self._first(self.gated if gated else self.dys), self.xs[0], self._first(residual),
-              self._first(self.outputs), self._table, found.coefs, slopes, *self._sizes(self._maps)),
-             (*self._walking(tile), residual is not None, relu, gated), tile.num_warps)  # fmt: skip
+        grid, sizes, constants = self._map
+        dy = self.dys if self.gated is None else self.gated
+        _run(
+            "input_kernel",
+            grid,
+            (self._first(dy), self.xs[0], self._first(residual), self.outputs[0], self._table, found.coefs, slopes),
+            (*sizes, *constants, residual is not None, relu, self.gated is not None),
+            self._frame.map_tile.num_warps,
+        )
         return self.outputs
 
 
@@ -463,7 +518,12 @@ def _tree(rows: Tensor) -> tuple[int, int, tuple[int, int, int]]:
 
 
 def finish(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, eps_mode: str, running: Running = Running()
+    rows: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    eps_mode: str,
+    running: Running = _STAY,
 ) -> Found:
     """Merge the rows ``[K, 1 + 2C]`` of all shards in the fixed tree and move the running statistics.
 
@@ -472,11 +532,11 @@ def finish(
     none, channels = _nothing(rows.device), (rows.shape[1] - 1) // 2
     found = _empty(channels, rows.device)
     levels, block, grid = _tree(rows)
-    tensors, momentum = _running_arguments(running, none)
-    _run("finish_statistics_kernel", grid,
-         (rows.contiguous(), len(rows), *found, _or(weight, none), _or(bias, none), *tensors, channels, _bits(eps),
-          momentum),
-         (levels, block, eps_mode == "clamp", weight is not None, bias is not None, *_running_options(running)))  # fmt: skip
+    foreign = (_or(weight, none), _or(bias, none), *_running_arguments(running, none))
+    flags = (eps_mode == "clamp", weight is not None, bias is not None, *_running_options(running))
+    numbers = (len(rows), channels, *_numbers(eps, running.momentum))
+    tensors = (rows.contiguous(), *found, *foreign)
+    _run("finish_statistics_kernel", grid, tensors, (*numbers, levels, block, *flags), foreign=foreign)
     return found
 
 
@@ -485,8 +545,9 @@ def finish_sums(rows: Tensor, found: Found, eps: float, eps_mode: str) -> Tensor
     channels = (rows.shape[1] - 1) // 2
     slopes = torch.empty(2 * channels, dtype=torch.float32, device=rows.device)
     levels, block, grid = _tree(rows)
-    _run("finish_sums_kernel", grid, (rows.contiguous(), len(rows), *found, slopes, channels, _bits(eps)),
-         (levels, block, eps_mode == "clamp"))  # fmt: skip
+    numbers = (len(rows), channels, _numbers(eps, None)[0])
+    tensors = (rows.contiguous(), *found, slopes)
+    _run("finish_sums_kernel", grid, tensors, (*numbers, levels, block, eps_mode == "clamp"))
     return slopes
 
 
@@ -494,9 +555,10 @@ def coefs(mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | No
     """The coefs ``[3C]`` of statistics that were found elsewhere."""
     none, channels = _nothing(mean.device), mean.numel()
     made = torch.empty(3 * channels, dtype=torch.float32, device=mean.device)
-    _run("coefs_kernel", (-(-channels // 256), 1, 1),
-         (mean.contiguous(), invstd.contiguous(), made, _or(weight, none), _or(bias, none), channels),
-         (256, weight is not None, bias is not None))  # fmt: skip
+    foreign = (_or(weight, none), _or(bias, none))
+    tensors = (mean.contiguous(), invstd.contiguous(), made, *foreign)
+    flags = (weight is not None, bias is not None)
+    _run("coefs_kernel", (-(-channels // 256), 1, 1), tensors, (channels, 256, *flags), foreign=foreign)
     return made
 
 
@@ -527,19 +589,15 @@ def backward_alone(
     dy: Tensor,
     x: Tensor,
     found: Found,
-    weight: Tensor | None,
-    bias: Tensor | None,
     residual: Tensor | None,
     activation: str | None,
-    gate: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """The gradients of input, weight, bias and residual (where `gate` asks for it).
-
-    Weight and bias are only given where their gradients are wanted.
-    """
-    shards = Shards([x], [dy], None if residual is None else [residual], activation, gate=gate, alone=True)
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, weight, bias and residual, as far as they are needed."""
+    added = None if residual is None else [residual]
+    shards = Shards([x], [dy], added, activation, gate=needed[3], alone=True)
     slopes = torch.empty(2 * x.shape[1], dtype=torch.float32, device=x.device)
-    _, dweight, dbias = shards.reduce(found, weight, bias, slopes)
-    dx = shards.gradients(found, slopes)[0]
+    _, dweight, dbias = shards.reduce(found, weight=needed[1], bias=needed[2], slopes=slopes)
+    dx = shards.gradients(found, slopes)[0] if needed[0] else None
     gated = dy if shards.gated is None else shards.gated[0]
     return dx, None if dweight is None else dweight[0], None if dbias is None else dbias[0], gated

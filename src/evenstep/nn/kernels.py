@@ -1,27 +1,28 @@
-"""The passes of batch norm as Triton kernels. `gpu` launches them; nobody else imports this module.
+"""The passes of batch norm as Triton kernels. `gpu` launches them; nobody else imports this module, which needs Triton.
 
-Importing it needs Triton. All passes walk the data in the same way. A tile is ``[BA, BC]``: BA positions of BC channels.
+All passes walk the data in the same way. A tile is ``[BA, BC]``: BA positions of BC channels.
 
 - *Planes*, ``[N, C, inner]`` contiguous: a tile lies in one sample, its positions are a column of BA inner positions. A
   program walks over samples.
 - *Rows*, ``[M, C]`` (channels-last): a tile is BA rows. A program walks over such blocks of rows.
+- *Flat* planes, too small for that: a whole sample is one plane, and its positions know their channels.
 
 So every program has *iterations* with one tile each; of a position's channels and of all but the last rows it is known
 beforehand whether they exist. The ``splits`` programs of one place take iterations in turn, so that a launch goes
 through memory from one end to the other; a pass that reads again what the pass before it read does so in reverse order,
 because what was read last is still in the cache.
 
-Sums are made without atomics: a program leaves its part of a sum in ``partials``, and a small kernel adds the parts in a
-fixed order. What the bits depend on is the geometry (the shape and layout of a shard) and nothing else: in particular
+Sums are made without atomics: a program leaves its part of a sum in ``partials``, and a small kernel adds the parts in
+a fixed order. What the bits depend on is the geometry (the shape and layout of a shard) and nothing else: in particular
 not on how many shards one launch computes. With JOINT the second axis of the grid counts shards and everything that
 differs between them is read from ``table``, one row of FIELDS integers for each: outer size, splits of a pass that sums
 and of one that maps, and the addresses of up to five tensors: input, output or its gradient, residual, gated gradient,
 gradient of the input.
 
-Elements are float32 inside a position, vectors per channel are float64: ``vectors`` holds mean, M2 and inverse standard
-deviation, ``[C]`` each, and the count. ``coefs`` are what the elements need of them, in float32: centre, scale and offset,
-so that the output is fma(x - centre, scale, offset). What the forward computes and the backward computes again is
-written with ``fma``, so that the two agree on every sign.
+Elements are float32 inside a position, vectors per channel are float64: ``vectors`` holds mean, M2 and inverse
+standard deviation, ``[C]`` each, and the count. ``coefs`` are what the elements need of them, in float32: centre, scale
+and offset, so that the output is fma(x - centre, scale, offset). What the forward computes and the backward computes
+again is written with ``fma``, so that the two agree on every sign.
 """
 
 import triton
@@ -31,11 +32,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 FIELDS = tl.constexpr(8)
 """Integers in a row of a table."""
 
-_SIZES = ["outer", "splits", "channels", "units", "max_parts", "keep", "num_rows", "width", "eps", "momentum"]
+_SIZES = ["outer", "splits", "channels", "units", "max_parts", "num_rows", "width", "eps", "momentum"]
 _FOREIGN = ["weight", "bias", "running_mean", "running_var", "tracked", "vectors"]
 
 
-def _kernel(function):  # noqa: ANN001, ANN202  # Triton's own types
+def _kernel(function):
     """A kernel whose code depends on the types of its arguments, and not on their values as well."""
     names = function.__code__.co_varnames
     return triton.jit(
@@ -65,8 +66,8 @@ def _address(table, field: tl.constexpr, TYPE: tl.constexpr):
 def _tile(pid, channels, units, ROWS: tl.constexpr, ALIGN: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr):
     """Which tile a program walks with.
 
-    ``units * ALIGN`` is the inner size of planes, the number of channels of rows, or the size of a flat sample: said so,
-    the compiler knows how far it may read at once. Flat samples are planes of one channel here.
+    ``units * ALIGN`` is the inner size of planes, the number of channels of rows, or the size of a flat sample: said
+    so, the compiler knows how far it may read at once. Flat samples are planes of one channel here.
 
     Returns:
         The number of the part along the walk, of the part of the sum, the channels, whether each is one, the offset of
@@ -135,7 +136,6 @@ def statistics_kernel(
     channels,
     units,
     max_parts,
-    keep,
     TYPE: tl.constexpr,
     JOINT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -149,8 +149,8 @@ def statistics_kernel(
 ):
     """Mean and M2 of the elements that a program walks over, to ``partials[shard, part, 2, channels]``.
 
-    A position counts its deviations from its first element, so a large mean costs nothing. The last ``keep`` iterations
-    ask the cache to keep what they read. With FLAT every position is a part of its own: ``partials[shard, split, 2, :]``.
+    A position counts its deviations from its first element, so a large mean costs nothing. With FLAT every position is
+    a part of its own: ``partials[shard, split, 2, :]``.
     """
     _follow(EARLY)
     shard = tl.program_id(1)
@@ -182,24 +182,16 @@ def statistics_kernel(
     m2 = tl.zeros((BA, BC), tl.float32)
     count = 1.0
     walked = tl.maximum((full - split + splits - 1) // splits, 1).to(tl.int32) - 1
-    early = tl.maximum(walked - keep, 0) // UNROLL
-    late = walked // UNROLL - early
-    for _ in tl.range(0, early, num_stages=STAGES):
+    for _ in tl.range(0, walked // UNROLL, num_stages=STAGES):
         for _u in tl.static_range(UNROLL):
             x += stride
             count += 1.0
-            value = tl.load(x + offsets, mask=here, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            mean, m2 = _welford(value, shift, mean, m2, count)
-    for _ in tl.range(0, late, num_stages=STAGES):
-        for _u in tl.static_range(UNROLL):
-            x += stride
-            count += 1.0
-            value = tl.load(x + offsets, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            value = tl.load(x + offsets, mask=here, other=0.0).to(tl.float32)
             mean, m2 = _welford(value, shift, mean, m2, count)
     for _ in range(walked % UNROLL):
         x += stride
         count += 1.0
-        value = tl.load(x + offsets, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        value = tl.load(x + offsets, mask=here, other=0.0).to(tl.float32)
         mean, m2 = _welford(value, shift, mean, m2, count)
     weight = tl.where(first, count, 0.0)
     if ROWS:  # the last rows may be fewer than a tile
@@ -364,11 +356,6 @@ def merge_statistics_kernel(
     partials,
     table,
     rows,
-    outer,
-    splits,
-    channels,
-    units,
-    max_parts,
     vectors,
     coefs,
     weight,
@@ -376,6 +363,11 @@ def merge_statistics_kernel(
     running_mean,
     running_var,
     tracked,
+    outer,
+    splits,
+    channels,
+    units,
+    max_parts,
     eps,
     momentum,
     JOINT: tl.constexpr,
@@ -437,14 +429,13 @@ def merge_statistics_kernel(
 
 @triton.jit
 def _halves(t, HALF: tl.constexpr, BF: tl.constexpr):
-    """Left and right neighbours of ``[2 HALF, BF]``: so the order of a tree is that of shards, and not the compiler's."""
+    """Left and right neighbours of ``[2 HALF, BF]``: so a tree has the order of shards, and not the compiler's."""
     return tl.split(tl.permute(tl.reshape(t, (HALF, 2, BF)), (0, 2, 1)))
 
 
 @_kernel
 def finish_statistics_kernel(
     rows,
-    num_rows,
     vectors,
     coefs,
     weight,
@@ -452,6 +443,7 @@ def finish_statistics_kernel(
     running_mean,
     running_var,
     tracked,
+    num_rows,
     channels,
     eps,
     momentum,
@@ -552,11 +544,10 @@ def normalize_kernel(
 
 @triton.jit
 def _gradient_step(dy, x, residual, gated, start, offsets, mask, centre, scale, offset, sum_dy, sum_dy_x,
-                   TYPE: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr, GATED: tl.constexpr,
-                   KEEP: tl.constexpr):  # fmt: skip
+                   TYPE: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
     """One iteration of `reduce_kernel`."""
-    value = tl.load(x + start + offsets, mask=mask, other=0.0, eviction_policy=KEEP).to(tl.float32) - centre
-    gradient = tl.load(dy + start + offsets, mask=mask, other=0.0, eviction_policy=KEEP).to(tl.float32)
+    value = tl.load(x + start + offsets, mask=mask, other=0.0).to(tl.float32) - centre
+    gradient = tl.load(dy + start + offsets, mask=mask, other=0.0).to(tl.float32)
     if RELU:
         z = tl.fma(value, scale, offset)
         if RESIDUAL:
@@ -581,7 +572,6 @@ def reduce_kernel(
     channels,
     units,
     max_parts,
-    keep,
     TYPE: tl.constexpr,
     JOINT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -629,27 +619,20 @@ def reduce_kernel(
     start = base + split * step
     stride = splits * step
     walked = tl.maximum((full - split + splits - 1) // splits, 0).to(tl.int32)
-    early = tl.maximum(walked - keep, 0) // UNROLL
-    late = walked // UNROLL - early
-    for _ in tl.range(0, early, num_stages=STAGES):
+    for _ in tl.range(0, walked // UNROLL, num_stages=STAGES):
         for _u in tl.static_range(UNROLL):
             sum_dy, sum_dy_x = _gradient_step(dy, x, residual, gated, start, offsets, here, centre, scale, offset,
-                                              sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED, "evict_first")  # fmt: skip
-            start += stride
-    for _ in tl.range(0, late, num_stages=STAGES):
-        for _u in tl.static_range(UNROLL):
-            sum_dy, sum_dy_x = _gradient_step(dy, x, residual, gated, start, offsets, here, centre, scale, offset,
-                                              sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED, "evict_last")  # fmt: skip
+                                              sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED)  # fmt: skip
             start += stride
     for _ in range(walked % UNROLL):
         sum_dy, sum_dy_x = _gradient_step(dy, x, residual, gated, start, offsets, here, centre, scale, offset,
-                                          sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED, "evict_last")  # fmt: skip
+                                          sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED)  # fmt: skip
         start += stride
     if ROWS:  # the last rows may be fewer than a tile
         if (outer % BA > 0) & (full % splits == split):
             last = here & (full * BA + tl.arange(0, BA)[:, None] < outer)
             sum_dy, sum_dy_x = _gradient_step(dy, x, residual, gated, start, offsets, last, centre, scale, offset,
-                                              sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED, "evict_last")  # fmt: skip
+                                              sum_dy, sum_dy_x, TYPE, RESIDUAL, RELU, GATED)  # fmt: skip
     if FLAT:
         width = units * ALIGN
         partials += shard * tl.cast(max_parts, tl.int64) * 2 * channels + split * tl.cast(2 * width, tl.int64) + base
@@ -753,10 +736,10 @@ def merge_sums_kernel(
 @_kernel
 def finish_sums_kernel(
     rows,
-    num_rows,
     vectors,
     coefs,
     slopes,
+    num_rows,
     channels,
     eps,
     LEVELS: tl.constexpr,
@@ -808,7 +791,10 @@ def input_kernel(
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The gradient of the input, from the sums over all shards. With GATED it reads the gradient that `reduce_kernel` wrote."""
+    """The gradient of the input, from the sums over all shards.
+
+    With GATED it reads the gradient that `reduce_kernel` wrote.
+    """
     _follow(EARLY)
     if JOINT:
         table += tl.program_id(1) * FIELDS

@@ -13,6 +13,7 @@ What a participant gets does not depend on which others are local.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -130,8 +131,8 @@ def conclude(rows: Tensor, first: Part, eps: float, eps_mode: EpsMode, running: 
     if kernels and momentum_known and here and _fits(first):
         found = gpu.finish(rows, first.weight, first.bias, eps, eps_mode, running)
         channels = (rows.shape[1] - 1) // 2
-        mean, m2, invstd, count = found.vectors.split([channels, channels, channels, 1])
-        return Whole(Stats(count[0], mean, m2), invstd, eps, eps_mode, found, first)
+        mean, m2, invstd = found.vectors[: 3 * channels].chunk(3)
+        return Whole(Stats(found.vectors[3 * channels], mean, m2), invstd, eps, eps_mode, found, first)
     stats = f.merge_rows(rows)
     if kernels and any(t is not None for t in running[:3]):
         f.update_running(*running[:3], stats, running.momentum)
@@ -187,10 +188,10 @@ def reduce(
 ) -> Reduced:
     """The sums of each participant that backward needs; a participant without input or dy has zeros."""
     num, channels, device = len(parts), whole.stats.mean.numel(), whole.stats.mean.device
-    weights, biases, residuals = ([None] * num for _ in range(3))
+    lists: list[list[Tensor | None]] = [[None] * num for _ in range(3)]
     inputs: list[Callable[[Tensor], Tensor] | None] = [None] * num
     rows: list[Tensor | None] = [None] * num
-    out = Reduced(whole.stats.mean, weights, biases, residuals, inputs)
+    out = Reduced(whole.stats.mean, lists[0], lists[1], lists[2], inputs)
     present = [n for n in range(num) if parts[n] is not None and dys[n] is not None]
     here: list[Part] = [parts[n] for n in present]  # type: ignore[misc]  # none of these is None
     found = [whole.found_for(part) for part in here]
@@ -224,12 +225,11 @@ def _reduce_together(
     gate = any(needed[n].residual for n in places)
     shards, mine = _shards(chosen, gradients, gate=gate), found[numbers[0]]
     assert mine is not None
-    weight = chosen[0].weight if any(needed[n].weight for n in places) else None
-    bias = chosen[0].bias if any(needed[n].bias for n in places) else None
-    sums, dweight, dbias = shards.reduce(mine, weight, bias)
+    weight, bias = any(needed[n].weight for n in places), any(needed[n].bias for n in places)
+    sums, dweight, dbias = shards.reduce(mine, weight=weight, bias=bias)
     made: list[Tensor] = []
 
-    def gradient(slopes: Tensor, number: int) -> Tensor:
+    def gradient(number: int, slopes: Tensor) -> Tensor:
         if not made:  # one launch, when the first is asked for
             made.extend(shards.gradients(mine, slopes.to(shards.device)))
         return made[number]
@@ -240,7 +240,7 @@ def _reduce_together(
         out.biases[n] = None if dbias is None or not needed[n].bias else dbias[i]
         if needed[n].residual:
             out.residuals[n] = gradients[i] if shards.gated is None else shards.gated[i]
-        out.inputs[n] = lambda slopes, i=i: gradient(slopes, i)
+        out.inputs[n] = partial(gradient, i)
     return sums
 
 
