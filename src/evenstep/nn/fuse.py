@@ -42,11 +42,12 @@ _CONSTANT = "_tensor_constant"  # how torch.fx calls a tensor that it found whil
 def fuse(model: nn.Module) -> None:
     """Fuse what can be, in the model and all modules in it."""
     for module in list(model.modules()):
-        if not isinstance(module, _Fused) and _plan_of(module) is not None:
+        if not isinstance(module, _Fused) and (plan := _plan_of(module)) is not None:
             try:
                 module.__class__ = _fused_class(type(module))  # type: ignore[arg-type]  # torch's modules do hash
             except TypeError:  # a class with a memory layout of its own
                 continue
+            module.__dict__["_fusion"] = plan
 
 
 def unfuse(model: nn.Module) -> None:
@@ -63,12 +64,15 @@ class _Fused(nn.Module):
     _plain: type[nn.Module]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if "_fusion" not in self.__dict__:  # a copy finds out by itself
-            self.__dict__["_fusion"] = _plan_of(self)
-        plan: _Plan | None = self.__dict__["_fusion"]
+        plan: _Plan | None = self.__dict__.get("_fusion")
         if plan is None or not plan.holds(self):
             return super().forward(*args, **kwargs)
         return plan.run(self, *args, **kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy finds out again; not in its forward, because tracing disturbs modules that other threads run."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        self.__dict__["_fusion"] = _plan_of(self)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         state = {name: value for name, value in self.__dict__.items() if name != "_fusion"}
@@ -140,7 +144,11 @@ def _plan_of(module: nn.Module) -> _Plan | None:
     kind = _plain_class(module)
     if isinstance(module, torch.jit.ScriptModule | fx.GraphModule) or "forward" in module.__dict__:
         return None
-    if kind.__call__ is not nn.Module.__call__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+    if (
+        kind.__call__ is not nn.Module.__call__
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+        or kind.__setstate__ is not nn.Module.__setstate__
+    ):
         return None
     if kind.forward is nn.Sequential.forward:
         children = list(module.children())
@@ -180,7 +188,11 @@ def _steers(module: nn.Module) -> Any:
     """What may decide which way a forward goes, apart from the mode: plain attributes, and which children there are."""
     own = {k: v for k, v in module.__dict__.items() if isinstance(v, _STEERS) and k not in ("training", "_fusion")}
     absent = [{k for k, v in table.items() if v is None} for table in (module._parameters, module._buffers)]
-    return own, {name: type(child) for name, child in module._modules.items()}, absent
+    return (
+        own,
+        {name: None if child is None else _plain_class(child) for name, child in module._modules.items()},
+        absent,
+    )
 
 
 def _trace(module: nn.Module) -> _Plan | None:
