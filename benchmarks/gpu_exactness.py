@@ -1,7 +1,8 @@
 """Exactness on one GPU: one training on several numbers of workers that share it, and again; fingerprints and times.
 
 Run it on a machine with a GPU: ``python benchmarks/gpu_exactness.py``. The exit code is 1 if any fingerprint differs.
-In bfloat16 the batch norms are fused with what follows them. With ``--train`` it is itself the training script that the launcher starts.
+In bfloat16 the batch norms are fused with what follows them. With ``--train`` it is itself the training script that the
+launcher starts.
 """
 
 import argparse
