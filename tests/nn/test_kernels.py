@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenstep.nn import functional, gpu
+from evenstep.nn import functional, gpu, tiles
 
 pytest.importorskip("triton")
 
@@ -21,8 +21,8 @@ EPS = 1e-5
 def few_programs(monkeypatch):
     """The interpreter takes milliseconds for every program."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(gpu, "sum_tile", lambda shape, inputs: gpu._tile(shape, 128, 16, 1, 2, 1, 4))
-        monkeypatch.setattr(gpu, "map_tile", lambda shape: gpu._tile(shape, 256, 16, 1, 1, 1, 4))
+        monkeypatch.setattr(gpu, "sum_tile", lambda shape, inputs: tiles.tile(shape, 128, 16, 1, 2, 1, 4))
+        monkeypatch.setattr(gpu, "map_tile", lambda shape: tiles.tile(shape, 256, 16, 1, 1, 1, 4))
     for cache in (gpu._frame, gpu._alone):
         cache.cache_clear()
     yield

@@ -19,14 +19,27 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd, prod
+from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Found", "Running", "Shards", "backward_alone", "coefs", "finish", "finish_sums", "forward_alone", "takes"]
+from evenstep.nn.tiles import Geometry, Tile, Walk, geometry, is_rows, map_tile, power, sum_tile, summing, walk
+
+__all__ = [
+    "Found",
+    "Running",
+    "Shards",
+    "backward_alone",
+    "coefs",
+    "finish",
+    "finish_sums",
+    "forward_alone",
+    "geometry",
+    "takes",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIELDS = 8  # kernels.FIELDS, known without Triton
@@ -70,153 +83,6 @@ class Found(NamedTuple):
 
     vectors: Tensor
     coefs: Tensor
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a pass walks over the data; see `kernels`.
-
-    Attributes:
-        positions: Positions in a tile.
-        channels: Channels in a tile.
-        num_warps: Warps of a program.
-        unroll: Iterations between two jumps.
-        stages: Iterations whose loads are in flight at once, through shared memory; 1 leaves it to the compiler.
-        programs: How many programs a launch should have at most, as far as it can choose.
-    """
-
-    positions: int
-    channels: int
-    num_warps: int
-    unroll: int = 1
-    stages: int = 1
-    programs: int = 1 << 31
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The shape of a shard as the kernels see it: planes ``[outer, channels, inner]`` or rows ``[outer, channels]``."""
-
-    rows: bool
-    channels: int
-    inner: int
-    element_bytes: int
-
-    @property
-    def flat(self) -> bool:
-        """Whether planes are so small that a whole sample is walked over as if it were one."""
-        return not self.rows and self.channels > 1 and self.inner < 128 and self.channels * self.inner < 1 << 30
-
-    @property
-    def stride(self) -> int:
-        """What neighbouring planes, rows or flat samples are apart."""
-        if self.flat:
-            return self.channels * self.inner
-        return self.channels if self.rows else self.inner
-
-    @property
-    def align(self) -> int:
-        """By which power of two, as far as it matters, every plane or row begins."""
-        return gcd(self.stride, 16)
-
-
-def geometry(x: Tensor) -> Geometry:
-    """The geometry of a dense tensor ``[N, C, ...]``."""
-    channels = x.shape[1]
-    inner = x.numel() // (x.shape[0] * channels)
-    rows = _is_rows(x)
-    return Geometry(rows, channels, 1 if rows else inner, x.element_size())
-
-
-def _is_rows(x: Tensor) -> bool:
-    """Whether a dense tensor is rows of channels."""
-    return x.numel() == x.shape[0] * x.shape[1] or (x.shape[1] > 1 and not x.is_contiguous())
-
-
-def _power(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def _tile(shape: Geometry, size: int, channels: int, *rest: int, snug: bool = False) -> Tile:
-    """A tile of `size` elements; of `channels` channels at most, for rows.
-
-    The positions of a `snug` one are few enough that nearly all of them exist: for passes that the arithmetic holds up.
-    """
-    if shape.rows:
-        channels = min(_power(shape.channels), channels)
-        return Tile(size // channels, channels, *rest)
-    if shape.flat:
-        return Tile(min(size, _power(shape.stride)), 1, *rest)
-    lengths = [min(size >> n, _power(shape.inner)) for n in range(4 if snug else 1)]
-    waste = [-(-shape.inner // length) * length / shape.inner for length in lengths]
-    length = next(n for n, w in zip(lengths, waste, strict=True) if w <= max(1.07, min(waste)))
-    return Tile(length, min(size // length, _power(shape.channels)), *rest)
-
-
-# The sizes that were fastest on an H200; the orders of magnitude, and not the last per cent, matter elsewhere.
-
-
-@lru_cache(maxsize=4096)
-def sum_tile(shape: Geometry, inputs: int) -> Tile:
-    """The tile of a pass that sums over one input (statistics) or two."""
-    if shape.flat:
-        return _tile(shape, 512, 64, 2, 4, 1, 792)
-    if inputs == 2:
-        return _tile(shape, 2048, 64, 4, 1, 4, 528, snug=True)
-    if shape.element_bytes == 2:
-        return _tile(shape, 2048, 64, 4, 1, 4, 792, snug=True)
-    if shape.rows:
-        return _tile(shape, 1024, 64, 4, 1, 4, 528)
-    return _tile(shape, 2048, 64, 4, 1, 4, 792) if shape.inner >= 1024 else _tile(shape, 1024, 64, 4, 4, 1, 1056)
-
-
-@lru_cache(maxsize=4096)
-def map_tile(shape: Geometry) -> Tile:
-    """The tile of a pass that maps element to element."""
-    if shape.flat:
-        return _tile(shape, 1024, 256, 4, 1, 1, 1056)
-    size = 4096 // shape.element_bytes  # 4 KiB
-    small = not shape.rows and shape.inner < (1024 if shape.element_bytes == 2 else 512)
-    return _tile(shape, 2 * size if small else size, 256, 4)
-
-
-class _Walk(NamedTuple):
-    """How one shard is divided between programs."""
-
-    splits: int
-    columns: int
-    blocks: int
-
-    @property
-    def parts(self) -> int:
-        return self.splits * self.columns
-
-    @property
-    def programs(self) -> int:
-        return self.splits * self.columns * self.blocks
-
-
-def _most_splits(shape: Geometry, tile: Tile) -> tuple[int, int, int]:
-    columns = 1 if shape.rows else -(-shape.stride // tile.positions)
-    blocks = 1 if shape.flat else -(-shape.channels // tile.channels)
-    return max(1, tile.programs // (columns * blocks)), columns, blocks
-
-
-@lru_cache(maxsize=65536)
-def _walk(shape: Geometry, outer: int, tile: Tile) -> _Walk:
-    """A function of the shard's shape alone: the parts of a sum decide about its bits."""
-    most, columns, blocks = _most_splits(shape, tile)
-    iterations = -(-outer // tile.positions) if shape.rows else outer
-    return _Walk(min(iterations, most), columns, blocks)
-
-
-@lru_cache(maxsize=4096)
-def _summing(shape: Geometry, tile: Tile) -> tuple[int, int]:
-    """How many parts and channels a program adds up at once: the same for shards of any size."""
-    most, columns, _ = _most_splits(shape, tile)
-    parts = min(_power(most * (shape.inner if shape.flat else columns)), 1024)
-    return parts, max(1, min(_power(shape.channels), 1024 // parts))
 
 
 def _bits(value: float) -> int:
@@ -312,12 +178,12 @@ class _Frame:
     outer: int
     sum_tile: Tile
     map_tile: Tile
-    sums: _Walk
-    maps: _Walk
+    sums: Walk
+    maps: Walk
     parts: int
     type: Any
 
-    def sizes(self, walk: _Walk) -> tuple[int, int, int, int]:
+    def sizes(self, walk: Walk) -> tuple[int, int, int, int]:
         return self.outer, walk.splits, self.shape.channels, self.shape.stride // self.shape.align
 
     def constants(self, tile: Tile, *, joint: bool) -> tuple[Any, ...]:
@@ -326,11 +192,11 @@ class _Frame:
 
     def merging(self, *, joint: bool) -> tuple[Any, ...]:
         shape = self.shape
-        parts, channels = _summing(shape, self.sum_tile)
+        parts, channels = summing(shape, self.sum_tile)
         return joint, shape.rows, shape.flat, shape.align, self.sum_tile.positions, parts, channels
 
     def merge_blocks(self) -> int:
-        return -(-self.shape.channels // _summing(self.shape, self.sum_tile)[1])
+        return -(-self.shape.channels // summing(self.shape, self.sum_tile)[1])
 
 
 @lru_cache(maxsize=16384)
@@ -339,11 +205,11 @@ def _frame(size: tuple[int, ...], rows: bool, dtype: torch.dtype, inputs: int) -
     inner = prod(size[2:])
     shape = Geometry(rows, channels, 1 if rows else inner, dtype.itemsize)
     outer = size[0] * inner // shape.inner
-    summing, mapping = sum_tile(shape, inputs), map_tile(shape)
-    sums = _walk(shape, outer, summing)
+    first, second = sum_tile(shape, inputs), map_tile(shape)
+    sums = walk(shape, outer, first)
     parts = sums.splits * shape.inner if shape.flat else sums.parts
-    maps = _walk(shape, outer, mapping)
-    return _Frame(shape, outer, summing, mapping, sums, maps, parts, _triton_type(dtype))
+    maps = walk(shape, outer, second)
+    return _Frame(shape, outer, first, second, sums, maps, parts, _triton_type(dtype))
 
 
 @lru_cache(maxsize=16384)
@@ -380,7 +246,7 @@ class Shards:
     ) -> None:
         self.xs, self.dys, self.residuals = xs, dys, residuals
         self.device, self._joint, self._relu = xs[0].device, not alone, activation == "relu"
-        frames = [_frame(tuple(x.shape), _is_rows(x), x.dtype, 1 if dys is None else 2) for x in xs]
+        frames = [_frame(tuple(x.shape), is_rows(x), x.dtype, 1 if dys is None else 2) for x in xs]
         self.outputs = [torch.empty_like(x) for x in xs]
         self.gated: list[Tensor] | None = None
         if gate and self._relu and residuals is not None:
@@ -513,7 +379,7 @@ class Shards:
 def _tree(rows: Tensor) -> tuple[int, int, tuple[int, int, int]]:
     """Levels of the tree over the rows ``[K, 1 + 2C]``, channels of a program, and the grid."""
     channels, levels = (rows.shape[1] - 1) // 2, (len(rows) - 1).bit_length()
-    block = max(1, min(_power(channels), 512 >> levels))
+    block = max(1, min(power(channels), 512 >> levels))
     return levels, block, (-(-channels // block), 1, 1)
 
 
