@@ -97,7 +97,9 @@ def _triton_type(dtype: torch.dtype) -> Any:
 @lru_cache(maxsize=64)
 def _begins_early(device: torch.device) -> bool:
     """Whether a launch on this device may begin before the one before it has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 _launchers: dict[Any, Any] = {}
@@ -132,7 +134,7 @@ def _run(
         launch(*tensors, *rest, _begins_early(device))
         return
     early = _begins_early(device)
-    options = {"launch_pdl": True} if early else {}
+    options = {"enable_fp_fusion": True} | ({"launch_pdl": True} if early else {})
     compiled = getattr(_kernels(), name)[grid](*tensors, *rest, early, num_warps=warps, **options)
     if compiled is not None:  # the interpreter compiles nothing
         if len(_launchers) >= _MOST_LAUNCHERS:  # sizes that never come again
