@@ -1,7 +1,8 @@
 """Exactness on one GPU: one training on several numbers of workers that share it, and again; fingerprints and times.
 
 Run it on a machine with a GPU: ``python benchmarks/gpu_exactness.py``. The exit code is 1 if any fingerprint differs.
-With ``--train`` it is itself the training script that the launcher starts.
+In bfloat16 the batch norms are fused with what follows them. With ``--train`` it is itself the training script that the
+launcher starts.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import evenstep
+from evenstep.nn import convert_sync_batchnorm
 
 
 class Network(nn.Module):
@@ -42,7 +44,7 @@ def train(device: str, autocast: bool) -> None:
         torch.randn(500, 3, 32, 32, generator=generator), torch.randint(0, 10, (500,), generator=generator)
     )
     with evenstep.Run(shards=8, seed=0, device=device) as run:
-        model = Network()
+        model = convert_sync_batchnorm(Network(), fuse=autocast)
         model, _ = run.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
 
         def loss(part: list[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ A `Task` is everything that a training loop needs, so that evenstep and its peer
 data is synthetic and deterministic. Nothing here knows how a step is timed or on how many workers it runs.
 
 Parameters: ``mlp`` 12,590,080, ``resnet`` 175,258, ``transformer`` 3,438,080, ``tiny`` 144 (the base line of
-``memory.py``).
+``memory.py``). ``resnet50`` is no task: ``batchnorm_gpu.py`` trains it.
 """
 
 from collections.abc import Callable, Iterable
@@ -83,6 +83,45 @@ def resnet(widths: tuple[int, ...] = (16, 32, 64), blocks: int = 2) -> nn.Module
             layers.append(BasicBlock(inputs, width, 2 if stage > 0 and block == 0 else 1))
             inputs = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, NUM_CLASSES))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions with batch norm around a shortcut; four times `width` channels come out."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        """Make the block; a shortcut that changes shape is a 1x1 convolution with batch norm."""
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.norm3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != 4 * width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the block."""
+        hidden = self.relu(self.norm1(self.conv1(x)))
+        hidden = self.relu(self.norm2(self.conv2(hidden)))
+        hidden = self.norm3(self.conv3(hidden))
+        hidden += self.shortcut(x)
+        return self.relu(hidden)
+
+
+def resnet50() -> nn.Module:
+    """Make a ResNet-50 for images [n, 3, 224, 224] and 1,000 classes; 25,557,032 parameters."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    inputs = 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 << stage
+        for block in range(blocks):
+            layers.append(Bottleneck(inputs, width, 2 if stage > 0 and block == 0 else 1))
+            inputs = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
 
 class TransformerBlock(nn.Module):

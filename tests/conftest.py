@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with a thread poo
 os.environ.setdefault(
     "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
 )  # some virtual machines announce AMX and do not grant it
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton, if it is there: kernels are tested without a GPU
 
 import pytest
 import torch

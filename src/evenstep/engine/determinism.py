@@ -45,7 +45,8 @@ class Determinism:
         if self.config.device.startswith("cuda"):
             env.write({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS sums in a fixed order only with this
             self._device = torch.cuda.current_device()
-            torch.cuda.set_device(self.config.device)  # what is seeded is the current device's generator
+            if torch.device(self.config.device).index is not None:  # plain "cuda" is the current one
+                torch.cuda.set_device(self.config.device)  # what is seeded is the current device's generator
         torch.set_num_threads(self.config.threads)
         torch.use_deterministic_algorithms(True, warn_only=self.config.on_nondeterminism == "warn")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor

@@ -9,6 +9,9 @@ every participant of a GPU in one thread, so a node for each that waited for the
 surroundings keep a token it passes from each such node to the next, so that backward meets them in the reverse order of
 forward on every worker, and meets them all.
 
+A residual and an activation can be part of a call: `bn(x, residual=r)` of a layer with `activation="relu"` goes over
+the data as often as batch norm alone, and keeps nothing for backward that can be computed again.
+
 Activation checkpointing runs a forward again inside backward, where nobody can be met. What the first forward found is
 therefore kept for as long as its graph lives, and served to the recomputation.
 """
@@ -16,7 +19,7 @@ therefore kept for as long as its graph lives, and served to the recomputation.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
@@ -24,15 +27,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from evenstep.core.errors import UnsupportedError
-from evenstep.exchange.group import tree_sum
 from evenstep.exchange.surroundings import Surroundings, current
-from evenstep.nn import functional as f
-from evenstep.nn.functional import EpsMode, Stats
+from evenstep.nn import gpu, passes
+from evenstep.nn.alone import Alone
+from evenstep.nn.functional import EpsMode
+from evenstep.nn.passes import Needed, Part, Whole
 from evenstep.nn.process_group import GroupHandle, around
 from evenstep.nn.unchained import Unchained
-from evenstep.plan import tree
 
 __all__ = [
+    "Activation",
     "LazySyncBatchNorm1d",
     "LazySyncBatchNorm2d",
     "LazySyncBatchNorm3d",
@@ -42,6 +46,9 @@ __all__ = [
     "SyncBatchNorm3d",
     "check_eps_mode",
 ]
+
+Activation = Literal["relu"]
+"""What a layer can do with its output in the same pass."""
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -58,6 +65,7 @@ class SyncBatchNorm(_BatchNorm):
         device: As for `nn.BatchNorm2d`.
         dtype: As for `nn.BatchNorm2d`.
         bias: Whether an affine layer has a bias; False needs a torch whose `nn.BatchNorm2d` knows it.
+        activation: "relu" to have `torch.relu` of the output, at no extra pass over the data.
 
     Attributes:
         qualified_name: The layer's name in its model, for errors; `convert_sync_batchnorm` sets it. Participants are
@@ -69,6 +77,7 @@ class SyncBatchNorm(_BatchNorm):
     spans_shards = True
     qualified_name = ""
     eps_mode: EpsMode = "plus"
+    activation: Activation | None = None
     _group = GroupHandle()
 
     def __init__(
@@ -84,14 +93,18 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
+        activation: Activation | None = None,
     ) -> None:
         check_eps_mode(eps_mode)
+        _check_activation(activation)
         options: dict[str, Any] = {} if bias else {"bias": False}
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, **options
         )
         self.process_group = process_group
         self.eps_mode = eps_mode
+        if activation is not None:
+            self.activation = activation
 
     @property
     def process_group(self) -> Any:  # noqa: D102  # an attribute, documented with the class
@@ -106,23 +119,42 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected 2D to 5D input (got {input.dim()}D input)")
 
     def extra_repr(self) -> str:
-        """As for `nn.BatchNorm2d`, with the eps mode where it is not torch's."""
+        """As for `nn.BatchNorm2d`, with the eps mode and the activation where they are not torch's."""
         described: str = super().extra_repr()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return described if self.eps_mode == "plus" else f"{described}, eps_mode={self.eps_mode}"
+        if self.eps_mode != "plus":
+            described += f", eps_mode={self.eps_mode}"
+        return described if self.activation is None else f"{described}, activation={self.activation}"
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None, *, activation: Activation | None = None) -> Tensor:
         """Normalize a participant's input; blocks until all participants have come, at most for the timeout.
 
+        Args:
+            input: ``[N, C, ...]``.
+            residual: Added to the normalized input, before the activation.
+            activation: The activation of this call; None: the layer's own, if any.
+
         Raises:
-            ValueError: The input's shape does not fit, or there is one value per channel in all.
+            ValueError: The input's shape does not fit, there is one value per channel in all, or there is no such
+                activation.
             EvenstepError: A participant failed, did not come, or is at another layer.
         """
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
             raise ValueError(f"expected input with {self.num_features} channels (got {input.shape[1]} channels)")
+        activation = self.activation if activation is None else activation
+        _check_activation(activation)
         if self.training or (self.running_mean is None and self.running_var is None):
-            output: Tensor = self._with_batch_statistics(input)
-            return output
+            if residual is None or (residual.shape == input.shape and residual.dtype == input.dtype):
+                output: Tensor = self._with_batch_statistics(input, residual, activation)
+                return output
+            output = self._with_batch_statistics(input, None, None)  # what is added broadcasts, or changes the type
+        else:
+            output = self._evaluate(input)
+        if residual is not None:
+            output = output + residual
+        return output if activation is None else torch.relu(output)
+
+    def _evaluate(self, input: Tensor) -> Tensor:
         if self.eps_mode == "plus" or self.running_var is None:
             return super().forward(input)
         variance = self.running_var.clamp(min=self.eps)
@@ -133,19 +165,39 @@ class SyncBatchNorm(_BatchNorm):
 
     # A rendezvous cannot be traced: the graph breaks here, cleanly.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def _with_batch_statistics(self, input: Tensor) -> Tensor:
+    def _with_batch_statistics(self, input: Tensor, residual: Tensor | None, activation: Activation | None) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1  # torch has no public way
         if in_backward and self in _remembered and (call := _recall(self, input)) is not None:
-            offer = _Offer.of(self, input, in_backward)
-            return _apply(_Recomputed, input, call, offer.weight, offer.bias)  # type: ignore[no-any-return]  # a Tensor
+            again = _Offer.of(self, Part(input, self.weight, self.bias, residual, activation), in_backward).part
+            return _apply(_Recomputed, call, again.activation, *again[:4])  # type: ignore[no-any-return]  # a Tensor
         around_us = self._surroundings(in_backward) if self.training else None
         if around_us is None and self.eps_mode == "plus":
-            return super().forward(input)
+            return self._alone(input, residual, activation)
         around_us = around_us or _Nobody()
         tag = f"{self._name()} call {around_us.call_number(self)}"
-        offer = _Offer.of(self, input, in_backward)
+        offer = _Offer.of(self, Part(input, self.weight, self.bias, residual, activation), in_backward)
         output: Tensor = around_us.meet(tag, offer, lambda offers: _lead(around_us, tag, offers))
         return output if torch.is_grad_enabled() else output.detach()
+
+    def _alone(self, input: Tensor, residual: Tensor | None, activation: Activation | None) -> Tensor:
+        """Without anybody it is `nn.BatchNorm`: itself, or what computes the same in fewer passes."""
+        fused = residual is not None or activation is not None
+        tensors = (self.weight, self.bias, residual, self.running_mean, self.running_var)
+        momentum_known = self.momentum is not None or self.num_batches_tracked is not None
+        ours = (
+            (fused or gpu.takes(input))
+            and input.numel() > self.num_features
+            and momentum_known
+            and all(t is None or t.device == input.device for t in tensors)
+            and not torch._C._are_functorch_transforms_active()  # torch has no public way
+        )
+        if ours:
+            running = _running(self) if self.training and self.track_running_stats else gpu.Running()
+            return _apply(Alone, input, self.weight, self.bias, residual, activation, self.eps, running)  # type: ignore[no-any-return]  # a Tensor
+        output = super().forward(input)
+        if residual is not None:
+            output = output + residual
+        return output if activation is None else torch.relu(output)
 
     def _surroundings(self, in_backward: bool) -> Surroundings | None:
         found = current()
@@ -212,44 +264,67 @@ def check_eps_mode(eps_mode: str) -> None:
         raise ValueError(f"eps_mode is {eps_mode!r}, expected 'plus' (var + eps) or 'clamp' (max(var, eps))")
 
 
+def _check_activation(activation: str | None) -> None:
+    if activation not in (None, "relu"):
+        raise ValueError(f"activation is {activation!r}, expected None or 'relu'")
+
+
+def _running(module: SyncBatchNorm) -> gpu.Running:
+    return gpu.Running(module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
+
+
 @dataclass(frozen=True)
 class _Offer:
     """What a local participant brings to a call."""
 
     module: SyncBatchNorm
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
+    part: Part
     hold: Tensor | None  # hangs the saved input on to the joint node; None where nothing is differentiated
     keep: list[Any]  # the context that holds the input, if any
     checkpointed: bool
     in_backward: bool
 
     @classmethod
-    def of(cls, module: SyncBatchNorm, x: Tensor, in_backward: bool) -> "_Offer":
+    def of(cls, module: SyncBatchNorm, part: Part, in_backward: bool) -> "_Offer":
         keep: list[Any] = []
-        weight, bias, hold = module.weight, module.bias, None
+        hold = None
         if torch.is_grad_enabled():
-            hold = _apply(_Keep, keep, x, weight, bias)
+            hold = _apply(_Keep, keep, part.activation, *part[:4])
         if hold is None or not hold.requires_grad:
-            x, weight, bias = (None if t is None else t.detach() for t in (x, weight, bias))  # type: ignore[assignment]  # x is a Tensor
+            x, weight, bias, residual = (None if t is None else t.detach() for t in part[:4])
+            part = Part(x, weight, bias, residual, part.activation)  # type: ignore[arg-type]  # x is a Tensor
             keep, hold = [], None
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-        return cls(module, x, weight, bias, hold, keep, hooks is not None, in_backward)
+        return cls(module, part, hold, keep, hooks is not None, in_backward)
 
 
 class _Keep(torch.autograd.Function):
-    """Saves a participant's tensors in that participant's own thread, under its own hooks (such as checkpointing's)."""
+    """Saves a participant's tensors in that participant's own thread, under its own hooks (such as checkpointing's).
+
+    Bias and residual are only for an activation, whose output backward computes again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, keep: list[Any], x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any,
+        keep: list[Any],
+        activation: str | None,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        ctx.activation = activation
+        if activation is None:
+            ctx.save_for_backward(x, weight)
+        else:
+            ctx.save_for_backward(x, weight, bias, residual)
         keep.append(ctx)
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, None, None, None]:
-        return None, None, None, None
+    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
+        return None, None, None, None, None, None
 
 
 @dataclass(eq=False)
@@ -258,45 +333,39 @@ class _Call:
 
     around: Surroundings
     tag: str
-    stats: Stats
-    invstd: Tensor
-    eps: float
-    eps_mode: EpsMode
+    whole: Whole
     keeps: list[list[Any]]
     ambiguous: bool = False
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, inverse standard deviation and count where a participant needs them."""
-        return self.stats.mean.to(device), self.invstd.to(device), self.stats.count.to(device)
 
 
 def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequence[Tensor]:
     """Merge the statistics of all participants, move the running ones, and make the one node of the local ones."""
-    module, device = offers[0].module, offers[0].x.device
+    module = offers[0].module
+    parts = [offer.part._replace(x=offer.part.x.detach()) for offer in offers]
     with torch.no_grad():
-        local = [f.statistics_row(offer.x.detach()) for offer in offers]
-        rows = torch.stack([row.to(device) for row in local])
-        stats = f.merge_rows(around_us.gather(f"{tag} forward", rows))
-        _check_count(stats, offers)
+        local = passes.statistics(parts)
+        own = [row.clone() for row in local] if any(offer.checkpointed for offer in offers) else []
+        rows = around_us.gather(f"{tag} forward", local)
+        count = _count(parts) if rows is local else float(rows[:, 0].sum())
+        _check_count(count, parts)
+        running = gpu.Running()
         if module.training and module.track_running_stats and not offers[0].in_backward:
-            _update_running(module, stats)
-        invstd = f.inverse_std(stats, module.eps, module.eps_mode)
+            running = _running(module)
+            if count == 0 and module.num_batches_tracked is not None:  # as nn.BatchNorm does with an empty batch
+                module.num_batches_tracked.add_(1)
+        whole = passes.conclude(rows, parts[0], module.eps, module.eps_mode, running, kernels=count > 0)
     keeps = [offer.keep for offer in offers]
-    call = _Call(around_us, tag, stats, invstd, module.eps, module.eps_mode, keeps)
-    for offer, own in zip(offers, local, strict=True):
+    call = _Call(around_us, tag, whole, keeps)
+    for offer, row in zip(offers, own, strict=False):
         if offer.checkpointed:
-            _remember(offer.module, own, call)
-    tensors = [
-        *(o.x for o in offers),
-        *(o.hold for o in offers),
-        *(o.weight for o in offers),
-        *(o.bias for o in offers),
-    ]
+            _remember(offer.module, row, call)
+    tensors = [t for kind in range(4) for t in (o.part[kind] for o in offers)]
+    activations = [o.part.activation for o in offers]
     with torch.set_grad_enabled(any(keeps)):
         token = None
         if any(keeps):
             token = around_us.token if around_us.token is not None else torch.zeros(0, requires_grad=True)
-        after, *outputs = _apply(_Joint, call, token, *tensors)
+        after, *outputs = _apply(_Joint, call, activations, token, *(o.hold for o in offers), *tensors)
         if token is not None:
             around_us.token = after
     return list(outputs)
@@ -306,39 +375,31 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def _check_count(stats: Stats, offers: Sequence[_Offer]) -> None:
-    if float(stats.count) == 1:
-        size = next((o.x.size() for o in offers if o.x.numel()), offers[0].x.size())
+def _count(parts: Sequence[Part]) -> int:
+    return sum(part.x.numel() // max(part.x.shape[1], 1) for part in parts)
+
+
+def _check_count(count: float, parts: Sequence[Part]) -> None:
+    if count == 1:
+        size = next((part.x.size() for part in parts if part.x.numel()), parts[0].x.size())
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
 
 
-def _update_running(module: SyncBatchNorm, stats: Stats) -> None:
-    if float(stats.count) == 0:  # as nn.BatchNorm does with an empty batch
-        if module.num_batches_tracked is not None:
-            module.num_batches_tracked.add_(1)
-        return
-    f.update_running(module.running_mean, module.running_var, module.num_batches_tracked, stats, module.momentum)
-
-
-def _sum_all(rows: Tensor) -> Tensor:
-    """Sum [K, n] rows, one per shard, in the fixed tree over shards."""
-    host = rows.cpu()
-    return tree_sum(host.unbind(0), tree.leaf_program(len(host)), torch.empty_like(host[0])).to(rows.device)
-
-
 class _Joint(torch.autograd.Function):
-    """The batch norm of all local participants: one exchange in forward (done by `_lead`), one in backward."""
+    """The batch norm of all local participants: one exchange in forward (done by `_lead`), one in backward.
+
+    Its tensors are, for all participants each: what holds on to the saved ones, inputs, weights, biases, residuals.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, token: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        xs, _, weights, biases = _quarters(tensors)
+    def forward(
+        ctx: Any, call: _Call, activations: Sequence[str | None], token: Tensor | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        outputs = []
-        for x, weight, bias in zip(xs, weights, biases, strict=True):
-            mean, invstd, _ = call.on(x.device)
-            outputs.append(f.normalize(x, mean, invstd, weight, bias))
-        return (torch.zeros(0), *outputs)
+        _, *own = _fifths(tensors)
+        parts = [Part(*mine) for mine in zip(*own, activations, strict=True)]
+        return (torch.zeros(0), *passes.outputs(parts, call.whole))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *dys: Tensor | None) -> tuple[Any, ...]:
@@ -348,58 +409,47 @@ class _Joint(torch.autograd.Function):
                 f"backward reached '{call.tag}' inside the forward of one participant, but needs the gradients of all; "
                 "call backward after the forward, on the losses of all"
             )
-        saved = [keep[0].saved_tensors if keep else (None, None) for keep in call.keeps]
+        kept = [keep[0].saved_tensors if keep else () for keep in call.keeps]
+        parts = [
+            _part(keep[0].activation, *saved) if keep else None for keep, saved in zip(call.keeps, kept, strict=True)
+        ]
         with torch.no_grad():
-            gradients = _gradients(call, dys, saved, ctx.needs_input_grad[2:])
+            gradients = _gradients(call, dys, parts, ctx.needs_input_grad[3:])
         if torch.is_grad_enabled():  # create_graph=True
-            sources = [tensor for tensor in (*dys, *chain(*saved)) if tensor is not None]
+            sources = [tensor for tensor in (*dys, *chain(*kept)) if tensor is not None]
             gradients = list(_apply(_Once, call.tag, gradients, *sources))
-        return (None, torch.zeros(0), *gradients)
+        return (None, None, torch.zeros(0), *gradients)
 
 
-def _quarters(values: Sequence[Any]) -> list[Any]:
-    num = len(values) // 4
-    return [values[n * num : (n + 1) * num] for n in range(4)]
+def _part(
+    activation: str | None, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Part:
+    return Part(x, weight, bias, residual, activation)
+
+
+def _fifths(values: Sequence[Any]) -> list[Any]:
+    num = len(values) // 5
+    return [values[n * num : (n + 1) * num] for n in range(5)]
 
 
 def _gradients(
-    call: _Call, dys: Sequence[Tensor | None], saved: Sequence[tuple[Any, Any]], needed: Sequence[bool]
+    call: _Call, dys: Sequence[Tensor | None], parts: Sequence[Part | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of all inputs of the joint node; needs the sums of all participants, so it exchanges.
 
     A participant may not have used its output (its dy is None), and its input still has a gradient through the others'.
     Where nobody has there is none at all, as in plain torch: None and not zero, which an optimizer treats differently.
     """
-    device = call.stats.mean.device
-    nothing = torch.zeros_like(call.stats.mean)
-    sums = [(nothing, nothing)] * len(dys)
-    for i, (dy, (x, _)) in enumerate(zip(dys, saved, strict=True)):
-        if x is not None and dy is not None:
-            sums[i] = f.backward_reduce(dy, x, call.on(x.device)[0])
-    used = [torch.full((1,), dy is not None, dtype=torch.float64, device=device) for dy in dys]
-    rows = torch.stack([torch.cat([one, *(t.to(device) for t in pair)]) for one, pair in zip(used, sums, strict=True)])
-    everyone = _sum_all(call.around.gather(f"{call.tag} backward", rows))
-    if float(everyone[0]) == 0:
-        return [None] * len(needed)
-    sum_dy, sum_dy_xmu = everyone[1:].chunk(2)
-    sum_dy_xmu = f.mask_clamped(sum_dy_xmu, call.stats, call.eps, call.eps_mode)
-    need_x, _, need_weight, need_bias = _quarters(needed)
-    num = len(dys)
-    gradients: list[Tensor | None] = [None] * (4 * num)
-    for i, (dy, (x, weight), own) in enumerate(zip(dys, saved, sums, strict=True)):
-        if x is None:
-            continue
-        mean, invstd, count = call.on(x.device)
-        if need_x[i]:
-            own_dy = torch.zeros_like(x) if dy is None else dy
-            sums_of_all = (sum_dy.to(x.device), sum_dy_xmu.to(x.device))
-            gradients[i] = f.backward_input(own_dy, x, mean, invstd, weight, *sums_of_all, count)
-        gradients[num + i] = x.new_empty(0)
-        if need_weight[i] and dy is not None:
-            gradients[2 * num + i] = own[1] * invstd
-        if need_bias[i] and dy is not None:
-            gradients[3 * num + i] = own[0]
-    return gradients
+    _, *own = _fifths(needs)
+    needed = [Needed(*mine) for mine in zip(*own, strict=True)]
+    reduced = passes.reduce(parts, dys, call.whole, needed)
+    rows = call.around.gather(f"{call.tag} backward", reduced.rows)
+    used = any(dy is not None for dy in dys) if rows is reduced.rows else float(rows[:, 0].sum()) > 0
+    if not used:
+        return [None] * len(needs)
+    dxs = passes.input_gradients(parts, dys, call.whole, reduced, rows, needed)
+    holds = [None if part is None else part.x.new_empty(0) for part in parts]
+    return [*holds, *dxs, *reduced.weights, *reduced.biases, *reduced.residuals]
 
 
 class _Once(torch.autograd.Function):
@@ -422,9 +472,9 @@ class _Recomputed(torch.autograd.Function):
     """The output again, for the tensors that later operations save; nobody differentiates it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        mean, invstd, _ = call.on(x.device)
-        return f.normalize(x, mean, invstd, weight, bias)
+    def forward(ctx: Any, call: _Call, activation: str | None, *tensors: Any) -> Tensor:
+        x, weight, bias, residual = tensors
+        return passes.outputs([Part(x, weight, bias, residual, activation)], call.whole)[0]
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -451,23 +501,22 @@ _meets_in_threads: WeakSet[SyncBatchNorm] = WeakSet()  # those whose last forwar
 _remembered: WeakKeyDictionary[SyncBatchNorm, WeakValueDictionary[bytes, _Call]] = WeakKeyDictionary()
 
 
-def _key(own: Tensor) -> bytes:
-    """The recomputed input has the bits of the first one, so its own statistics find what the call found."""
-    return own.cpu().numpy().tobytes()
-
-
 def _remember(module: SyncBatchNorm, own: Tensor, call: _Call) -> None:
-    """Keep what a checkpointed call found for its recomputation; the call lives as long as its joint node."""
+    """Keep what a checkpointed call found for its recomputation; the call lives as long as its joint node.
+
+    The recomputed input has the bits of the first one, so its own statistics find what the call found.
+    """
     known = _remembered.setdefault(module, WeakValueDictionary())
-    key = _key(own)
+    key = own.cpu().numpy().tobytes()
     other = known.get(key)
-    if other is not None and not all(map(torch.equal, other.stats, call.stats)):
+    if other is not None and not all(map(torch.equal, other.whole.stats, call.whole.stats)):
         call.ambiguous = True
     known[key] = call
 
 
 def _recall(module: SyncBatchNorm, input: Tensor) -> _Call | None:
-    call = _remembered[module].get(_key(f.statistics_row(input.detach())))
+    row = passes.statistics([Part(input.detach(), None, None)])[0]
+    call = _remembered[module].get(row.cpu().numpy().tobytes())
     if call is not None and call.ambiguous:
         raise UnsupportedError(
             f"'{call.tag}' is recomputed in backward, but an earlier call had an input with the same statistics among "

@@ -7,7 +7,7 @@ first layer is touched, no model is ever converted by half.
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from evenstep.core.errors import UnsupportedError
+from evenstep.nn import fuse as fusion
 from evenstep.nn.batchnorm import (
     LazySyncBatchNorm1d,
     LazySyncBatchNorm2d,
@@ -46,7 +47,7 @@ _KINDS: dict[type[nn.Module], type[SyncBatchNorm]] = {
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {
     kind: plain for plain, kind in _KINDS.items() if plain is not nn.SyncBatchNorm
 }
-_ADDED = ("_group", "eps_mode", "qualified_name", "_origin")
+_ADDED = ("_group", "eps_mode", "qualified_name", "_origin", "activation")
 
 
 class _Origin(NamedTuple):
@@ -56,7 +57,9 @@ class _Origin(NamedTuple):
     group: GroupHandle | None  # of torch's nn.SyncBatchNorm
 
 
-def convert_sync_batchnorm(model: M, process_group: Any = None, eps_mode: EpsMode | None = None) -> M:
+def convert_sync_batchnorm(
+    model: M, process_group: Any = None, eps_mode: EpsMode | None = None, *, fuse: bool = False
+) -> M:
     """Make every batch norm of a model a synchronized one, in place.
 
     These are converted: `nn.BatchNorm1d`, `2d`, `3d` and `nn.SyncBatchNorm`, also lazy ones (they synchronize from
@@ -70,6 +73,9 @@ def convert_sync_batchnorm(model: M, process_group: Any = None, eps_mode: EpsMod
             that an `nn.SyncBatchNorm` was given.
         eps_mode: "plus" adds eps to the variance as torch does, "clamp" raises the variance to at least eps. None:
             "plus", or what a synchronized layer has.
+        fuse: Whether batch norms become one with the ReLU, or the addition and the ReLU, that follow them: in every
+            `nn.Sequential`, and in every module whose own forward `torch.fx` can trace and that has no control flow or
+            side effect which tracing would miss. All else is left alone, and so are layers with hooks.
 
     Returns:
         The same model.
@@ -81,12 +87,7 @@ def convert_sync_batchnorm(model: M, process_group: Any = None, eps_mode: EpsMod
     if eps_mode is not None:
         check_eps_mode(eps_mode)
     named = list(model.named_modules())
-    for name, module in named:
-        if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", ""):
-            raise UnsupportedError(
-                f"layer '{name}' was compiled by TorchScript and cannot be converted; "
-                "call convert_sync_batchnorm before torch.jit.script"
-            )
+    _refuse_scripted(named)
     for name, module in named:
         if isinstance(module, nn.DataParallel):
             add_replication_callbacks(module)
@@ -98,7 +99,18 @@ def convert_sync_batchnorm(model: M, process_group: Any = None, eps_mode: EpsMod
                 module.process_group = process_group
             if eps_mode is not None:
                 module.eps_mode = eps_mode
+    if fuse:
+        fusion.fuse(model)
     return model
+
+
+def _refuse_scripted(named: Sequence[tuple[str, nn.Module]]) -> None:
+    for name, module in named:
+        if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", ""):
+            raise UnsupportedError(
+                f"layer '{name}' was compiled by TorchScript and cannot be converted; "
+                "call convert_sync_batchnorm before torch.jit.script"
+            )
 
 
 def _convert(module: nn.Module) -> None:
@@ -113,14 +125,16 @@ def _convert(module: nn.Module) -> None:
 def revert_sync_batchnorm(model: M) -> M:
     """Undo `convert_sync_batchnorm`, in place: every layer is of its old class again and has nothing more than then.
 
+    What was fused is separate calls again.
+
     Layers that were built as `SyncBatchNorm1d`, `2d` or `3d` become `nn.BatchNorm1d`, `2d` or `3d`.
 
     Returns:
         The same model.
 
     Raises:
-        UnsupportedError: A layer was built as `SyncBatchNorm`, for which torch has no plain class. Nothing has been
-            reverted then.
+        UnsupportedError: A layer was built as `SyncBatchNorm`, for which torch has no plain class, or with an
+            activation, which torch's classes do not have. Nothing has been reverted then.
     """
     for name, module in model.named_modules():
         if type(module) is SyncBatchNorm and "_origin" not in module.__dict__:
@@ -128,6 +142,12 @@ def revert_sync_batchnorm(model: M) -> M:
                 f"layer '{name}' was built as SyncBatchNorm, which torch has no plain class for; "
                 "build it as SyncBatchNorm1d, 2d or 3d"
             )
+        if isinstance(module, SyncBatchNorm) and module.activation is not None:
+            raise UnsupportedError(
+                f"layer '{name}' has activation={module.activation!r}, which no batch norm of torch's has; set its "
+                "activation to None and put an nn.ReLU() after it"
+            )
+    fusion.unfuse(model)
     for module in model.modules():
         if isinstance(module, nn.DataParallel):
             remove_replication_callbacks(module)

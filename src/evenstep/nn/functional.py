@@ -22,7 +22,11 @@ What the caller must keep:
 - The result of every function is a function of the values, shape and memory layout of its arguments and the device,
   bit for bit. On the CPU it does not depend on the number of intra-op threads either, although they share the work.
 
-On the CPU the four passes are the C core's (``nn/cpu.py``), each one read of its inputs; elsewhere torch's.
+On the CPU the four passes are the C core's (`cpu`), each one read of its inputs; on a GPU those of Triton (`gpu`) where
+it is installed and has the dtype; elsewhere torch's.
+
+A residual that is added and an activation belong to `normalize`; backward first asks `gate` for the gradient that
+passes the activation.
 """
 
 from typing import Literal, NamedTuple
@@ -31,7 +35,7 @@ import torch
 from torch import Tensor
 
 from evenstep.native import core
-from evenstep.nn import cpu
+from evenstep.nn import cpu, gpu
 
 __all__ = [
     "EpsMode",
@@ -39,7 +43,10 @@ __all__ = [
     "as_row",
     "backward_input",
     "backward_reduce",
+    "dense",
+    "gate",
     "inverse_std",
+    "like",
     "mask_clamped",
     "merge",
     "merge_rows",
@@ -83,9 +90,11 @@ def statistics_row(x: Tensor) -> Tensor:
     """The same as one vector ``[1 + 2C]`` for the wire: count, mean, M2."""
     if x.numel() == 0:
         return torch.zeros(1 + 2 * x.shape[1], dtype=torch.float64, device=x.device)
-    x = _dense(x)
+    x = dense(x)
     if x.device.type == "cpu":
         return cpu.statistics(x)
+    if gpu.takes(x):
+        return gpu.Shards([x]).statistics()[0]
     size = x.numel() // x.shape[1]
     count = torch.full((), size, dtype=torch.float64, device=x.device)
     zeros = torch.zeros(x.shape[1], dtype=_arithmetic(x), device=x.device)
@@ -147,8 +156,16 @@ def inverse_std(stats: Stats, eps: float, eps_mode: EpsMode = "plus") -> Tensor:
     return (variance.clamp_(min=eps) if _clamps(eps_mode) else variance.add_(eps)).rsqrt_()
 
 
-def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """The output of batch norm: ``(x - mean) * invstd * weight + bias`` per channel.
+def normalize(
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """The output of batch norm: ``(x - mean) * invstd * weight + bias`` per channel, plus the residual, activated.
 
     Args:
         x: Input, ``[N, C, *spatial]``.
@@ -156,20 +173,63 @@ def normalize(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bi
         invstd: Inverse standard deviation, ``[C]``.
         weight: Scale, ``[C]``, or None for 1.
         bias: Offset, ``[C]``, or None for 0.
+        residual: Added, shape and dtype as ``x``; or None.
+        activation: "relu" or None.
 
     Returns:
         A tensor of its own (no view) with the shape and dtype of ``x``, and its layout where that is contiguous or
         channels-last, else contiguous.
     """
-    x = _dense(x)
+    x = dense(x)
     if x.numel() == 0:
         return torch.empty_like(x)
+    if gpu.takes(x):
+        residuals = None if residual is None else [like(residual, x)]
+        shards = gpu.Shards([x], None, residuals, activation)
+        return shards.normalize(gpu.coefs(mean, invstd, weight, bias))[0]
     if x.device.type == "cpu":
-        return cpu.normalize(x, mean, invstd, weight, bias)
-    scale = invstd if weight is None else invstd * weight
-    offset = torch.zeros_like(scale) if bias is None else bias.double()
-    centre, rest = _head(mean, x)
-    return _affine(x, centre, scale, offset - rest * scale)
+        y = cpu.normalize(x, mean, invstd, weight, bias)
+    else:
+        scale = invstd if weight is None else invstd * weight
+        offset = torch.zeros_like(scale) if bias is None else bias.double()
+        centre, rest = _head(mean, x)
+        y = _affine(x, centre, scale, offset - rest * scale)
+    if residual is not None:
+        y.add_(residual)
+    return y.relu_() if activation == "relu" else y
+
+
+def gate(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    """The gradient before the activation: ``dy`` where the output was not held at 0.
+
+    The output is not kept for this: it is computed again, by the same operations, so the answer is the same.
+
+    Args:
+        dy: Gradient of the output, shaped as ``x``.
+        x: As given to `normalize`, and so are the others.
+        mean: Mean, ``[C]``.
+        invstd: Inverse standard deviation, ``[C]``.
+        weight: Scale, ``[C]``, or None.
+        bias: Offset, ``[C]``, or None.
+        residual: What was added, or None.
+        activation: "relu" or None.
+
+    Returns:
+        The gradient of the residual, and of what batch norm alone would have given.
+    """
+    if activation is None:
+        return dy
+    before = normalize(x, mean, invstd, weight, bias, residual)
+    return torch.where(before <= 0, torch.zeros((), dtype=dy.dtype, device=dy.device), dy)
 
 
 def backward_reduce(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,11 +247,15 @@ def backward_reduce(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor
     """
     if x.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    x = _dense(x)
-    dy = _like(dy, x)
+    x = dense(x)
+    dy = like(dy, x)
     if x.device.type == "cpu":
         sum_dy, sum_dy_xmu = cpu.backward_reduce(dy, x, mean).unbind()
         return sum_dy, sum_dy_xmu
+    if gpu.takes(x):
+        found = gpu.Found(mean, gpu.coefs(mean, mean, None, None))  # no other vector is read
+        row = gpu.Shards([x], [dy]).reduce(found)[0][0]
+        return row[1 : 1 + mean.numel()], row[1 + mean.numel() :]
     centre, rest = _head(mean, x)
     ones = torch.ones_like(centre)
     # The training backward without its input gradient gives just these sums.
@@ -230,15 +294,19 @@ def backward_input(
     Returns:
         The gradient, with shape, dtype and layout as ``normalize`` gives them.
     """
-    x = _dense(x)
+    x = dense(x)
     if x.numel() == 0:
         return torch.empty_like(x)
-    dy = _like(dy, x)
+    dy = like(dy, x)
     if x.device.type == "cpu":
         return cpu.backward_input(dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count)
     scale = invstd if weight is None else invstd * weight
     slope, shift = invstd.square() * sum_dy_xmu / count, sum_dy / count
     centre, rest = _head(mean, x)
+    if gpu.takes(x):
+        slopes = torch.cat([-slope * scale, (rest * slope - shift) * scale]).float()
+        found = gpu.Found(mean, gpu.coefs(mean, invstd, weight, None))
+        return gpu.Shards([x], [dy]).gradients(found, slopes)[0]
     # Half types are widened: rounding the intermediate result to them would double the error of the gradient.
     wide = _affine(x.to(centre.dtype), centre, -slope * scale, (rest * slope - shift) * scale)
     return wide.addcmul_(dy.to(centre.dtype), _per_channel(scale, wide)).to(x.dtype)
@@ -325,17 +393,22 @@ def _is_rows(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     """``x`` as rows of channels or as contiguous planes, the two layouts the kernels know."""
-    return x if _is_rows(x) else x.contiguous()
+    return _aligned(x if _is_rows(x) else x.contiguous())
 
 
-def _like(dy: Tensor, x: Tensor) -> Tensor:
+def like(dy: Tensor, x: Tensor) -> Tensor:
     """``dy`` in the layout and dtype of the dense tensor ``x``."""
     dy = dy.to(x.dtype)
     if not _is_rows(x):
-        return dy.contiguous()
-    return dy if _is_rows(dy) else torch.empty_like(x).copy_(dy)
+        return _aligned(dy.contiguous())
+    return _aligned(dy if _is_rows(dy) else torch.empty_like(x).copy_(dy))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Kernels on a GPU read 16 bytes at once; where a tensor begins must not decide about bits."""
+    return x if x.device.type == "cpu" or x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _arithmetic(x: Tensor) -> torch.dtype:

@@ -1,0 +1,50 @@
+"""The passes of batch norm as Triton kernels. `gpu` launches them; nobody else imports this module, which needs Triton.
+
+All passes walk the data in the same way. A tile is ``[BA, BC]``: BA positions of BC channels.
+
+- *Planes*, ``[N, C, inner]`` contiguous: a tile lies in one sample, its positions are a column of BA inner positions. A
+  program walks over samples.
+- *Rows*, ``[M, C]`` (channels-last): a tile is BA rows. A program walks over such blocks of rows.
+- *Flat* planes, too small for that: a whole sample is one plane, and its positions know their channels.
+
+So every program has *iterations* with one tile each; of a position's channels and of all but the last rows it is known
+beforehand whether they exist. The ``splits`` programs of one place take iterations in turn, so that a launch goes
+through memory from one end to the other; a pass that reads again what the pass before it read does so in reverse order,
+because what was read last is still in the cache.
+
+Sums are made without atomics: a program leaves its part of a sum in ``partials``, and a small kernel adds the parts in
+a fixed order. What the bits depend on is the geometry (the shape and layout of a shard) and nothing else: in particular
+not on how many shards one launch computes. With JOINT the second axis of the grid counts shards and everything that
+differs between them is read from ``table``, one row of FIELDS integers for each: outer size, splits of a pass that sums
+and of one that maps, and the addresses of up to five tensors: input, output or its gradient, residual, gated gradient,
+gradient of the input.
+
+Elements are float32 inside a position, vectors per channel are float64: ``vectors`` holds mean, M2 and inverse
+standard deviation, ``[C]`` each, and the count. ``coefs`` are what the elements need of them, in float32: centre, scale
+and offset, so that the output is fma(x - centre, scale, offset). What the forward computes and the backward computes
+again is written with ``fma``, so that the two agree on every sign.
+"""
+
+import triton.language as tl
+
+from evenstep.nn.kernels.backward import finish_sums_kernel, input_kernel, merge_sums_kernel, reduce_kernel
+from evenstep.nn.kernels.forward import (
+    coefs_kernel,
+    finish_statistics_kernel,
+    merge_statistics_kernel,
+    normalize_kernel,
+    statistics_kernel,
+)
+
+__all__ = [
+    "coefs_kernel",
+    "finish_statistics_kernel",
+    "finish_sums_kernel",
+    "input_kernel",
+    "merge_statistics_kernel",
+    "merge_sums_kernel",
+    "normalize_kernel",
+    "reduce_kernel",
+    "statistics_kernel",
+    "tl",
+]
