@@ -89,6 +89,30 @@ def test_a_worker_killed_at_any_point_changes_no_bit(script, tmp_path, undisturb
     assert "it is replaced" in done.stderr
 
 
+FIRST_STEP = 3  # the operations are join, prepare and it: its optimizer state is new when it comes to nothing
+
+
+def test_optimizer_state_made_by_a_step_that_came_to_nothing_is_made_anew(script, tmp_path, undisturbed):
+    variables = plant([Fault("kill", "before commit", FIRST_STEP, worker=0)], tmp_path / "faults")
+    assert_same(cli_run("run", "-n", "3", script(training()), variables=variables), undisturbed)
+    assert struck(tmp_path / "faults") == [0]
+
+
+def test_what_is_prepared_after_a_step_was_tried_again_lies_at_one_place_for_all(script, tmp_path):
+    second = """
+        second = nn.Linear(4, 3)
+        second, adam = run.prepare(second, torch.optim.Adam(second.parameters(), 1e-2))
+        for batch in run.batches(data, batch_size=16, epochs=2):
+            time.sleep(0.1)  # so that the new worker takes part
+            run.step(batch, lambda part: F.cross_entropy(second(part[0]), part[1]), adam)
+    """
+    path = script(training(epochs=1).replace("batch, function)", "batch, function, optimizer)") + second)
+    quiet = cli_run("run", "-n", "1", path)
+    variables = plant([Fault("kill", "before commit", FIRST_STEP, worker=0)], tmp_path / "faults")
+    done = cli_run("run", "-n", "3", path, variables=variables)
+    assert_same(done, quiet.stdout.replace("[0] ", "").splitlines())
+
+
 def test_the_fingerprint_is_shown_even_if_the_first_worker_dies_at_the_very_end(script, tmp_path, undisturbed):
     operations = 1 + 1 + 6 * (4 + 1) + 1  # join, prepare, steps and an evaluation for each epoch, the end
     variables = plant([Fault("kill", "inside commit", operations, worker=0)], tmp_path / "faults")
@@ -197,6 +221,15 @@ def test_a_stuck_step_is_given_up_after_the_step_timeout(script, tmp_path, undis
     assert "worker 1 (pid " in done.stderr
     assert "shard 2" in done.stderr
     assert "in function" in done.stderr  # of its stack
+    assert done.stderr.count("it is replaced") == 1, "those who waited for it are not to blame"
+
+
+def test_schedulers_of_a_worker_that_catches_up_do_not_complain(script, tmp_path):
+    text = training(epochs=2).replace("torch.optim.Adam(", "torch.optim.SGD(")  # without any state
+    variables = plant([Fault("kill", "forward", 9, worker=0)], tmp_path / "faults")
+    done = cli_run("run", "-n", "2", script(text), variables=variables)
+    assert done.code == 0
+    assert "lr_scheduler.step()" not in done.stderr
 
 
 def test_the_shards_of_a_slow_worker_move(script, undisturbed):
