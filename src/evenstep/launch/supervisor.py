@@ -343,7 +343,9 @@ class _Supervisor:
                 self._give_up(worker, f"has been stopped for {now - worker.stopped_since:.1f} s")
             doing = self._board.doing(worker.number)
             if self._timeout_s and doing.busy_s and doing.busy_s > self._timeout_s and not doing.waiting:
-                self._give_up(worker, f"has been inside of the step for {doing.busy_s:.1f} s")
+                self._drain(worker, ("events",))  # perhaps it has just said for whom it waited
+                if not any(w.alive and w.kill_at is not None for w in self._workers.values()):  # one after the other
+                    self._give_up(worker, f"has been inside of the step for {doing.busy_s:.1f} s")
         if self._deadline is not None and now >= self._deadline:
             self._stop_all()
 
