@@ -196,6 +196,21 @@ def test_loader_processes_of_the_dead_die_and_the_data_is_the_same(script, tmp_p
     assert_same(done, undisturbed)
 
 
+def test_a_worker_killed_after_its_run_does_the_rest_again(script, tmp_path, undisturbed):
+    rest = f"""
+    if run.worker == 0 and once(r'{tmp_path}/once'):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if run.worker == 0:
+        print("the rest")
+    """
+    for count in ("1", "2"):
+        done = cli_run("run", "-n", count, script(training() + rest))
+        assert done.code == 0
+        assert sorted(done.stdout.splitlines()) == sorted([f"[0] {undisturbed[0]}", undisturbed[1], "[0] the rest"])
+        assert "it is replaced" in done.stderr
+        (tmp_path / "once").unlink()
+
+
 # ---- a worker hangs, or is slow ----
 
 

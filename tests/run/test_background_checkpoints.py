@@ -185,6 +185,27 @@ def test_the_second_signal_and_a_deadline_stop_at_once(script, tmp_path):
         assert cli.wait(20.0).code == 143
 
 
+def test_a_signal_that_comes_after_the_last_step_lets_the_run_come_to_its_end(script, tmp_path, undisturbed):
+    last = "if run.worker == 0: os.kill(os.getppid(), 15); time.sleep(0.3)\n        if run.worker == 0:"
+    done = cli_run("run", "-n", "2", script(training().replace("if run.worker == 0:", last)), tmp_path / "saved")
+    assert lines(done) == undisturbed
+
+
+def test_a_run_can_be_stopped_while_its_only_worker_catches_up(script, tmp_path, undisturbed):
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    each = """
+                if run.version == 10 and claim("killed"): os.kill(os.getpid(), 9)
+                if run.version == 5 and os.path.exists(f"{sys.argv[1]}/killed") and claim("told"):
+                    os.kill(os.getppid(), 15)
+                    time.sleep(0.3)
+    """
+    done = cli_run("run", "-n", "1", script(training(each, every="1000")), saved)
+    assert done.code == 75, done.stderr
+    assert steps(saved) == [11]
+    assert lines(cli_run("run", "-n", "2", "--resume", script(training()), saved)) == undisturbed
+
+
 @pytest.mark.parametrize("every", ["0", "-1", "'3 weeks'", "2.5"])
 def test_what_is_no_interval_is_refused(script, tmp_path, every):
     done = cli_run("run", "-n", "1", script(training(every=every)), tmp_path / "saved")
