@@ -239,6 +239,28 @@ def test_a_stuck_step_is_given_up_after_the_step_timeout(script, tmp_path, undis
     assert done.stderr.count("it is replaced") == 1, "those who waited for it are not to blame"
 
 
+def test_a_worker_that_hangs_while_it_catches_up_does_not_keep_the_run_from_ending(script, tmp_path, undisturbed):
+    before = f"""if run.worker == 1 and run.version == 3 and os.path.exists(r'{tmp_path}/once'): time.sleep(600)
+                if run.worker == 1 and run.version == 9 and once(r'{tmp_path}/once'): os.kill(os.getpid(), 9)"""
+    done = cli_run("run", "-n", "3", "--step-timeout", "1", script(training(before)), timeout_s=30)
+    assert_same(done, undisturbed)
+    assert re.search(r"worker 1 \(pid \d+\) has not caught up [\d.]+ s after the others had ended", done.stderr)
+
+
+def test_a_script_that_catches_the_error_of_a_step_is_told_what_it_was(script):
+    text = training("bad = run.version == 9 and run.worker == 1").replace(
+        "_, metrics = run.step(batch, function)",
+        """
+                try:
+                    _, metrics = run.step(batch, (lambda part: 1 / 0) if bad else function)
+                except ZeroDivisionError:
+                    continue""",
+    )
+    done = cli_run("run", "-n", "2", script(text))
+    assert done.code != 0
+    assert "ZeroDivisionError: division by zero" in done.stderr
+
+
 def test_schedulers_of_a_worker_that_catches_up_do_not_complain(script, tmp_path):
     text = training(epochs=2).replace("torch.optim.Adam(", "torch.optim.SGD(")  # without any state
     variables = plant([Fault("kill", "forward", 9, worker=0)], tmp_path / "faults")

@@ -97,6 +97,7 @@ class _Supervisor:
         self._failed_at: int | None = None  # how much was committed when a script last failed by itself
         self._lost_at: float | None = None  # when a worker was lost, until a step is committed again
         self._stepped = False
+        self._over_since: float | None = None  # since when all but those who catch up have ended
         self._shards: int | None = job.shards
         self._timeout_s = job.step_timeout_s
         self._first_failure: WorkerProcess | None = None
@@ -351,8 +352,22 @@ class _Supervisor:
                 self._drain(worker, ("events",))  # perhaps it has just said for whom it waited
                 if not any(w.alive and w.kill_at is not None for w in self._workers.values()):  # one after the other
                     self._give_up(worker, f"has been inside of the step for {doing.busy_s:.1f} s")
+        self._hurry(now)
         if self._deadline is not None and now >= self._deadline:
             self._stop_all()
+
+    def _hurry(self, now: float) -> None:
+        """When all others have come to the end of the run, one that still catches up has only so long to get there."""
+        late = [w for w in self._workers.values() if w.alive]
+        if not late or self._starts or not self._is_over() or any(w.closed or not w.replaying for w in late):
+            self._over_since = None
+            return
+        self._over_since = self._over_since or now
+        over_s = now - self._over_since
+        for worker in late:
+            if self._timeout_s and over_s > self._timeout_s and worker.kill_at is None:
+                self._give_up(worker, f"has not caught up {over_s:.1f} s after the others had ended")
+                worker.dismissed = worker.number != 0  # what comes after the run is worker 0's, and has to be done
 
     # ---- generations ----
 
