@@ -89,6 +89,13 @@ def test_a_worker_killed_at_any_point_changes_no_bit(script, tmp_path, undisturb
     assert "it is replaced" in done.stderr
 
 
+@pytest.mark.parametrize("visit", [2, 3, 4, 5])
+def test_a_model_keeps_its_first_buffers_if_a_worker_dies_while_it_is_prepared(script, tmp_path, undisturbed, visit):
+    variables = plant([Fault("kill", "exchange", visit, worker=0)], tmp_path / "faults")
+    assert_same(cli_run("run", "-n", "2", script(training()), variables=variables), undisturbed)
+    assert struck(tmp_path / "faults") == [0]
+
+
 FIRST_STEP = 3  # the operations are join, prepare and it: its optimizer state is new when it comes to nothing
 
 
