@@ -347,14 +347,17 @@ class _Supervisor:
             worker.stopped_since = (worker.stopped_since or now) if worker.is_stopped() else None
             if worker.stopped_since is not None and now - worker.stopped_since >= _STOPPED_S:
                 self._give_up(worker, f"has been stopped for {now - worker.stopped_since:.1f} s")
-            doing = self._board.doing(worker.number)
-            if self._timeout_s and doing.busy_s and doing.busy_s > self._timeout_s and not doing.waiting:
-                self._drain(worker, ("events",))  # perhaps it has just said for whom it waited
-                if not any(w.alive and w.kill_at is not None for w in self._workers.values()):  # one after the other
-                    self._give_up(worker, f"has been inside of the step for {doing.busy_s:.1f} s")
+            self._look_at_step(worker)
         self._hurry(now)
         if self._deadline is not None and now >= self._deadline:
             self._stop_all()
+
+    def _look_at_step(self, worker: WorkerProcess) -> None:
+        doing = self._board.doing(worker.number)
+        if self._timeout_s and doing.busy_s and doing.busy_s > self._timeout_s and not doing.waiting:
+            self._drain(worker, ("events",))  # perhaps it has just said for whom it waited
+            if not any(w.alive and w.kill_at is not None for w in self._workers.values()):  # one after the other
+                self._give_up(worker, f"has been inside of the step for {doing.busy_s:.1f} s")
 
     def _hurry(self, now: float) -> None:
         """When all others have come to the end of the run, one that still catches up has only so long to get there."""
