@@ -89,6 +89,37 @@ def test_a_worker_killed_at_any_point_changes_no_bit(script, tmp_path, undisturb
     assert "it is replaced" in done.stderr
 
 
+@pytest.mark.parametrize("visit", [2, 3, 4, 5])
+def test_a_model_keeps_its_first_buffers_if_a_worker_dies_while_it_is_prepared(script, tmp_path, undisturbed, visit):
+    variables = plant([Fault("kill", "exchange", visit, worker=0)], tmp_path / "faults")
+    assert_same(cli_run("run", "-n", "2", script(training()), variables=variables), undisturbed)
+    assert struck(tmp_path / "faults") == [0]
+
+
+FIRST_STEP = 3  # the operations are join, prepare and it: its optimizer state is new when it comes to nothing
+
+
+def test_optimizer_state_made_by_a_step_that_came_to_nothing_is_made_anew(script, tmp_path, undisturbed):
+    variables = plant([Fault("kill", "before commit", FIRST_STEP, worker=0)], tmp_path / "faults")
+    assert_same(cli_run("run", "-n", "3", script(training()), variables=variables), undisturbed)
+    assert struck(tmp_path / "faults") == [0]
+
+
+def test_what_is_prepared_after_a_step_was_tried_again_lies_at_one_place_for_all(script, tmp_path):
+    second = """
+        second = nn.Linear(4, 3)
+        second, adam = run.prepare(second, torch.optim.Adam(second.parameters(), 1e-2))
+        for batch in run.batches(data, batch_size=16, epochs=2):
+            time.sleep(0.1)  # so that the new worker takes part
+            run.step(batch, lambda part: F.cross_entropy(second(part[0]), part[1]), adam)
+    """
+    path = script(training(epochs=1).replace("batch, function)", "batch, function, optimizer)") + second)
+    quiet = cli_run("run", "-n", "1", path)
+    variables = plant([Fault("kill", "before commit", FIRST_STEP, worker=0)], tmp_path / "faults")
+    done = cli_run("run", "-n", "3", path, variables=variables)
+    assert_same(done, quiet.stdout.replace("[0] ", "").splitlines())
+
+
 def test_the_fingerprint_is_shown_even_if_the_first_worker_dies_at_the_very_end(script, tmp_path, undisturbed):
     operations = 1 + 1 + 6 * (4 + 1) + 1  # join, prepare, steps and an evaluation for each epoch, the end
     variables = plant([Fault("kill", "inside commit", operations, worker=0)], tmp_path / "faults")
@@ -172,6 +203,21 @@ def test_loader_processes_of_the_dead_die_and_the_data_is_the_same(script, tmp_p
     assert_same(done, undisturbed)
 
 
+def test_a_worker_killed_after_its_run_does_the_rest_again(script, tmp_path, undisturbed):
+    rest = f"""
+    if run.worker == 0 and once(r'{tmp_path}/once'):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if run.worker == 0:
+        print("the rest")
+    """
+    for count in ("1", "2"):
+        done = cli_run("run", "-n", count, script(training() + rest))
+        assert done.code == 0
+        assert sorted(done.stdout.splitlines()) == sorted([f"[0] {undisturbed[0]}", undisturbed[1], "[0] the rest"])
+        assert "it is replaced" in done.stderr
+        (tmp_path / "once").unlink()
+
+
 # ---- a worker hangs, or is slow ----
 
 
@@ -197,6 +243,37 @@ def test_a_stuck_step_is_given_up_after_the_step_timeout(script, tmp_path, undis
     assert "worker 1 (pid " in done.stderr
     assert "shard 2" in done.stderr
     assert "in function" in done.stderr  # of its stack
+    assert done.stderr.count("it is replaced") == 1, "those who waited for it are not to blame"
+
+
+def test_a_worker_that_hangs_while_it_catches_up_does_not_keep_the_run_from_ending(script, tmp_path, undisturbed):
+    before = f"""if run.worker == 1 and run.version == 3 and os.path.exists(r'{tmp_path}/once'): time.sleep(600)
+                if run.worker == 1 and run.version == 9 and once(r'{tmp_path}/once'): os.kill(os.getpid(), 9)"""
+    done = cli_run("run", "-n", "3", "--step-timeout", "1", script(training(before)), timeout_s=30)
+    assert_same(done, undisturbed)
+    assert re.search(r"worker 1 \(pid \d+\) has not caught up [\d.]+ s after the others had ended", done.stderr)
+
+
+def test_a_worker_whose_script_catches_the_error_of_a_step_is_replaced_and_the_error_told(script, undisturbed):
+    text = training("bad = run.version == 9 and run.worker == 1").replace(
+        "_, metrics = run.step(batch, function)",
+        """
+                try:
+                    _, metrics = run.step(batch, (lambda part: 1 / 0) if bad else function)
+                except ZeroDivisionError:
+                    continue""",
+    )
+    done = cli_run("run", "-n", "2", script(text))
+    assert_same(done, undisturbed)
+    assert "ZeroDivisionError: division by zero" in done.stderr
+
+
+def test_schedulers_of_a_worker_that_catches_up_do_not_complain(script, tmp_path):
+    text = training(epochs=2).replace("torch.optim.Adam(", "torch.optim.SGD(")  # without any state
+    variables = plant([Fault("kill", "forward", 9, worker=0)], tmp_path / "faults")
+    done = cli_run("run", "-n", "2", script(text), variables=variables)
+    assert done.code == 0
+    assert "lr_scheduler.step()" not in done.stderr
 
 
 def test_the_shards_of_a_slow_worker_move(script, undisturbed):

@@ -5,8 +5,11 @@ import re
 import signal
 
 import pytest
+from safetensors import SafetensorError
 
 import processes
+from evenstep.run import checkpoint
+from evenstep.run.checkpoints import Checkpoints, Snapshot
 from evenstep.testing import Fault, plant
 from evenstep.testing.faults import struck
 from workers import Cli, cli_run, script_run
@@ -182,8 +185,74 @@ def test_the_second_signal_and_a_deadline_stop_at_once(script, tmp_path):
         assert cli.wait(20.0).code == 143
 
 
+def test_a_signal_that_comes_after_the_last_step_lets_the_run_come_to_its_end(script, tmp_path, undisturbed):
+    last = "if run.worker == 0: os.kill(os.getppid(), 15); time.sleep(0.3)\n        if run.worker == 0:"
+    done = cli_run("run", "-n", "2", script(training().replace("if run.worker == 0:", last)), tmp_path / "saved")
+    assert lines(done) == undisturbed
+
+
+def test_a_run_can_be_stopped_while_its_only_worker_catches_up(script, tmp_path, undisturbed):
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    each = """
+                if run.version == 10 and claim("killed"): os.kill(os.getpid(), 9)
+                if run.version == 5 and os.path.exists(f"{sys.argv[1]}/killed") and claim("told"):
+                    os.kill(os.getppid(), 15)
+                    time.sleep(0.3)
+    """
+    done = cli_run("run", "-n", "1", script(training(each, every="1000")), saved)
+    assert done.code == 75, done.stderr
+    assert steps(saved) == [11]
+    assert lines(cli_run("run", "-n", "2", "--resume", script(training()), saved)) == undisturbed
+
+
 @pytest.mark.parametrize("every", ["0", "-1", "'3 weeks'", "2.5"])
 def test_what_is_no_interval_is_refused(script, tmp_path, every):
     done = cli_run("run", "-n", "1", script(training(every=every)), tmp_path / "saved")
     assert done.code == 2
     assert "expected a number of steps above 0, or a time such as" in done.stderr
+
+
+def test_a_worker_joins_a_resumed_run_whose_checkpoint_has_made_room_for_newer_ones(script, tmp_path, undisturbed):
+    saved = tmp_path / "saved"
+    assert cli_run("run", "-n", "2", script(training(STOP_AT_10).replace("keep=2", "keep=1")), saved).code == 75
+    path = script(training("time.sleep(0.05)", every="1").replace("keep=2", "keep=1"))
+    variables = plant([Fault("kill", "forward", 12, worker=1)], tmp_path / "faults")
+    done = cli_run("run", "-n", "2", "--resume", path, saved, variables=variables)
+    assert lines(done) == undisturbed
+    assert struck(tmp_path / "faults") == [0]
+    assert "go on without it" not in done.stderr
+
+
+def test_a_script_with_two_runs_goes_on_in_the_second(script, tmp_path):
+    def twice(each):
+        text = training(each).replace("    with evenstep", "    for number in range(2):\n     with evenstep")
+        return text.replace("run.checkpoint(sys.argv[1],", "run.checkpoint(f'{sys.argv[1]}/{number}',")
+
+    quiet = cli_run("run", "-n", "1", script(twice("pass")), tmp_path / "quiet")
+    stop = STOP_AT_10.replace("run.version == 10", "number == 1 and run.version == 10")
+    assert cli_run("run", "-n", "2", script(twice(stop)), tmp_path / "saved").code == 75
+    done = cli_run("run", "-n", "3", "--resume", script(twice("pass")), tmp_path / "saved")
+    assert lines(done)[-1] == lines(quiet)[-1]
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    checkpoints = Checkpoints(tmp_path, 1, keep=1)
+    facts = {"version": 1, "fingerprint": "f" * 64}
+    checkpoints.write(Snapshot({}, facts, b"journal"), wait=True)
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    checkpoints.write(Snapshot({}, {**facts, "version": 2}, b"journal"), wait=True)
+    assert "CHECKPOINT FAILED" in capsys.readouterr().err
+    assert steps(tmp_path) == [1]
+    assert checkpoints.newest() == tmp_path / "step-000000001"
+
+
+def test_the_newest_is_the_one_that_was_written_last_even_if_a_run_began_anew(tmp_path):
+    for version in (7, 8, 3):
+        facts = {"version": version, "fingerprint": "f" * 64}
+        Checkpoints(tmp_path, 1, keep=2).write(Snapshot({}, facts, b"journal"), wait=True)
+    assert steps(tmp_path) == [3, 8]
+    assert Checkpoints(tmp_path, 1, keep=2).newest() == tmp_path / "step-000000003"

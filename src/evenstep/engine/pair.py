@@ -126,6 +126,8 @@ class Pair:
             for key, (shape, dtype, stride) in sorted(tensors.items())
             if key not in known
         }
+        if not fresh:  # even an empty reservation takes room, and whoever tries again would take it once more
+            return
         for entry in self._state.add(fresh, shared=True):
             known[entry.name.rpartition(".")[2]] = entry
 
@@ -148,7 +150,6 @@ class Pair:
             if not took_part:
                 self._reserve(i, tensors)
                 self._hold(i, tensors, {})
-                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # it was, elsewhere; schedulers ask for it
             for key in tensors:
                 self._entries[i][key].counts = True
             for key, value in values.items():
@@ -156,6 +157,10 @@ class Pair:
                 self._values.setdefault(i, {})[key] = value
                 self._state.values[f"{self._prefix}.{self.names[i]}.{key}"] = value
         self._undo = {}
+
+    def stepped_elsewhere(self) -> None:
+        """The optimizer's step was done by others; schedulers want to know that it was."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's own mark
 
     def rollback(self) -> None:
         """Forget state that an operation created or replaced before it was given up."""
@@ -169,8 +174,8 @@ class Pair:
     def replan(self, spans: Sequence[tuple[int, int]]) -> None:
         """The workers, or the shards of each, have changed. All workers must call this alike."""
         self.gradients.replan(spans)
-        for i, entries in self._entries.items():
-            self._hold(i, entries, {})
+        for i, entries in self._entries.items():  # not what an operation made that came to nothing: it is made anew
+            self._hold(i, [key for key, entry in entries.items() if entry.counts], {})
 
     def news_of(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> News:
         """A checkpoint's state of this optimizer, as news."""
@@ -203,9 +208,10 @@ class Pair:
         """Give the optimizer its whole state as ordinary tensors, whoever owned it."""
         for i, entries in self._entries.items():
             for key, entry in entries.items():
-                self.optimizer.state[self.parameters[i]][key] = (
-                    entry.live.clone() if entry.working is entry.live or entry.working is None else entry.working
-                )
+                if entry.counts:
+                    self.optimizer.state[self.parameters[i]][key] = (
+                        entry.live.clone() if entry.working is entry.live or entry.working is None else entry.working
+                    )
 
     def _news(self, indices: Sequence[int]) -> News:
         """State that the segment does not have yet."""

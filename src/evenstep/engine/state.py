@@ -105,9 +105,13 @@ class State:
                 entry.live.copy_(entry.backup)
 
     def pull(self) -> None:
-        """Bring this worker's own copies to what the live images are."""
+        """Bring this worker's own copies to what the live images are, where these are committed.
+
+        A model that is about to be prepared still holds the only values there are.
+        """
         for entry in self.entries.values():
-            entry.pull()
+            if entry.counts:
+                entry.pull()
 
     def tensors(self) -> dict[str, Tensor]:
         """The live images by name. Read them between steps only."""

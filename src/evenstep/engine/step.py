@@ -165,6 +165,8 @@ class Engine:
             if took_part:
                 self.models.pull()
                 self._keep_pace()
+            else:
+                pair.stepped_elsewhere()
             self._settled()
             self.version += 1
             return Outcome(torch.tensor(loss, dtype=torch.float64), metrics, norm)

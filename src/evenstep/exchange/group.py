@@ -191,6 +191,8 @@ class Group:
         self, tag: str, mine: int, num_bytes: int, layout: Sequence[tuple[int, int, int]], place: int, everyone: bool
     ) -> None:
         """Post what fits into a slot, and collect from everyone in the layout."""
+        if self._failed and self.num_workers > 1:  # a script that goes on all the same must not be met by anybody
+            raise self._peer_error()
         if everyone:
             self._round, self._inner = self._round + 1, 0
         else:

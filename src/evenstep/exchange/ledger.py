@@ -91,12 +91,7 @@ class Ledger:
         if self.prelude is not None:
             prelude, self.prelude = self.prelude, None
             prelude()
-        if kind.startswith("step"):  # other operations may take any time
-            self.group.board.begin(self.group.worker, step)
-        try:
-            entry, self.took_part = self._obtain(kind, step, attempt)
-        finally:
-            self.group.board.end(self.group.worker)
+        entry, self.took_part = self._obtain(kind, step, attempt)
         result = adopt(entry, self.took_part)
         self._next += 1
         return result
@@ -120,6 +115,8 @@ class Ledger:
     def _try(self, kind: str, step: int, attempt: Callable[[], Entry]) -> Entry | None:
         """Try the next operation once; None if the workers have to change first, or it is in the journal meanwhile."""
         entry = None
+        if kind.startswith("step"):  # other operations may take any time, and so may the wait for the next generation
+            self.group.board.begin(self.group.worker, step)
         try:
             self._recover()
             entry = attempt()
@@ -133,6 +130,8 @@ class Ledger:
             if self.group.elastic:
                 self.group.leave()
             return entry if committed else None
+        finally:
+            self.group.board.end(self.group.worker)
         return entry
 
     def _recover(self) -> None:

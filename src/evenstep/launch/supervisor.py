@@ -97,6 +97,7 @@ class _Supervisor:
         self._failed_at: int | None = None  # how much was committed when a script last failed by itself
         self._lost_at: float | None = None  # when a worker was lost, until a step is committed again
         self._stepped = False
+        self._over_since: float | None = None  # since when all but those who catch up have ended
         self._shards: int | None = job.shards
         self._timeout_s = job.step_timeout_s
         self._first_failure: WorkerProcess | None = None
@@ -234,6 +235,8 @@ class _Supervisor:
         worker = WorkerProcess(
             number, pid, os.pidfd_open(pid), self._log(number), replaying=replaying, member=not replaying
         )
+        if not replaying:
+            self._shown[number] = 0
         worker.unshown = self._shown.get(number, sys.maxsize) if replaying else 0
         self._workers[number] = worker
         for kind, (reading, writing) in pipes.items():
@@ -251,6 +254,7 @@ class _Supervisor:
 
     def _on_exit(self, worker: WorkerProcess) -> None:
         worker.reap()
+        assert worker.code is not None, "it was collected"
         committed = self._board.committed
         if self._killing or self._first_failure is not None:
             return  # all are ending
@@ -260,10 +264,7 @@ class _Supervisor:
             self._form()
         elif self._stop_signal is not None:
             self._lose(worker)
-        elif worker.closed and worker.code is not None and worker.code < 0:
-            self._say(f"{worker.describe_end()} when its run was over already")
-            self._form()  # somebody may wait to be let in, and only has to take what is committed
-        elif worker.replaying and worker.code is not None and worker.code >= 0 and self._others(worker):
+        elif worker.replaying and not worker.closed and worker.code >= 0 and self._others(worker):
             self._say(f"{worker.describe_end()} before it had caught up; the others go on without it")
             self._show_error(worker)
             self._wanted = min(self._wanted, len(self._others(worker)))
@@ -297,7 +298,7 @@ class _Supervisor:
             self._lost_at = self._lost_at or now
             core.abort_all(self._segment.base, self._segment.num_workers, worker.number, how)
         worker.member = worker.waits = False
-        most = 0 if self._stop_signal is not None else self._job.max_restarts
+        most = 0 if self._stop_signal is not None and not self._is_needed(worker) else self._job.max_restarts
         left = most is None or self._restarts < most
         crowd = sum(1 for w in self._others(worker) if not w.dismissed) + len(self._starts)
         if left and crowd < self._wanted:
@@ -312,6 +313,11 @@ class _Supervisor:
         if not self._starts and not self._others(worker) and self._stop_signal is None:
             return self._fail(worker)
         return self._form()
+
+    def _is_needed(self, worker: WorkerProcess) -> bool:
+        """Whether a run that shall stop cannot do so in order without another one in place of this worker."""
+        killed = worker.code is not None and worker.code < 0
+        return killed and self._stopped is None and not any(w.member for w in self._others(worker))
 
     def _give_up(self, worker: WorkerProcess, why: str) -> None:
         """Name a worker that does nothing any more, let it write its stack, and have it killed."""
@@ -341,11 +347,30 @@ class _Supervisor:
             worker.stopped_since = (worker.stopped_since or now) if worker.is_stopped() else None
             if worker.stopped_since is not None and now - worker.stopped_since >= _STOPPED_S:
                 self._give_up(worker, f"has been stopped for {now - worker.stopped_since:.1f} s")
-            doing = self._board.doing(worker.number)
-            if self._timeout_s and doing.busy_s and doing.busy_s > self._timeout_s and not doing.waiting:
-                self._give_up(worker, f"has been inside of the step for {doing.busy_s:.1f} s")
+            self._look_at_step(worker)
+        self._hurry(now)
         if self._deadline is not None and now >= self._deadline:
             self._stop_all()
+
+    def _look_at_step(self, worker: WorkerProcess) -> None:
+        doing = self._board.doing(worker.number)
+        if self._timeout_s and doing.busy_s and doing.busy_s > self._timeout_s and not doing.waiting:
+            self._drain(worker, ("events",))  # perhaps it has just said for whom it waited
+            if not any(w.alive and w.kill_at is not None for w in self._workers.values()):  # one after the other
+                self._give_up(worker, f"has been inside of the step for {doing.busy_s:.1f} s")
+
+    def _hurry(self, now: float) -> None:
+        """When all others have come to the end of the run, one that still catches up has only so long to get there."""
+        late = [w for w in self._workers.values() if w.alive]
+        if not late or self._starts or not self._is_over() or any(w.closed or not w.replaying for w in late):
+            self._over_since = None
+            return
+        self._over_since = self._over_since or now
+        over_s = now - self._over_since
+        for worker in late:
+            if self._timeout_s and over_s > self._timeout_s and worker.kill_at is None:
+                self._give_up(worker, f"has not caught up {over_s:.1f} s after the others had ended")
+                worker.dismissed = worker.number != 0  # what comes after the run is worker 0's, and has to be done
 
     # ---- generations ----
 
@@ -353,7 +378,7 @@ class _Supervisor:
         """Begin the next generation if all who are left of the present one wait for it."""
         alive = [w for w in self._workers.values() if w.alive and not w.dismissed]
         waiting = sorted((w for w in alive if w.waits), key=lambda w: (not w.member, w.number))
-        if self._stop_signal is not None:
+        if self._stop_signal is not None and any(w.member for w in alive):
             waiting = [w for w in waiting if w.member]  # nobody joins a run that is about to stop
         if not waiting or self._first_failure is not None:
             return None
@@ -392,6 +417,8 @@ class _Supervisor:
         most = self._shards or MAX_SHARDS
         if not 1 <= number <= most:
             raise ConfigError(f"{number} workers, expected 1 to {most}: every worker needs a shard")
+        if self._stop_signal is not None or self._first_failure is not None:
+            raise ConfigError("the run is ending: it takes no more workers")
         self._wanted = number
         live = [w for w in self._workers.values() if w.alive and not w.dismissed]
         for place in range(MAX_SHARDS):
@@ -421,11 +448,12 @@ class _Supervisor:
                 self._deadline = time.monotonic() + self._job.grace_s
                 self._board.ask(Asks.STOP, 1)
                 self._say(f"{signal_name(number)}: stopping after this step; once more stops at once")
-                self._starts.clear()
-                for worker in self._workers.values():
-                    if worker.replaying and worker.alive:
-                        worker.dismissed = True
-                        worker.signal(signal.SIGKILL)
+                if any(w.member and w.alive for w in self._workers.values()):  # else those who come have to stop it
+                    self._starts.clear()
+                    for worker in self._workers.values():
+                        if worker.replaying and worker.alive:
+                            worker.dismissed = True
+                            worker.signal(signal.SIGKILL)
                 self._form()
             else:
                 self._killing = self._killing or self._stop_signal is not None
@@ -438,7 +466,7 @@ class _Supervisor:
         if "scale" in request:
             try:
                 return {"said": self._scale(int(request["scale"]))}
-            except ConfigError as error:
+            except (ConfigError, TypeError) as error:
                 return {"error": str(error)}
         live = [w for w in self._workers.values() if w.alive]
         return {
@@ -569,7 +597,7 @@ class _Supervisor:
         sys.stdout.flush()
         if self._first_failure is not None:
             return self._report_failure(self._first_failure)
-        if self._stop_signal is not None:
+        if self._stop_signal is not None and not self._came_to_its_end():
             if self._stopped is not None:
                 where = self._stopped["checkpoint"]
                 saved = f"its checkpoint is {where}: go on with --resume" if where else "nothing was saved"
@@ -579,6 +607,11 @@ class _Supervisor:
             return 128 + self._stop_signal
         self._show_fingerprint()
         return 0
+
+    def _came_to_its_end(self) -> bool:
+        """Whether the run was over before it could be stopped: its last step was done already."""
+        ends_well = all(w.code == 0 or w.dismissed for w in self._workers.values())
+        return ends_well and self._is_over() and not self._killing
 
     def _show_fingerprint(self) -> None:
         if self._fingerprint is not None:

@@ -67,7 +67,7 @@ def become_worker(
             from evenstep.testing.faults import arm
 
             arm(place.faults, place.worker)
-        code = _run_script(script, args, int(variables["EVENSTEP_EVENTS_FD"]))
+        code = _run_script(script, args, place.worker, int(variables["EVENSTEP_EVENTS_FD"]))
         threading._shutdown()  # type: ignore[attr-defined]  # as at any end of Python: wait for threads that are no daemons
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -92,7 +92,7 @@ def _take_streams(streams: tuple[int, int], keep: set[int]) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding=err, errors="backslashreplace", closefd=False)
 
 
-def _run_script(script: Path, args: Sequence[str], events_fd: int) -> int:
+def _run_script(script: Path, args: Sequence[str], worker: int, events_fd: int) -> int:
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
     try:
@@ -104,7 +104,9 @@ def _run_script(script: Path, args: Sequence[str], events_fd: int) -> int:
         send(events_fd, {"error": str(request.code)})
         return 1
     except PeerError as error:
-        return error.exit_code  # the worker that failed says why
+        if error.worker == worker:  # the script has caught the error and gone on
+            send(events_fd, {"error": f"evenstep: {error}"})
+        return error.exit_code  # else the worker that failed says why
     except _MISTAKES as error:
         send(events_fd, {"error": f"evenstep: {error}", "mistake": True})
         return error.exit_code

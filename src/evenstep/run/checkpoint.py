@@ -58,7 +58,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any],
         for old in directory.glob("state-*"):
             if old.stem != state.stem:
                 old.unlink()
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter is what a full disk comes as
         raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
     except TypeError as error:
         raise CheckpointError(

@@ -4,6 +4,8 @@ Each is a folder `step-N` as `checkpoint.write` makes it, with the journal besid
 run from its beginning and gets the results of all that was done before.
 """
 
+import json
+import math
 import re
 import shutil
 import sys
@@ -26,6 +28,7 @@ __all__ = ["Checkpoints", "Found", "Resumption", "Snapshot"]
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _RETRY_S = 5.0  # after a failed write
+_RESTORE = "restore"
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that fits: where it is, and what was done after the operation that found it."""
+    """A checkpoint that fits: where it is, what it says of itself, and what was done after the one that found it."""
 
     path: Path
+    facts: dict[str, Any]
     entries: Sequence[Entry]
 
 
@@ -98,11 +102,14 @@ class Checkpoints:
     def _write(self, snapshot: Snapshot) -> None:
         path = self._directory / f"step-{snapshot.facts['version']:09}"
         try:
-            checkpoint.write(path, snapshot.tensors, snapshot.facts, snapshot.journal)
+            checkpoint.write(path, snapshot.tensors, {**snapshot.facts, "written_s": time.time()}, snapshot.journal)
             self._retry_s = None
-            for old in _newest_first(self._directory)[self._keep :]:
+            whole = [old for old in _newest_first(self._directory) if _is_whole(old)]
+            for old in set(_newest_first(self._directory)) - set(whole[: self._keep]):
                 shutil.rmtree(old, ignore_errors=True)
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001  # the border of a thread: reported, and tried again
+            if not _is_whole(path):  # what is half written would only take the room that there is not
+                shutil.rmtree(path, ignore_errors=True)
             print(
                 f"evenstep: CHECKPOINT FAILED, training goes on and it will be tried again: {error}",
                 file=sys.stderr,
@@ -112,7 +119,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest checkpoint, if there is any."""
-        return next(iter(_newest_first(self._directory)), None)
+        return next((path for path in _newest_first(self._directory) if _is_whole(path)), None)
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -139,24 +146,23 @@ class Checkpoints:
                 print(f"evenstep: passed over: {error}", file=sys.stderr, flush=True)
                 continue
             checkpoint.check(path, facts, tensors, here, state)
-            done = [ledger.journal.read(number).kind for number in range(ledger.done)] + ["checkpoint"]
-            there = [entry.kind for entry in entries[: len(done)]]
-            if there != done:
-                raise CheckpointError(
-                    f"{path} belongs to another script: it had done {', '.join(there)} where this one has done "
-                    f"{', '.join(done)}"
-                )
-            return Found(path, entries[len(done) :])
+            return Found(path, facts, _after(path, entries, ledger))
         print(f"evenstep: no checkpoint in {self._directory} yet: starting anew", file=sys.stderr, flush=True)
         return None
 
 
 class Resumption:
-    """Going on from a checkpoint: the results of what was done come from its journal, and in the end its state."""
+    """Going on from a checkpoint: the results of what was done come from its journal, and in the end its state.
 
-    def __init__(self, path: Path, engine: Engine, ledger: Ledger) -> None:
-        self._path, self._engine, self._ledger = path, engine, ledger
-        self._facts = checkpoint.read(path, tensors=False)[0]
+    Args:
+        path: Where it is. It is read at once; later it may make room for newer ones.
+        facts: What it says of itself: its data and its fingerprint.
+        engine: Where its state goes.
+        ledger: Holds its journal already.
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any], engine: Engine, ledger: Ledger) -> None:
+        self._path, self._facts, self._engine, self._ledger = path, facts, engine, ledger
         self._over = False
         ledger.prelude = self._go_on
 
@@ -176,14 +182,14 @@ class Resumption:
     def _go_on(self) -> None:
         """Before an operation: if all that the checkpoint knows has been taken over, put its state in place."""
         engine, ledger = self._engine, self._ledger
-        if ledger.catching_up and ledger.journal.read(ledger.done).kind != "restore":
+        if ledger.catching_up and ledger.journal.read(ledger.done).kind != _RESTORE:
             ledger.prelude = self._go_on
             return
 
         def attempt() -> Entry:
             tensors = checkpoint.read(self._path, tensors=True)[1]
             engine.restore(tensors, {})
-            return Entry("restore", str(self._path))
+            return Entry(_RESTORE, str(self._path))
 
         def adopt(entry: Entry, took_part: bool) -> bool:
             engine.restored([[] for _ in engine.pairs], engine.version, took_part)
@@ -193,7 +199,7 @@ class Resumption:
                 )
             return bool(entry.value == str(self._path))
 
-        self._over = ledger.perform("restore", engine.version, attempt, adopt)
+        self._over = ledger.perform(_RESTORE, engine.version, attempt, adopt)
         if not self._over:  # what was put in place then was an older checkpoint, from which this one came
             ledger.prelude = self._go_on
 
@@ -207,5 +213,36 @@ def _parse(every: int | str) -> tuple[int | None, float | None]:
     return None, float(found[1]) * _UNITS_S[found[2]]
 
 
+def _after(path: Path, entries: Sequence[Entry], ledger: Ledger) -> Sequence[Entry]:
+    """What a checkpoint's script did after it had asked for checkpoints.
+
+    Raises:
+        CheckpointError: Until then it had done something else than this one.
+    """
+    done = [kind for n in range(ledger.done) if (kind := ledger.journal.read(n).kind) != _RESTORE] + ["checkpoint"]
+    there = [n for n, entry in enumerate(entries) if entry.kind != _RESTORE]  # no doing of the script's
+    for number, kind in enumerate(done):
+        theirs = entries[there[number]].kind if number < len(there) else "nothing more"
+        if theirs != kind:
+            raise CheckpointError(
+                f"{path} belongs to another script: after {number} operations it did '{theirs}' where this one does "
+                f"'{kind}'"
+            )
+    return entries[there[len(done) - 1] + 1 :]
+
+
 def _newest_first(directory: Path) -> list[Path]:
-    return sorted(directory.glob("step-*"), reverse=True)
+    """By when they were written, not by their steps: a run that began anew is newer than the one before it."""
+    return sorted(directory.glob("step-*"), key=lambda path: (_written_s(path), path.name), reverse=True)
+
+
+def _written_s(path: Path) -> float:
+    """When a checkpoint was written; one that is not whole has yet to be."""
+    try:
+        return float(json.loads((path / "checkpoint.json").read_text()).get("written_s", 0.0))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return math.inf
+
+
+def _is_whole(path: Path) -> bool:
+    return _written_s(path) < math.inf

@@ -613,14 +613,15 @@ class Run:
                     found = self._checkpoints.find(self._identity(), self._engine.state.tensors(), self._ledger)
                 except CheckpointError as error:
                     failure = str(error)
-            path, failure = self._group.gather_json("checkpoint", [found and str(found.path), failure])[0]
+            facts = found and {"path": str(found.path), **{key: found.facts[key] for key in ("data", "fingerprint")}}
+            facts, failure = self._group.gather_json("checkpoint", [facts, failure])[0]
             if failure is not None:
                 raise CheckpointError(failure)
-            return Entry("checkpoint", path, followers=found.entries if found else ())
+            return Entry("checkpoint", facts, followers=found.entries if found else ())
 
         def adopt(entry: Entry, _: bool) -> None:
             if entry.value is not None:
-                self._resumption = Resumption(Path(entry.value), self._engine, self._ledger)
+                self._resumption = Resumption(Path(entry.value["path"]), entry.value, self._engine, self._ledger)
 
         self._perform("checkpoint", attempt, adopt)
 
