@@ -241,7 +241,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path, monkeypat
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     checkpoints = Checkpoints(tmp_path, 1, keep=1)
-    facts = {"version": 1, "fingerprint": "f" * 64}
+    facts = {"version": 1, "values": {}}
     checkpoints.write(Snapshot({}, facts, b"journal"), wait=True)
     monkeypatch.setattr(checkpoint, "save_file", full)
     checkpoints.write(Snapshot({}, {**facts, "version": 2}, b"journal"), wait=True)
@@ -252,7 +252,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path, monkeypat
 
 def test_the_newest_is_the_one_that_was_written_last_even_if_a_run_began_anew(tmp_path):
     for version in (7, 8, 3):
-        facts = {"version": version, "fingerprint": "f" * 64}
+        facts = {"version": version, "values": {}}
         Checkpoints(tmp_path, 1, keep=2).write(Snapshot({}, facts, b"journal"), wait=True)
     assert steps(tmp_path) == [3, 8]
     assert Checkpoints(tmp_path, 1, keep=2).newest() == tmp_path / "step-000000003"

@@ -15,12 +15,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any
 
 from evenstep.core import env
 from evenstep.core.config import MAX_SHARDS
@@ -30,10 +28,11 @@ from evenstep.core.events import Event
 from evenstep.exchange import generations
 from evenstep.exchange.board import Asks, Board
 from evenstep.exchange.generations import Generation
+from evenstep.launch.console import Console
 from evenstep.launch.worker import STACK_SIGNAL, become_worker
 from evenstep.launch.worker_process import WorkerProcess, signal_name
 from evenstep.native import core
-from evenstep.run.progress import Display, Progress
+from evenstep.run.progress import Progress
 from evenstep.transport.segment import Segment
 
 __all__ = ["Job", "supervise"]
@@ -80,14 +79,11 @@ class Job:
 
 
 class _Supervisor:
-    def __init__(self, job: Job, stack: ExitStack) -> None:
-        self._job, self._stack = job, stack
+    def __init__(self, job: Job, console: Console) -> None:
+        self._job, self._console = job, console
         self._segment = Segment.create(MAX_SHARDS)
         self._board = Board(self._segment)
         self._selector = selectors.DefaultSelector()
-        self._display = Display()
-        self._logs: dict[int, BinaryIO] = {}
-        self._shown: dict[int, int] = {}  # how many lines of standard output each place has shown
         self._workers: dict[int, WorkerProcess] = {}  # the present or last one of every place
         self._wanted = job.num_workers
         self._generation = Generation(0, 0, [], None)
@@ -101,7 +97,6 @@ class _Supervisor:
         self._shards: int | None = job.shards
         self._timeout_s = job.step_timeout_s
         self._first_failure: WorkerProcess | None = None
-        self._fingerprint: tuple[int, str] | None = None
         self._stop_signal: int | None = None
         self._stopped: dict[str, Any] | None = None
         self._checkpoints_asked = 0
@@ -109,16 +104,16 @@ class _Supervisor:
         self._killing = False
         self._control = Control()
         self._events: dict[str, Callable[[WorkerProcess, Event], None]] = {
-            "progress": lambda _, event: self._display.show(Progress(**event["progress"])),
+            "progress": lambda _, event: console.progress(Progress(**event["progress"])),
             "shards": self._on_run,
             "waits": self._on_waits,
             "committed": self._on_committed,
             "silent": self._on_silent,
-            "slow": lambda _, event: self._say(event["slow"]),
+            "slow": lambda _, event: console.say(event["slow"]),
             "stopped": self._on_stopped,
             "closed": self._on_closed,
             "ended": self._on_ended,
-            "fingerprint": self._on_fingerprint,
+            "fingerprint": lambda _, event: console.note_fingerprint(event["operation"], event["fingerprint"]),
             "error": self._on_error,
         }
 
@@ -149,7 +144,6 @@ class _Supervisor:
                 worker.signal(signal.SIGKILL)
                 if worker.alive:
                     worker.reap()
-            self._display.close()
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -222,6 +216,7 @@ class _Supervisor:
             resume=self._job.resume,
         )
         self._board.clear(number)
+        self._console.begin(number, again=replaying)
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -232,25 +227,13 @@ class _Supervisor:
                 parent, self._job.script, self._job.args, variables, streams, {self._segment.fd, pipes["events"][1]}
             )
         core.set_pid(self._segment.base, number, pid)  # so that the others notice even one that ends before it joins
-        worker = WorkerProcess(
-            number, pid, os.pidfd_open(pid), self._log(number), replaying=replaying, member=not replaying
-        )
-        if not replaying:
-            self._shown[number] = 0
-        worker.unshown = self._shown.get(number, sys.maxsize) if replaying else 0
+        worker = WorkerProcess(number, pid, os.pidfd_open(pid), replaying=replaying, member=not replaying)
         self._workers[number] = worker
         for kind, (reading, writing) in pipes.items():
             os.close(writing)
             os.set_blocking(reading, False)
             self._selector.register(reading, selectors.EVENT_READ, (kind, worker))
         self._selector.register(worker.pidfd, selectors.EVENT_READ, ("exit", worker))
-
-    def _log(self, number: int) -> BinaryIO | None:
-        if self._job.log_dir is None:
-            return None
-        if number not in self._logs:
-            self._logs[number] = _open_log(self._job.log_dir, number, self._stack)
-        return self._logs[number]
 
     def _on_exit(self, worker: WorkerProcess) -> None:
         worker.reap()
@@ -265,8 +248,8 @@ class _Supervisor:
         elif self._stop_signal is not None:
             self._lose(worker)
         elif worker.replaying and not worker.closed and worker.code >= 0 and self._others(worker):
-            self._say(f"{worker.describe_end()} before it had caught up; the others go on without it")
-            self._show_error(worker)
+            self._console.say(f"{worker.describe_end()} before it had caught up; the others go on without it")
+            self._console.show_error(worker.error)
             self._wanted = min(self._wanted, len(self._others(worker)))
         elif self._is_final(worker, committed):
             self._fail(worker)
@@ -293,7 +276,7 @@ class _Supervisor:
         now = time.monotonic()
         step = self._board.doing(worker.number).step
         how = worker.given_up or worker.describe_end()
-        self._show_error(worker)
+        self._console.show_error(worker.error)
         if worker.member:
             self._lost_at = self._lost_at or now
             core.abort_all(self._segment.base, self._segment.num_workers, worker.number, how)
@@ -309,7 +292,7 @@ class _Supervisor:
             next_ = "it is replaced" + (f" in {delay:g} s" if delay else "")
         else:
             next_ = f"{crowd} go on"
-        self._say(f"{how} at step {step}; {next_}")
+        self._console.say(f"{how} at step {step}; {next_}")
         if not self._starts and not self._others(worker) and self._stop_signal is None:
             return self._fail(worker)
         return self._form()
@@ -326,7 +309,7 @@ class _Supervisor:
         shard = "" if doing.shard is None else f", shard {doing.shard}"
         worker.given_up = f"{worker.describe()} {why}"
         worker.kill_at = time.monotonic() + _STACK_S
-        self._say(f"{worker.given_up} at step {doing.step}{shard}, its last exchange was '{tag}'; its stack:")
+        self._console.say(f"{worker.given_up} at step {doing.step}{shard}, its last exchange was '{tag}'; its stack:")
         worker.signal(STACK_SIGNAL)
         worker.signal(signal.SIGCONT)
 
@@ -407,7 +390,7 @@ class _Supervisor:
         )
         generations.announce(self._segment, self._generation)
         if before.number and members != before.members:
-            self._say(f"{len(members)} workers from now on: {', '.join(map(str, members))}")
+            self._console.say(f"{len(members)} workers from now on: {', '.join(map(str, members))}")
         if len(alive) > len(chosen) or any(not w.member for w in alive):
             self._form()
         return None
@@ -439,15 +422,15 @@ class _Supervisor:
             self._board.ask(Asks.CHECKPOINT, self._checkpoints_asked)
         elif number in (signal.SIGUSR1, signal.SIGUSR2):
             try:
-                self._say(self._scale(self._wanted + (1 if number == signal.SIGUSR1 else -1)))
+                self._console.say(self._scale(self._wanted + (1 if number == signal.SIGUSR1 else -1)))
             except ConfigError as error:
-                self._say(str(error))
+                self._console.say(str(error))
         elif number in (signal.SIGINT, signal.SIGTERM):
             if self._stop_signal is None and self._generation.number and not self._is_over():
                 self._stop_signal = number
                 self._deadline = time.monotonic() + self._job.grace_s
                 self._board.ask(Asks.STOP, 1)
-                self._say(f"{signal_name(number)}: stopping after this step; once more stops at once")
+                self._console.say(f"{signal_name(number)}: stopping after this step; once more stops at once")
                 if any(w.member and w.alive for w in self._workers.values()):  # else those who come have to stop it
                     self._starts.clear()
                     for worker in self._workers.values():
@@ -508,28 +491,8 @@ class _Supervisor:
         if kind == "events":
             for line in lines:
                 self._on_event(worker, line)
-        elif kind == "err":
-            self._show(worker, lines, sys.stderr)
         else:
-            hidden = min(worker.unshown, len(lines))
-            worker.unshown -= hidden
-            self._shown[worker.number] = self._shown.get(worker.number, 0) + len(lines) - hidden
-            self._show(worker, lines[hidden:], sys.stdout)
-
-    def _show(self, worker: WorkerProcess, lines: Sequence[bytes], stream: TextIO) -> None:
-        if not lines:
-            return
-        if worker.log is not None:
-            worker.log.write(b"\n".join(lines) + b"\n")
-            worker.log.flush()
-        # with `_bytes_as_they_are`, what is no text in the stream's encoding comes out as it went in
-        texts = (line.decode(stream.encoding or "utf-8", "surrogateescape") for line in lines)
-        self._display.write("\n".join(f"[{worker.number}] {text}" for text in texts), stream)
-        stream.flush()
-
-    def _say(self, sentence: str) -> None:
-        self._display.write(f"evenstep: {sentence}", sys.stderr)
-        sys.stderr.flush()
+            self._console.show(worker.number, lines, is_error=kind == "err")
 
     def _on_event(self, worker: WorkerProcess, line: bytes) -> None:
         try:
@@ -542,8 +505,7 @@ class _Supervisor:
 
     def _on_waits(self, worker: WorkerProcess, _: Event) -> None:
         self._drain(worker, ("out",))
-        if worker.number not in self._shown:  # nobody asked for what it printed to get here
-            worker.unshown = 0
+        self._console.caught_up(worker.number)
         worker.waits = True
         self._form()
 
@@ -565,26 +527,17 @@ class _Supervisor:
     def _on_stopped(self, _: WorkerProcess, event: Event) -> None:
         self._stopped = event["stopped"]
 
-    def _on_fingerprint(self, _: WorkerProcess, event: Event) -> None:
-        """Every worker says it, because any of them may be gone before it could; the one of an earlier run is shown."""
-        found = (event["operation"], event["fingerprint"])
-        if self._fingerprint is None or found[0] > self._fingerprint[0]:
-            self._show_fingerprint()
-            self._fingerprint = found
-
     def _on_error(self, worker: WorkerProcess, event: Event) -> None:
         worker.error, worker.mistake = event["error"], event.get("mistake", False)
         worker.hopeless = event.get("hopeless", False)
-        if worker.log is not None:
-            worker.log.write(event["error"].rstrip().encode(errors="backslashreplace") + b"\n")
-            worker.log.flush()
+        self._console.log_error(worker.number, event["error"])
 
     def _on_committed(self, _: WorkerProcess, event: Event) -> None:
         self._stepped = True
         self._failures.clear()
         if self._lost_at is not None:
             late_s = time.monotonic() - self._lost_at
-            self._say(f"step {event['committed']} is committed, {late_s:.3f} s after a worker was lost")
+            self._console.say(f"step {event['committed']} is committed, {late_s:.3f} s after a worker was lost")
             self._lost_at = None
 
     # ---- the end ----
@@ -593,34 +546,26 @@ class _Supervisor:
         for worker in self._workers.values():
             for kind in list(worker.pending):
                 self._on_output(kind, worker, b"")
-        self._display.close()
-        sys.stdout.flush()
+        self._console.end_progress()
         if self._first_failure is not None:
             return self._report_failure(self._first_failure)
         if self._stop_signal is not None and not self._came_to_its_end():
             if self._stopped is not None:
                 where = self._stopped["checkpoint"]
                 saved = f"its checkpoint is {where}: go on with --resume" if where else "nothing was saved"
-                self._say(f"stopped by {signal_name(self._stop_signal)} after step {self._stopped['step']}; {saved}")
+                self._console.say(
+                    f"stopped by {signal_name(self._stop_signal)} after step {self._stopped['step']}; {saved}"
+                )
                 return Stopped.exit_code
-            self._say(f"stopped by {signal_name(self._stop_signal)}")
+            self._console.say(f"stopped by {signal_name(self._stop_signal)}")
             return 128 + self._stop_signal
-        self._show_fingerprint()
+        self._console.show_fingerprint()
         return 0
 
     def _came_to_its_end(self) -> bool:
         """Whether the run was over before it could be stopped: its last step was done already."""
         ends_well = all(w.code == 0 or w.dismissed for w in self._workers.values())
         return ends_well and self._is_over() and not self._killing
-
-    def _show_fingerprint(self) -> None:
-        if self._fingerprint is not None:
-            self._display.write(f"fingerprint {self._fingerprint[1]}", sys.stdout)
-            sys.stdout.flush()
-
-    def _show_error(self, worker: WorkerProcess) -> None:
-        if worker.error:
-            self._display.write(worker.error.rstrip(), sys.stderr)
 
     def _report_failure(self, worker: WorkerProcess) -> int:
         """Show the error of the worker that failed first (the others fail because of it), last and whole."""
@@ -642,38 +587,7 @@ def supervise(job: Job) -> int:
     Raises:
         ConfigError: The logs or the segment cannot be made; nothing was started.
     """
-    with ExitStack() as stack:
-        if job.log_dir is not None:
-            for number in range(job.num_workers):
-                _open_log(job.log_dir, number, stack, "wb")
+    with Console(job.log_dir, job.num_workers) as console:
         import torch._inductor.config  # noqa: F401  # a second that every worker would spend in its first step
 
-        for stream in (sys.stdout, sys.stderr):
-            stack.enter_context(_bytes_as_they_are(stream))
-        return _Supervisor(job, stack).run()
-
-
-def _open_log(directory: Path, number: int, stack: ExitStack, mode: str = "ab") -> BinaryIO:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file: BinaryIO = stack.enter_context((directory / f"worker-{number}.log").open(mode))  # type: ignore[assignment]  # binary
-    except OSError as error:
-        raise ConfigError(
-            f"--log-dir {directory}: {error.filename or directory} cannot be made: {error.strerror}; "
-            "name another directory"
-        ) from error
-    return file
-
-
-@contextmanager
-def _bytes_as_they_are(stream: TextIO) -> Iterator[None]:
-    """Let the stream write undecodable bytes, which workers may well print, as they are."""
-    if not isinstance(stream, TextIOWrapper):
-        yield
-        return
-    before = stream.errors
-    stream.reconfigure(errors="surrogateescape")
-    try:
-        yield
-    finally:
-        stream.reconfigure(errors=before)
+        return _Supervisor(job, console).run()

@@ -5,7 +5,6 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 __all__ = ["WorkerProcess", "signal_name"]
 
@@ -18,9 +17,7 @@ class WorkerProcess:
         number: Its place; a worker that replaces it has the same.
         pid: Its process.
         pidfd: Readable when it has ended.
-        log: Where its output is written too, if anywhere.
         replaying: It was started later than the others and has not caught up.
-        unshown: How many lines of its output have been shown already, by the worker that it replaces.
         member: Whether it is in the present generation, or is one of those who begin.
         waits: Whether it waits for the next generation.
         in_run: Whether it is inside of an `evenstep.Run`.
@@ -40,9 +37,7 @@ class WorkerProcess:
     number: int
     pid: int
     pidfd: int
-    log: BinaryIO | None
     replaying: bool = False
-    unshown: int = 0
     member: bool = False
     waits: bool = False
     in_run: bool = False

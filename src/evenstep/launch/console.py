@@ -1,0 +1,145 @@
+"""What the launcher shows of its workers: their lines with their numbers, one progress, errors, the fingerprint."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, TextIO
+
+from evenstep.core.errors import ConfigError
+from evenstep.run.progress import Display, Progress
+
+__all__ = ["Console"]
+
+
+class Console:
+    """Standard output and error of the launcher, and the logs of the workers. Use it as a context manager.
+
+    A worker that replaces another runs the script from its beginning, and so prints again what has been seen: as many
+    lines as its place has shown are left out. Of one in a place that is new, everything is until it has caught up.
+
+    Args:
+        log_dir: Where each worker's output goes too, if anywhere.
+        num_workers: How many logs to begin with.
+
+    Raises:
+        ConfigError: A log cannot be made.
+    """
+
+    def __init__(self, log_dir: Path | None, num_workers: int) -> None:
+        self._log_dir = log_dir
+        self._stack = ExitStack()
+        self._logs: dict[int, BinaryIO] = {}
+        self._display = Display()
+        self._shown = dict.fromkeys(range(num_workers), 0)  # lines of standard output, by place
+        self._hidden: dict[int, int] = {}  # how many lines are still to be left out
+        self._fingerprint: tuple[int, str] | None = None
+        if log_dir is not None:
+            for number in range(num_workers):
+                self._logs[number] = self._open(log_dir, number)
+
+    def __enter__(self) -> "Console":
+        for stream in (sys.stdout, sys.stderr):
+            self._stack.enter_context(_bytes_as_they_are(stream))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.close()
+        self._stack.close()
+
+    def _open(self, directory: Path, number: int) -> BinaryIO:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            return self._stack.enter_context((directory / f"worker-{number}.log").open("wb"))
+        except OSError as error:
+            raise ConfigError(
+                f"--log-dir {directory}: {error.filename or directory} cannot be made: {error.strerror}; "
+                "name another directory"
+            ) from error
+
+    def begin(self, number: int, *, again: bool) -> None:
+        """A worker starts in a place, for the first time or in the middle of a run."""
+        if self._log_dir is not None and number not in self._logs:
+            self._logs[number] = self._open(self._log_dir, number)
+        self._hidden[number] = self._shown.get(number, sys.maxsize) if again else 0
+
+    def caught_up(self, number: int) -> None:
+        """A worker is where the others are."""
+        if number not in self._shown:
+            self._shown[number] = self._hidden[number] = 0
+
+    def show(self, number: int, lines: Sequence[bytes], *, is_error: bool) -> None:
+        """Show whole lines of a worker."""
+        stream = sys.stderr if is_error else sys.stdout
+        if not is_error:
+            hidden = min(self._hidden[number], len(lines))
+            self._hidden[number] -= hidden
+            lines = lines[hidden:]
+            if number in self._shown:
+                self._shown[number] += len(lines)
+        if not lines:
+            return
+        self._log(number, b"\n".join(lines))
+        # with `_bytes_as_they_are`, what is no text in the stream's encoding comes out as it went in
+        texts = (line.decode(stream.encoding or "utf-8", "surrogateescape") for line in lines)
+        self._write("\n".join(f"[{number}] {text}" for text in texts), stream)
+
+    def _log(self, number: int, data: bytes) -> None:
+        if number in self._logs:
+            self._logs[number].write(data + b"\n")
+            self._logs[number].flush()
+
+    def _write(self, text: str, stream: TextIO) -> None:
+        self._display.write(text, stream)
+        stream.flush()
+
+    def log_error(self, number: int, text: str) -> None:
+        """Note in a worker's log why it fails."""
+        self._log(number, text.rstrip().encode(errors="backslashreplace"))
+
+    def show_error(self, text: str | None) -> None:
+        """Show a worker's error, whole."""
+        if text:
+            self._write(text.rstrip(), sys.stderr)
+
+    def say(self, sentence: str) -> None:
+        """Say something of our own."""
+        self._write(f"evenstep: {sentence}", sys.stderr)
+
+    def progress(self, progress: Progress) -> None:
+        """Show where the batches are."""
+        self._display.show(progress)
+
+    def note_fingerprint(self, operation: int, fingerprint: str) -> None:
+        """Keep what a run ended on; every worker says it. That of an earlier run of the script is shown."""
+        if self._fingerprint is None or operation > self._fingerprint[0]:
+            self.show_fingerprint()
+            self._fingerprint = (operation, fingerprint)
+
+    def show_fingerprint(self) -> None:
+        """Show what the last run ended on, if it did."""
+        if self._fingerprint is not None:
+            self._write(f"fingerprint {self._fingerprint[1]}", sys.stdout)
+
+    def end_progress(self) -> None:
+        """Leave the progress as it is: what comes now is last."""
+        self._display.close()
+        sys.stdout.flush()
+
+
+@contextmanager
+def _bytes_as_they_are(stream: TextIO) -> Iterator[None]:
+    """Let the stream write undecodable bytes, which workers may well print, as they are."""
+    if not isinstance(stream, TextIOWrapper):
+        yield
+        return
+    before = stream.errors
+    stream.reconfigure(errors="surrogateescape")
+    try:
+        yield
+    finally:
+        stream.reconfigure(errors=before)
