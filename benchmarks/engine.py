@@ -59,7 +59,8 @@ class Config:
 
     Attributes:
         name: The name in progress lines and in the JSON file.
-        kind: ``ours``, ``plain`` or ``ddp`` for a training step; ``exchange`` or ``gloo`` for a small exchange.
+        kind: ``ours``, ``plain`` or ``ddp`` for a training step; ``exchange``, ``recorded`` or ``gloo`` for a small
+            exchange.
         task: The name of the task in `models.TASKS`; empty for an exchange.
         num_workers: How many processes run it.
         shards: The number of shards, for our side.
@@ -74,13 +75,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: `ours` may take at most `goal` times as long as `peer` (names of configurations)."""
+    """One row of the table: `ours` may take at most `goal` (if any) times as long as `peer`, both configurations."""
 
     name: str
     what: str
     ours: str
     peer: str
-    goal: float
+    goal: float | None
 
 
 CONFIGS = (
@@ -96,6 +97,7 @@ CONFIGS = (
     Config("transformer-ours-1w-8s", "ours", "transformer", 1, 8),
     Config("transformer-plain", "plain", "transformer"),
     Config("exchange-ours-2w", "exchange", "", 2, 2),
+    Config("exchange-recorded-2w", "recorded", "", 2, 2),
     Config("exchange-gloo-2w", "gloo", "", 2),
 )
 
@@ -114,6 +116,7 @@ ROWS = (
     ),
     Row("resnet-scaling", "ResNet, 2 workers / 1 worker", "resnet-ours-2w-8s", "resnet-ours-1w-8s", 0.55),
     Row("exchange", "exchange of 1 KiB, 2 workers / gloo all_reduce", "exchange-ours-2w", "exchange-gloo-2w", 0.02),
+    Row("recorded", "the same by run.exchange, recorded", "exchange-recorded-2w", "exchange-gloo-2w", None),
 )
 
 
@@ -195,10 +198,11 @@ def free_port() -> int:
 def commands_of(config: Config, steps: int, out: Path, ddp: str) -> tuple[list[list[str]], list[dict[str, str]]]:
     """Return the command lines that measure `config`, one a process to start, and the environment of each."""
     measured = ["--out", str(out), "--steps", str(steps)]
-    if config.kind in ("ours", "exchange"):
+    if config.kind in ("ours", "exchange", "recorded"):
         script = "train_ours.py" if config.kind == "ours" else "exchange_ours.py"
         launcher = [] if config.num_workers == 1 else ["-m", "evenstep", "run", "-n", str(config.num_workers)]
         which = ["--model", config.task, "--shards", str(config.shards)] if config.kind == "ours" else []
+        which = ["--recorded"] if config.kind == "recorded" else which
         return [[sys.executable, *launcher, str(HERE / script), *which, *measured]], [single_threaded_environment()]
     which = ["--model", config.task, "--ddp", ddp] if config.task else []
     command = [sys.executable, str(HERE / "engine.py"), "--peer", config.kind, *which, *measured]
@@ -360,12 +364,14 @@ def print_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
 
 def table_line(row: Row, results: dict[str, list[float]]) -> list[str]:
     """Return the cells of `row`: what, ours, peer, ratio, goal, reached."""
+    goal = "-" if row.goal is None else f"{row.goal:.2f}"
     ours, peer = (statistics.median(results[n]) if n in results else None for n in (row.ours, row.peer))
     cells = ["failed" if seconds is None else milliseconds(seconds) for seconds in (ours, peer)]
     if ours is None or peer is None:
-        return [row.what, *cells, "-", f"{row.goal:.2f}", "failed"]
+        return [row.what, *cells, "-", goal, "failed"]
     ratio = ours / peer
-    return [row.what, *cells, f"{ratio:.3f}", f"{row.goal:.2f}", "yes" if ratio <= row.goal else "no"]
+    reached = "-" if row.goal is None else "yes" if ratio <= row.goal else "no"
+    return [row.what, *cells, f"{ratio:.3f}", goal, reached]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -157,14 +157,17 @@ class Group:
         self._gather_into(out.data_ptr(), tag, rows, counts, everyone)
         return out
 
-    def sum(self, tag: str, rows: Tensor, shares: Sequence[int]) -> Tensor:
-        """Offer one row [rows of this worker, n] for each shard; return their tree sum [n], the same on all workers."""
+    def sum(self, tag: str, rows: Tensor, shares: Sequence[int], *, everyone: bool = False) -> Tensor:
+        """Offer one row [rows of this worker, n] for each shard; return their tree sum [n], the same on all workers.
+
+        The arguments are those of `gather`.
+        """
         num_rows, size = sum(shares), rows.shape[1]
         row_bytes = size * rows.element_size()
         if self._scratch.numel() < num_rows * row_bytes:
             self._scratch = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
         first = self._scratch.data_ptr()
-        self._gather_into(first, tag, rows, shares, everyone=False)
+        self._gather_into(first, tag, rows, shares, everyone)
         out = rows.new_empty(size)
         places = tuple(range(first, first + num_rows * row_bytes, row_bytes))
         core.tree_reduce(_DTYPES[rows.dtype], _SUM, places, tree.leaf_program(num_rows), out.data_ptr(), size)

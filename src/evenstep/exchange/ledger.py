@@ -61,6 +61,7 @@ class Ledger:
         self._recovered = group.generation
         self._reported = 0  # the generation whose first step the supervisor knows of
         self.asked: Asked = (0, 0, 0)
+        self._mine = torch.zeros(1, 3, dtype=torch.int64)  # what this worker has seen of that
 
     @property
     def catching_up(self) -> bool:
@@ -150,8 +151,8 @@ class Ledger:
         if group.rank == 0:
             self.journal.append(entry)
             points.reach("inside commit")
-        rows = group.gather(f"{kind}: committed", torch.tensor([group.board.asked()]))
-        regroup, checkpoint, stop = (int(number) for number in rows.amax(0))
+        self._mine.numpy()[0] = group.board.asked()
+        regroup, checkpoint, stop = group.gather(f"{kind}: committed", self._mine).numpy().max(0).tolist()
         self.asked = (regroup, checkpoint, stop)
         if group.rank == 0 and self._reported != group.generation and kind.startswith("step"):
             group.tell({"committed": step})

@@ -484,9 +484,11 @@ class Run:
         Returns:
             The sum over all shards in tree order, [n], the same bits on every worker.
         """
-        generation = self._group.generation
+        generation, kind = self._group.generation, f"exchange {tag}"
+        total = torch.empty(0)
 
         def attempt() -> Entry:
+            nonlocal total
             if callable(rows):
                 mine = torch.stack([rows(shard) for shard in self._engine.mine])
             elif self._group.generation == generation:
@@ -497,13 +499,18 @@ class Run:
                     "not here; pass a function of the shard instead of a tensor"
                 )
             self._check_rows(mine)
-            total = self._group.sum(tag, mine.cpu(), [end - first for first, end in self._engine.spans])
-            self._group.barrier(f"{tag}: over")
-            return Entry(f"exchange {tag}", str(mine.device), safetensors.torch.save({"sum": total}))
+            shares = [end - first for first, end in self._engine.spans]
+            total = self._group.sum(tag, mine.cpu(), shares, everyone=True).to(mine.device)
+            described = [str(total.dtype).removeprefix("torch."), str(total.device)]
+            return Entry(kind, described, total.cpu().view(torch.uint8).numpy().tobytes())
 
-        return self._perform(
-            f"exchange {tag}", attempt, lambda entry, _: safetensors.torch.load(entry.blob)["sum"].to(entry.value)
-        )
+        def adopt(entry: Entry, took_part: bool) -> Tensor:
+            if took_part:
+                return total
+            dtype, device = entry.value
+            return torch.frombuffer(bytearray(entry.blob), dtype=getattr(torch, dtype)).to(device)
+
+        return self._perform(kind, attempt, adopt)
 
     def _check_rows(self, rows: Tensor) -> None:
         num_shards = len(self._engine.mine)
