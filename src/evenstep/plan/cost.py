@@ -70,13 +70,14 @@ class _Round:
         seconds = num_bytes / link.bandwidth_bytes_per_s
         self.latency_s = max(self.latency_s, link.latency_s)
         self.crossing[link.kind] += num_bytes
-        if machine != other:
-            return self.cross_network(machine, other, num_bytes)
         devices = topology.machines[machine].devices
-        if link.kind is LinkKind.SOCKET:
-            return self.occupy((machine, "from", devices[a].numa, "to", devices[b].numa), seconds)
-        self.occupy((machine, "out of", a), seconds)
-        return self.occupy((machine, "into", b), seconds)
+        if machine != other:
+            self.cross_network(machine, other, num_bytes)
+        elif link.kind is LinkKind.SOCKET:
+            self.occupy((machine, "from", devices[a].numa, "to", devices[b].numa), seconds)
+        else:
+            self.occupy((machine, "out of", a), seconds)
+            self.occupy((machine, "into", b), seconds)
 
     def cross_network(self, machine: int, other: int, num_bytes: float) -> None:
         """A message between machines: both network cards, and both uplinks if the racks differ."""
