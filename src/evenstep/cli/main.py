@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from evenstep.cli import topo
+from evenstep.cli import graph, topo
 from evenstep.core.config import DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
 
@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.set_defaults(command=_verify)
 
     topo.add_parser(commands)
+    graph.add_parser(commands)
 
     for command in (run, verify):
         command.add_argument("script", type=Path, help="the training script")
