@@ -22,8 +22,14 @@ SCRIPT = """
     def main():
         with evenstep.Run(shards=6) as run:
             inner = Net()
-            inner, optimizer = run.prepare(inner, torch.optim.SGD(inner.parameters(), 0.1))
+            setup(run, inner)
             raise SystemExit("this is never reached")
+
+    def setup(run, innermost):
+        try:
+            return run.prepare(innermost, torch.optim.SGD(innermost.parameters(), 0.1))
+        except Exception:
+            print("nor is this")
 
     number = 7
     ready = Net()
@@ -32,7 +38,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("name", ["inner", "ready", "Net"])
+@pytest.mark.parametrize("name", ["inner", "innermost", "ready", "Net"])
 def test_a_script_is_run_up_to_prepare_and_its_model_drawn(script, tmp_path, name):
     out = tmp_path / "net.json"
     done = cli_run("graph", f"{script(SCRIPT)}:{name}", "-n", "2", "--input", "3,4", "--out", out)
@@ -61,7 +67,7 @@ def test_pictures_are_written(script, tmp_path, ending, begin):
 @pytest.mark.parametrize(
     ("text", "name", "sentence"),
     [
-        (SCRIPT, "nothing", "has no 'nothing'; expected one of ready, inner"),
+        (SCRIPT, "nothing", "has no 'nothing'; expected one of ready, inner, innermost"),
         ("x = 1", "model", "has no 'model'; the script has made no module by then"),
         ("model = 3", "model", "'model' of {path} is a int, expected a torch.nn.Module"),
         ("def model(n): pass", "model", "model() of {path} failed: TypeError: model() missing 1 required"),

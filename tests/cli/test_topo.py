@@ -55,6 +55,16 @@ def test_the_text_of_nvidia_smi_comes_through_a_pipe(monkeypatch, capsys):
     assert "shards 4-7 on gpu1   nvlink to gpu0" in capsys.readouterr().out
 
 
+def test_machines_come_through_a_pipe_as_well(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(TWO)))
+    assert main(["topo", "--from", "-"]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("?"))
+    assert main(["topo", "--from", "-"]) == 2
+    assert capsys.readouterr().err == (
+        "evenstep: standard input is neither a JSON object of machines nor the text of `nvidia-smi topo -m`\n"
+    )
+
+
 def test_this_machine_is_shown_and_measured():
     assert main(["topo"]) == 0
     done = cli_run("topo", "--measure")

@@ -1,3 +1,5 @@
+import warnings
+
 import networkx
 import pytest
 import torch
@@ -6,7 +8,7 @@ from tqdm import tqdm
 from traceable import Branching, Residual, Untraceable
 
 import evenstep
-from evenstep.core.errors import ConfigError
+from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.picture.network import Network
 from evenstep.picture.trace import trace
 from workers import run_workers
@@ -108,6 +110,23 @@ def test_the_owners_are_those_of_a_run():
     shared = trace(Residual(), 8, 3).partition
     assert [p.owner for p in shared.parameters if p.owner is not None] == owners
     assert list(shared.spans) == spans
+
+
+def test_a_lazy_model_is_refused_until_it_has_shapes():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.LazyLinear(3)
+    with pytest.raises(UnsupportedError) as caught:
+        trace(model, 4, 1)
+    assert str(caught.value) == "weight has no shape yet; call the lazy model once before it is drawn"
+
+
+def test_an_example_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        trace(Residual(), 8, 2, [torch.zeros(3, 7)])
+    assert str(caught.value).startswith(
+        "the model fails on inputs of (3, 7) torch.float32: RuntimeError: mat1 and mat2"
+    )
 
 
 def test_more_workers_than_shards_are_refused():

@@ -1,4 +1,6 @@
+import random
 import time
+from itertools import permutations
 
 import pytest
 from clusters import dgx, topologies
@@ -50,6 +52,28 @@ def test_no_layout_is_predicted_to_be_slower_than_the_order_given(topology, extr
     chosen, given_order = lay(topology, num_shards), in_order(topology, num_shards)
     assert sorted(chosen.order) == list(range(topology.num_devices))
     assert cost.tree(topology, chosen, 1e8).seconds <= cost.tree(topology, given_order, 1e8).seconds
+
+
+def test_of_few_devices_nearly_always_the_best_order_of_all_is_found():
+    dice, found = random.Random(5), []
+    for _ in range(60):
+        machines = tuple(
+            Machine(f"m{m}", tuple(Device(f"d{i}", numa=dice.randint(0, 1)) for i in range(dice.randint(1, 2))))
+            for m in range(dice.randint(1, 3))
+        )
+        topology = Topology(machines)
+        count = topology.num_devices
+        num_shards = count + dice.randint(0, 4)
+        best, chosen = (
+            min(cost.tree(topology, layout, 1e8).seconds for layout in layouts)
+            for layouts in (
+                [in_order(topology, num_shards, order) for order in permutations(range(min(count, 5)))],
+                [lay(topology, num_shards, range(min(count, 5)))],
+            )
+        )
+        found.append(chosen / best if best else 1.0)
+    assert max(found) < 1.5
+    assert sum(ratio < 1.0001 for ratio in found) >= 57
 
 
 def test_ten_thousand_devices_are_compared_in_seconds():

@@ -8,17 +8,21 @@ from torch.utils.data import TensorDataset
 
 import evenstep
 from evenstep.core.errors import CheckpointError, ConfigError
+from evenstep.plan.planner import lay
+from evenstep.plan.topology import Device, Machine, Topology
 from workers import cli_run, run_workers
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3)
 
 
-def train(folder=None, *, load=False, stop_at=None, **options):
+def train(folder=None, *, load=False, stop_at=None, spans=None, **options):
     with evenstep.Run(shards=6, seed=3, quiet=True) as run:
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
         model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
         if load:
             run.load(folder)
+        if spans is not None:
+            run._engine._replan(spans)
         sizes = []
         for batch in run.batches(DATA, epochs=2, **options):
             sizes.append(len(batch))
@@ -92,6 +96,15 @@ def test_dealing_in_turn_is_another_arithmetic_and_the_same_on_any_number_of_wor
     alone = train(batch_size=16, deal="round-robin")
     assert alone[0] != train(batch_size=16)[0]
     for found in run_workers(3, lambda _: train(batch_size=16, deal="round-robin")):
+        assert found == alone
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (5.0, 1.0, 1.0), (0.3, 2.0, 1.0)], ids=str)
+def test_the_shards_of_any_layout_end_on_the_same_bits(speeds):
+    machines = tuple(Machine(f"m{i}", (Device("d", speed=speed),), rack=f"r{i % 2}") for i, speed in enumerate(speeds))
+    layout = lay(Topology(machines), 6)
+    alone = train(batch_size=16)
+    for found in run_workers(3, lambda _: train(batch_size=16, spans=list(layout.spans))):
         assert found == alone
 
 

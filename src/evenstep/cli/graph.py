@@ -142,7 +142,7 @@ def _run_script(path: Path) -> tuple[dict[str, Any], int | None]:
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except _Enough as enough:
-        return {**module.__dict__, **_caller(enough)}, enough.shards
+        return {**module.__dict__, **_callers(enough)}, enough.shards
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} failed before it prepared a model: {type(error).__name__}: {error}") from error
     finally:
@@ -151,10 +151,12 @@ def _run_script(path: Path) -> tuple[dict[str, Any], int | None]:
     return module.__dict__, None
 
 
-def _caller(enough: _Enough) -> dict[str, Any]:
-    """The local names of the function that called `prepare`."""
-    trace, frames = enough.__traceback__, []
-    while trace is not None:
-        frames.append(trace.tb_frame)
+def _callers(enough: _Enough) -> dict[str, Any]:
+    """The local names of the functions on the way to `prepare`; those of inner ones hide those of outer ones."""
+    names: dict[str, Any] = {}
+    trace = enough.__traceback__
+    trace = trace.tb_next if trace is not None else None  # the first is ours
+    while trace is not None and trace.tb_next is not None:  # and so is the last
+        names |= trace.tb_frame.f_locals
         trace = trace.tb_next
-    return dict(frames[-2].f_locals)
+    return names

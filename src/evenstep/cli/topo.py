@@ -13,7 +13,7 @@ from evenstep.plan import planner
 from evenstep.plan.layout import Layout
 from evenstep.plan.pairing import pair_devices
 from evenstep.plan.topology import Topology
-from evenstep.topology import from_smi, read_file, read_machine, to_json
+from evenstep.topology import from_text, read_file, read_machine, to_json
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -85,7 +85,7 @@ def _read(options: argparse.Namespace) -> Topology:
 
         return measure()
     if options.source == "-":
-        return from_smi(sys.stdin.read())
+        return from_text(sys.stdin.read(), "standard input")
     if options.source is not None:
         return read_file(Path(options.source))
     return read_file(options.simulate) if options.simulate is not None else read_machine()

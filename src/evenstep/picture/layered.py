@@ -57,10 +57,12 @@ def _layers(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
     for a, b in sorted(edges, key=lambda edge: edge[1]):  # nodes come in an order in which they can be computed
         layer[b] = max(layer[b], layer[a] + 1)
     fed = {b for _, b in edges}
-    for node in range(count):
-        takers = [layer[b] for a, b in edges if a == node]
-        if node not in fed and takers:
-            layer[node] = min(takers) - 1
+    first_taker: dict[int, int] = {}
+    for a, b in edges:
+        first_taker[a] = min(first_taker.get(a, layer[b]), layer[b])
+    for node, taker in first_taker.items():
+        if node not in fed:
+            layer[node] = taker - 1
     return layer
 
 
@@ -110,10 +112,11 @@ def _order(grid: _Grid) -> None:
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
         near = grid.above if down else grid.below
+        places = _places(grid)
         for layer in grid.layers if down else reversed(grid.layers):
-            places = _places(grid)
             mean = {i: sum(places[n] for n in near[i]) / len(near[i]) if near[i] else float(places[i]) for i in layer}
             layer.sort(key=mean.__getitem__)
+            places.update({item: place for place, item in enumerate(layer)})
         found = _crossings(grid)
         if found < fewest:
             best, fewest = [list(layer) for layer in grid.layers], found

@@ -93,7 +93,8 @@ def _draw_workers(canvas: Canvas, network: Network, top: float) -> tuple[float, 
 
 def _size(node: Node) -> tuple[float, float]:
     rows = min(len(node.parameters), _CHIPS) + (len(node.parameters) > _CHIPS)
-    letters = max(len(node.label), len(_kind_line(node)), 14 if rows else 0)
+    parts = [node.label, _kind_line(node)]
+    letters = len("".join(parts)) if node.kind == "function" else max(map(len, parts))
     width = min(max(7.2 * letters + 26, 110.0), 260.0)
     return max(width, 200.0 if rows else 0.0), (28 if node.kind == "function" else 42) + rows * _ROW + (
         6 if rows else 0
@@ -101,10 +102,14 @@ def _size(node: Node) -> tuple[float, float]:
 
 
 def _kind_line(node: Node) -> str:
-    shape = "" if node.shape is None else "  \u2192 " + "\u00d7".join(map(str, node.shape))
+    shape = "" if node.shape is None else "  \u2192 " + _shape(node.shape)
     if node.kind in ("function", "input", "output"):
         return (node.kind if node.kind != "function" else "") + shape
     return node.kind + shape
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "\u00d7".join(map(str, shape)) or "scalar"
 
 
 def _draw_node(
@@ -136,7 +141,7 @@ def _draw_node(
 def _draw_parameter(canvas: Canvas, parameter: Parameter, inside: str, x: float, y: float, width: float) -> None:
     owner = "frozen" if parameter.owner is None else f"worker {parameter.owner}"
     shade = "#9aa5b1" if parameter.owner is None else colour(parameter.owner)
-    shape = "\u00d7".join(map(str, parameter.shape)) or "scalar"
+    shape = _shape(parameter.shape)
     tip = f"{parameter.name} {shape}, {quantity(parameter.num_bytes, 'B')}, {owner}"
     canvas.rect(x, y, width, _ROW - 3, fill=shade, radius=4, opacity=0.9, tip=tip)
     short = parameter.name.removeprefix(inside + ".")
@@ -160,7 +165,7 @@ def page(network: Network) -> str:
     for parameter in network.partition.parameters:
         worker = parameter.owner
         dot = "" if worker is None else f'<i style="background:{colour(worker)}"></i>worker {worker}'
-        shape = "\u00d7".join(map(str, parameter.shape)) or "scalar"
+        shape = _shape(parameter.shape)
         rows.append(
             f'<tr><td>{escape(parameter.name)}</td><td>{shape}</td><td class="figure">{parameter.num_bytes:,}</td>'
             f"<td>{dot or 'frozen'}</td></tr>"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
+from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.picture.network import Network, Node, partition
 
 __all__ = ["trace"]
@@ -23,16 +24,22 @@ def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequenc
     """Look at a model.
 
     Args:
-        model: The model, on the CPU.
+        model: The model, on any device.
         num_shards: K.
         num_workers: How many workers share it.
         examples: Inputs, if shapes shall be found out too.
 
     Raises:
-        ConfigError: There are more workers than shards.
+        ConfigError: There are more workers than shards, or the model fails on the examples.
+        UnsupportedError: A parameter has no shape yet.
     """
+    lazy = [name for name, parameter in _named(model) if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise UnsupportedError(f"{lazy[0]} has no shape yet; call the lazy model once before it is drawn")
     parameters = [(n, tuple(p.shape), p.numel() * p.element_size(), p.requires_grad) for n, p in _named(model)]
     shared = partition(parameters, num_shards, num_workers)
+    if examples:
+        _try_out(model, examples)
     ways: list[tuple[str, Callable[[], Found]]] = [("fx", lambda: _by_fx(model, examples))]
     if examples:
         ways.append(("export", lambda: _by_export(model, examples)))
@@ -48,6 +55,16 @@ def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequenc
     hint = "" if examples else "; with --input, torch.export is tried as well"
     notes.append(f"this is the tree of modules, not the flow of data{hint}")
     return Network(type(model).__name__, tuple(nodes), tuple(edges), shared, "modules", "; ".join(notes))
+
+
+def _try_out(model: nn.Module, examples: Sequence[Tensor]) -> None:
+    """See that the examples fit, before tracers that say it less plainly fail on them."""
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model).cpu().eval()(*examples)
+    except Exception as error:
+        shapes = ", ".join(f"{tuple(example.shape)} {example.dtype}" for example in examples)
+        raise ConfigError(f"the model fails on inputs of {shapes}: {_first_line(error)}") from error
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -80,7 +97,7 @@ class _Tracer(fx.Tracer):
 
 
 def _by_fx(model: nn.Module, examples: Sequence[Tensor]) -> Found:
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(model).cpu().eval()
     graph = _Tracer().trace(model)
     if examples:
         with torch.no_grad():
@@ -131,7 +148,7 @@ def _shape(found: Any) -> tuple[int, ...] | None:
 
 def _by_export(model: nn.Module, examples: Sequence[Tensor]) -> Found:
     """Operators, those of one call of a module without children taken together."""
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(model).cpu().eval()
     program = torch.export.export(model, tuple(examples))
     names = {id(parameter): name for name, parameter in _named(model)}
     held = {**program.graph_signature.inputs_to_parameters, **program.graph_signature.inputs_to_buffers}

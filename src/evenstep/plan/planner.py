@@ -4,9 +4,9 @@ All of it is about speed. Whatever is chosen here, the tree over shards is the s
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, permutations
 
 from evenstep.core.errors import ConfigError
 from evenstep.plan import cost
@@ -18,7 +18,7 @@ from evenstep.plan.topology import Machine, Topology
 
 __all__ = ["Plan", "compare", "in_order", "lay"]
 
-_SEARCHED = 32  # up to so many devices, swaps are tried
+_SEARCHED = 32  # up to so many devices, small changes are tried
 _SWEEPS = 8
 _USUAL_BYTES = 100e6
 
@@ -64,8 +64,9 @@ def lay(
     """Lay the tree over devices so that siblings are near and few bytes cross slow links.
 
     Devices are taken machine by machine, and inside of a machine in pairs of pairs over the fastest links. If that is
-    predicted to be no faster than the order given, the order given stays. With few devices, swapping any two is tried
-    as well, until no swap makes the tree faster. Of two that are as fast, the one with fewer bytes over slow links.
+    predicted to be no faster than the order given, the order given stays. With few devices, swapping two and moving one
+    are tried as well, until neither makes the tree faster. Of two that are as fast, the one with fewer bytes over slow
+    links is chosen.
 
     Args:
         topology: The machines.
@@ -86,16 +87,27 @@ def lay(
     best, lowest = min(((layout, price(layout)) for layout in (given, near)), key=lambda item: item[1])
     for _ in range(_SWEEPS if len(given.order) <= _SEARCHED else 0):
         before = lowest
-        for a, b in combinations(range(len(best.order)), 2):
-            swapped = list(best.order)
-            swapped[a], swapped[b] = swapped[b], swapped[a]
-            tried = in_order(topology, num_shards, swapped)
+        for order in _changed(best.order):
+            tried = in_order(topology, num_shards, order)
             asked = price(tried)
             if asked < lowest:
                 best, lowest = tried, asked
         if lowest == before:
             break
     return best
+
+
+def _changed(order: Sequence[int]) -> Iterator[list[int]]:
+    """Orders with two devices swapped, and with one moved elsewhere."""
+    for a, b in combinations(range(len(order)), 2):
+        swapped = list(order)
+        swapped[a], swapped[b] = swapped[b], swapped[a]
+        yield swapped
+    for a, b in permutations(range(len(order)), 2):
+        if abs(a - b) > 1:  # else it is a swap
+            moved = list(order)
+            moved.insert(b, moved.pop(a))
+            yield moved
 
 
 def compare(topology: Topology, num_shards: int, num_bytes: float) -> list[Plan]:

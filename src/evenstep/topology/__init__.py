@@ -13,7 +13,7 @@ from evenstep.plan.layout import Layout
 from evenstep.plan.pairing import pair_devices
 from evenstep.plan.planner import compare, lay
 from evenstep.plan.topology import Device, Link, LinkKind, Machine, Topology
-from evenstep.topology.file import from_json, read_file, to_json
+from evenstep.topology.file import from_json, from_text, read_file, to_json
 from evenstep.topology.machine import read_cores, read_machine
 from evenstep.topology.smi import from_smi
 
@@ -27,6 +27,7 @@ __all__ = [
     "compare",
     "from_json",
     "from_smi",
+    "from_text",
     "lay",
     "pair_devices",
     "read_cores",

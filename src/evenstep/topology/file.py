@@ -22,7 +22,7 @@ from evenstep.core.errors import ConfigError
 from evenstep.plan.topology import LINKS, Device, Link, LinkKind, Machine, Topology
 from evenstep.topology.smi import from_smi
 
-__all__ = ["from_json", "read_file", "to_json"]
+__all__ = ["from_json", "from_text", "read_file", "to_json"]
 
 _FORMAT = 1
 _MOST = 1_000_000  # machines of one kind
@@ -40,16 +40,25 @@ def read_file(path: Path) -> Topology:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"{path} cannot be read: {reason}; name a JSON file of machines") from error
+    return from_text(text, str(path))
+
+
+def from_text(text: str, name: str) -> Topology:
+    """A topology from a text: JSON, or what `nvidia-smi topo -m` says. `name` says in errors where the text is from.
+
+    Raises:
+        ConfigError: What is in it makes no sense.
+    """
     try:
         if text.lstrip().startswith("{"):
             return from_json(json.loads(text))
         if "GPU0" in text:
             return from_smi(text)
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{name} is no JSON: {error}") from error
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    raise ConfigError(f"{path} is neither a JSON object of machines nor the text of `nvidia-smi topo -m`")
+        raise ConfigError(f"{name}: {error}") from error
+    raise ConfigError(f"{name} is neither a JSON object of machines nor the text of `nvidia-smi topo -m`")
 
 
 def to_json(topology: Topology) -> dict[str, Any]:
