@@ -14,6 +14,8 @@ from workers import cli_run
     [
         pytest.param(["--help"], ["run", "verify", "does not depend on the number of workers"], id="evenstep"),
         pytest.param(["run", "--help"], ["-n N", "--shards K", "--log-dir DIR", "script ...", "auto"], id="run"),
+        pytest.param(["topo", "--help"], ["--from FILE", "--measure", "--simulate FILE", "--out FILE"], id="topo"),
+        pytest.param(["graph", "--help"], ["SCRIPT:NAME", "--shards K", "--workers N", "--out FILE"], id="graph"),
         pytest.param(["verify", "--help"], ["--workers N,N,...", "--steps S", "first step and tensor"], id="verify"),
     ],
 )
@@ -30,7 +32,11 @@ def test_neither_help_nor_a_mistake_waits_for_torch():
     code = """
 import contextlib, sys
 from evenstep.cli.main import main
-for argv in (["--help"], ["run", "--help"], ["verify", "--help"], ["run", "-n", "0", "-"], ["run", "missing.py"]):
+for argv in (
+    ["--help"], ["run", "--help"], ["verify", "--help"], ["topo", "--help"], ["run", "-n", "0", "-"],
+    ["run", "missing.py"], ["topo", "--from", "missing.json"], ["topo", "--shards", "4"],
+    ["graph", "--help"], ["graph", "missing.py:model", "--out", "x.svg"],
+):
     with contextlib.suppress(SystemExit):
         main(argv)
 sys.exit("torch" in sys.modules or "numpy" in sys.modules)

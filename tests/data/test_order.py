@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +77,22 @@ def test_the_order_of_a_given_seed_never_changes():
     assert [request.shards for request in plan.requests(0)] == [((6, 2), (9, 5)), ((1, 3), (8, 4)), ((7,), (0,))]
 
 
+def test_dealt_in_turn_sample_r_goes_to_shard_r_mod_k():
+    plan = Plan(11, 8, 3, seed=0, shuffle=False, drop_last=False, deal="round-robin")
+    assert [request.shards for request in plan.requests(0)] == [
+        ((0, 3, 6), (1, 4, 7), (2, 5)),
+        ((8,), (9,), (10,)),
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans)
+def test_either_deal_gives_every_shard_as_many_of_the_same_batch(plan):
+    for by_position, in_turn in zip(plan.requests(1), replace(plan, deal="round-robin").requests(1), strict=True):
+        assert in_turn.sizes == by_position.sizes
+        assert sorted(i for s in in_turn.shards for i in s) == sorted(i for s in by_position.shards for i in s)
+
+
 def test_without_shuffling_samples_come_as_they_are():
     assert flat(Plan(7, 3, 2, 0, False, False), 4) == [[0, 1, 2], [3, 4, 5], [6]]
 
@@ -85,6 +103,7 @@ def test_without_shuffling_samples_come_as_they_are():
         ({"num_samples": 0}, "the data set is empty; expected at least one sample"),
         ({"batch_size": 0}, "batch_size=0, expected a whole number above 0"),
         ({"batch_size": -4}, "batch_size=-4, expected a whole number above 0"),
+        ({"deal": "cards"}, "deal='cards', expected 'position' or 'round-robin'"),
         ({"batch_size": 2.5}, "batch_size=2.5, expected a whole number above 0"),
     ],
     ids=str,

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.plan.placement import balance, cut
+from evenstep.plan.placement import balance, cut, share
 
 
 @given(st.integers(0, 1000), st.integers(1, 300))
@@ -20,6 +20,21 @@ def test_eight_shards_on_three_workers_are_three_three_two():
 
 def test_a_part_of_nothing_is_empty_and_stays_in_place():
     assert cut(2, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=12), st.integers(0, 40))
+def test_shares_are_in_proportion_and_nobody_goes_without(weights, extra):
+    size = len(weights) + extra
+    spans = share(size, weights)
+    assert [k for span in spans for k in range(*span)] == list(range(size))
+    wanted = [size * weight / sum(weights) for weight in weights]
+    for (first, end), amount in zip(spans, wanted, strict=True):
+        assert 1 <= end - first < max(amount, 1) + 1
+
+
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_equal_shares_are_a_cut(extra, num_parts):
+    assert share(num_parts + extra, [0.3] * num_parts) == cut(num_parts + extra, num_parts)
 
 
 @given(st.lists(st.integers(0, 1 << 30), max_size=60), st.integers(1, 9))

@@ -1,4 +1,4 @@
-"""`evenstep run`, `evenstep verify`: parse, check, hand over. Each of our errors has an exit code and one sentence."""
+"""The command line: parse, check, hand over. Each of our errors has an exit code and one sentence."""
 
 import argparse
 import os
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from evenstep.cli import graph, topo
 from evenstep.core.config import DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
 
@@ -102,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", metavar="SECONDS", type=float, default=3600.0, help="what each run may take (default: 3600)"
     )
     verify.set_defaults(command=_verify)
+
+    topo.add_parser(commands)
+    graph.add_parser(commands)
 
     for command in (run, verify):
         command.add_argument("script", type=Path, help="the training script")

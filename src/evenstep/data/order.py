@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -9,7 +10,10 @@ from evenstep.core.errors import ConfigError
 from evenstep.engine.randomness import derive
 from evenstep.plan.placement import cut
 
-__all__ = ["Plan", "Request"]
+__all__ = ["Deal", "Plan", "Request"]
+
+Deal = Literal["position", "round-robin"]
+"""How the samples of a batch are dealt to its shards: neighbours together, or sample r to shard r mod K."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a data set becomes batches."""
+    """How a data set becomes batches.
+
+    Either way of dealing gives every shard as many samples; which samples they are is part of the arithmetic.
+    """
 
     num_samples: int
     batch_size: int
@@ -42,12 +49,15 @@ class Plan:
     seed: int
     shuffle: bool
     drop_last: bool
+    deal: Deal = "position"
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise ConfigError("the data set is empty; expected at least one sample")
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size!r}, expected a whole number above 0")
+        if self.deal not in ("position", "round-robin"):
+            raise ConfigError(f"deal={self.deal!r}, expected 'position' or 'round-robin'")
         if self.drop_last and self.num_samples < self.batch_size:
             raise ConfigError(
                 f"drop_last with {self.num_samples} samples and batch_size={self.batch_size} leaves no batch at all; "
@@ -68,5 +78,9 @@ class Plan:
             order = torch.randperm(self.num_samples, generator=generator).tolist()
         for number in range(first, self.num_batches):
             indices = order[number * self.batch_size : (number + 1) * self.batch_size]
-            spans = cut(len(indices), self.num_shards)
-            yield Request(epoch, number, tuple(tuple(indices[a:b]) for a, b in spans))
+            yield Request(epoch, number, self._deal(indices))
+
+    def _deal(self, indices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        if self.deal == "round-robin":
+            return tuple(tuple(indices[shard :: self.num_shards]) for shard in range(self.num_shards))
+        return tuple(tuple(indices[a:b]) for a, b in cut(len(indices), self.num_shards))

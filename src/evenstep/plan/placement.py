@@ -1,6 +1,8 @@
 """Who computes what: shards to workers, samples to shards, parameters to owners. Pure arithmetic."""
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace, nlargest
+from itertools import accumulate
 
 __all__ = ["balance", "cut", "share"]
 
@@ -19,13 +21,23 @@ def share(size: int, weights: Sequence[float]) -> list[Span]:
 
     Equal weights give what `cut` gives.
     """
-    wanted = [size * weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    wanted = [size * weight / total for weight in weights]
     sizes = [max(int(amount), 1) for amount in wanted]
-    while sum(sizes) > size:  # those that were raised to 1 take from whoever has most above what it wanted
-        sizes[max((i for i, n in enumerate(sizes) if n > 1), key=lambda i: (sizes[i] - wanted[i], i))] -= 1
-    while sum(sizes) < size:
-        sizes[max(range(len(sizes)), key=lambda i: (wanted[i] - sizes[i], -i))] += 1
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    # those that were raised to 1 take from whoever has most above what it wanted, one at a time
+    above = [(wanted[i] - n, -i) for i, n in enumerate(sizes) if n > 1]
+    heapify(above)
+    for _ in range(sum(sizes) - size):
+        _, i = above[0]
+        sizes[-i] -= 1
+        if sizes[-i] > 1:
+            heapreplace(above, (wanted[-i] - sizes[-i], i))
+        else:
+            heappop(above)
+    # what is left goes to the largest remainders; nobody's is as much as two
+    for i in nlargest(size - sum(sizes), range(len(sizes)), key=lambda i: (wanted[i] - sizes[i], -i)):
+        sizes[i] += 1
+    ends = list(accumulate(sizes))
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 

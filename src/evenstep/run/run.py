@@ -4,6 +4,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -19,7 +20,7 @@ from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError, ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
 from evenstep.data.loader import Batch, Loader, cut_batch, num_rows
-from evenstep.data.order import Plan
+from evenstep.data.order import Deal, Plan
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
 from evenstep.engine.pair import Pair
@@ -98,6 +99,7 @@ class Run:
         self._position: dict[str, int] | None = None  # where the loaded checkpoint was
         self._epochs = 0  # that were asked for so far
         self._data: list[list[int]] = []  # the sizes of what was gone through so far
+        self._past: list[list[int]] = []  # the same of the loaded checkpoint
         self._last: tuple[float | None, dict[str, float]] = (None, {})
         self._display: Display | Pipe | None = None
         self._checkpoints: Checkpoints | None = None
@@ -263,6 +265,8 @@ class Run:
         *,
         shuffle: bool = True,
         drop_last: bool = False,
+        batch_per_worker: bool = False,
+        deal: Deal = "position",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         loaders: int = 0,
         prefetch: int = 2,
@@ -277,12 +281,23 @@ class Run:
             epochs: How often to go through the data.
             shuffle: A new order for every epoch, fixed by (seed, epoch).
             drop_last: Leave out a last batch that is short. It need not be: uneven batches are exact.
+            batch_per_worker: The global batch has `batch_size` samples for each worker that the run was started with
+                (weak scaling). That number is then part of the arithmetic, and stays what it was when workers come
+                and go, and when the run is resumed on another number of them.
+            deal: How a batch becomes shards: "position" cuts it into neighbours, "round-robin" deals sample r to shard
+                r mod K. Part of the arithmetic.
             collate_fn: Makes a part from a list of samples; torch's `default_collate` if None.
             loaders: Loader processes of each worker; 0 loads inline.
             prefetch: Batches that each loader process holds ready.
+
+        Raises:
+            CheckpointError: What was loaded had global batches of another size, with `batch_per_worker`.
         """
-        plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last)
-        self._check_data(plan)
+        plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last, deal)
+        num_workers = self._num_workers_at_start() if batch_per_worker else None
+        if num_workers is not None:
+            plan = replace(plan, batch_size=batch_size * num_workers)
+        self._check_data(plan, num_workers)
         loader = self._loader(dataset, "sample", collate_fn, loaders, prefetch, skip=lambda: self._ledger.catching_up)
         start = self._position or {"epoch": 0, "batch": 0}
         base, self._epochs = self._epochs, self._epochs + epochs
@@ -313,10 +328,29 @@ class Run:
         if self._display is not None and self._group.rank == 0 and self._ledger.took_part:
             self._display.show(progress)
 
-    def _check_data(self, plan: Plan) -> None:
-        sizes = [plan.num_samples, plan.batch_size]
+    def _num_workers_at_start(self) -> int:
+        """How many workers the run was started with: what was asked for, and first of all, if it has been resumed.
+
+        Neither how many there are now nor how many came: else a worker that dies early would change the result.
+        """
+
+        def attempt() -> Entry:
+            return Entry("batch per worker", self._group.gather_json("batch per worker", self._env.num_workers)[0])
+
+        found: int = self._perform("batch per worker", attempt, lambda entry, _: entry.value)
+        return found
+
+    def _check_data(self, plan: Plan, num_workers: int | None) -> None:
+        sizes, number = [plan.num_samples, plan.batch_size], len(self._data)
         if self._resumption is not None:
-            self._resumption.check_data(len(self._data), sizes)
+            self._resumption.check_data(number, sizes)
+        if num_workers is not None and number < len(self._past) and self._past[number] != sizes:
+            raise CheckpointError(
+                f"the checkpoint that was loaded had {self._past[number][0]} samples in global batches of "
+                f"{self._past[number][1]}; with batch_per_worker=True, {num_workers} workers make global batches of "
+                f"{sizes[1]} of {sizes[0]} here: start as many workers as then, or give batch_size="
+                f"{self._past[number][1]} without batch_per_worker"
+            )
         self._data.append(sizes)
 
     def _loader(self, dataset: Any, purpose: str, collate: Any, loaders: int, prefetch: int, **options: Any) -> Loader:
@@ -587,6 +621,7 @@ class Run:
             for name, value in self._tracked.items():
                 value.load_state_dict(checkpoint.unpack(facts["tracked"][name]))
             self._position = self._next = facts["position"]
+            self._past = facts["data"]
             if took_part and self.fingerprint() != facts["fingerprint"]:
                 raise CheckpointError(f"{path} was loaded but its fingerprint differs from the one that was saved")
             return None
@@ -629,6 +664,8 @@ class Run:
         def adopt(entry: Entry, _: bool) -> None:
             if entry.value is not None:
                 self._resumption = Resumption(Path(entry.value["path"]), entry.value, self._engine, self._ledger)
+                for number, sizes in enumerate(self._data):
+                    self._resumption.check_data(number, sizes)
 
         self._perform("checkpoint", attempt, adopt)
 

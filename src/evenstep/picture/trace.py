@@ -1,0 +1,201 @@
+"""From a torch module to a `Network`: by fx where it can be traced, else by torch.export, else its tree of modules.
+
+fx needs no input and keeps modules whole, which is what a person wants to see. torch.export follows more models, but
+wants an example input. Neither changes the model: what is run, is run on a copy.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.picture.network import Network, Node, partition
+
+__all__ = ["trace"]
+
+Found = tuple[list[Node], list[tuple[str, str]]]
+
+
+def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequence[Tensor] = ()) -> Network:
+    """Look at a model.
+
+    Args:
+        model: The model, on any device.
+        num_shards: K.
+        num_workers: How many workers share it.
+        examples: Inputs, if shapes shall be found out too.
+
+    Raises:
+        ConfigError: There are more workers than shards, or the model fails on the examples.
+        UnsupportedError: A parameter has no shape yet.
+    """
+    lazy = [name for name, parameter in _named(model) if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise UnsupportedError(f"{lazy[0]} has no shape yet; call the lazy model once before it is drawn")
+    parameters = [(n, tuple(p.shape), p.numel() * p.element_size(), p.requires_grad) for n, p in _named(model)]
+    shared = partition(parameters, num_shards, num_workers)
+    if examples:
+        _try_out(model, examples)
+    ways: list[tuple[str, Callable[[], Found]]] = [("fx", lambda: _by_fx(model, examples))]
+    if examples:
+        ways.append(("export", lambda: _by_export(model, examples)))
+    notes = []
+    for source, way in ways:
+        try:
+            nodes, edges = way()
+        except Exception as error:  # noqa: BLE001  # the border to code of the user, which is run with stand-ins
+            notes.append(f"{source} could not trace it ({_first_line(error)})")
+        else:
+            return Network(type(model).__name__, tuple(nodes), tuple(edges), shared, source, "; ".join(notes))
+    nodes, edges = _by_modules(model)
+    hint = "" if examples else "; with --input, torch.export is tried as well"
+    notes.append(f"this is the tree of modules, not the flow of data{hint}")
+    return Network(type(model).__name__, tuple(nodes), tuple(edges), shared, "modules", "; ".join(notes))
+
+
+def _try_out(model: nn.Module, examples: Sequence[Tensor]) -> None:
+    """See that the examples fit, before tracers that say it less plainly fail on them."""
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model).cpu().eval()(*examples)
+    except Exception as error:
+        shapes = ", ".join(f"{tuple(example.shape)} {example.dtype}" for example in examples)
+        raise ConfigError(f"the model fails on inputs of {shapes}: {_first_line(error)}") from error
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+
+
+def _about(path: str, module: nn.Module, names: dict[int, str]) -> dict[str, Any]:
+    """What a node says of a module that is not looked into."""
+    return {
+        "label": path,
+        "kind": type(module).__name__,
+        "detail": module.extra_repr(),
+        "parameters": tuple(dict.fromkeys(names[id(p)] for p in module.parameters())),
+        "meets": any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()),
+    }
+
+
+# ---- fx ----
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Layers of torch and of ours stay whole."""
+        return type(m).__module__.startswith("evenstep.") or super().is_leaf_module(m, module_qualified_name)
+
+
+def _by_fx(model: nn.Module, examples: Sequence[Tensor]) -> Found:
+    model = copy.deepcopy(model).cpu().eval()
+    graph = _Tracer().trace(model)
+    if examples:
+        with torch.no_grad():
+            ShapeProp(fx.GraphModule(model, graph)).propagate(*examples)
+    names = {id(parameter): name for name, parameter in _named(model)}
+    nodes: list[Node] = []
+    edges: dict[tuple[str, str], None] = {}
+    for each in graph.nodes:
+        if each.op == "get_attr":
+            continue  # a parameter or constant: it is named where it is used
+        about: dict[str, Any]
+        if each.op == "call_module":
+            about = _about(str(each.target), model.get_submodule(str(each.target)), names)
+        else:
+            used = [_attribute(model, str(n.target)) for n in each.all_input_nodes if n.op == "get_attr"]
+            about = {**_plain(each), "parameters": tuple(names[id(value)] for value in used if id(value) in names)}
+        nodes.append(Node(each.name, shape=_shape(each.meta.get("tensor_meta")), **about))
+        edges.update({(n.name, each.name): None for n in each.all_input_nodes if n.op != "get_attr"})
+    return nodes, list(edges)
+
+
+def _plain(node: fx.Node) -> dict[str, Any]:
+    """What a node says of what is no module."""
+    if node.op in ("placeholder", "output"):
+        kind = "input" if node.op == "placeholder" else "output"
+        return {"label": node.name, "kind": kind}
+    target = node.target
+    return {
+        "label": target if isinstance(target, str) else getattr(target, "__name__", str(target)),
+        "kind": "function",
+    }
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    found: Any = model
+    for step in path.split("."):
+        found = getattr(found, step)
+    return found
+
+
+def _shape(found: Any) -> tuple[int, ...] | None:
+    shape = getattr(found, "shape", None)
+    return None if shape is None else tuple(int(size) for size in shape)
+
+
+# ---- torch.export ----
+
+
+def _by_export(model: nn.Module, examples: Sequence[Tensor]) -> Found:
+    """Operators, those of one call of a module without children taken together."""
+    model = copy.deepcopy(model).cpu().eval()
+    program = torch.export.export(model, tuple(examples))
+    names = {id(parameter): name for name, parameter in _named(model)}
+    held = {**program.graph_signature.inputs_to_parameters, **program.graph_signature.inputs_to_buffers}
+    canonical = {n: names[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+    group: dict[str, str] = {}
+    found: dict[str, dict[str, Any]] = {}
+    edges: dict[tuple[str, str], None] = {}
+    for each in program.graph.nodes:
+        if each.op == "get_attr" or each.name in held:
+            continue
+        call, path = _innermost(each)
+        module = model.get_submodule(path) if each.op == "call_function" and path else None
+        whole = module is not None and not list(module.children())
+        name = group[each.name] = call if whole else each.name
+        if name not in found:
+            found[name] = (
+                _about(path, module, names) if whole and module is not None else {**_plain(each), "parameters": ()}
+            )
+        inputs = [n for n in each.all_input_nodes if n.op != "get_attr"]
+        used = [canonical[held[n.name]] for n in inputs if held.get(n.name) in canonical]
+        found[name]["parameters"] = tuple(dict.fromkeys((*found[name]["parameters"], *used)))
+        found[name]["shape"] = _shape(each.meta.get("val")) or found[name].get("shape")
+        before = [group[n.name] for n in inputs if n.name in group]
+        edges.update({(source, name): None for source in before if source != name})
+    return [Node(name, **about) for name, about in found.items()], list(edges)
+
+
+def _innermost(node: fx.Node) -> tuple[str, str]:
+    """Which call of which module a node belongs to; the path is empty for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    call = next(reversed(stack))
+    path = str(stack[call][0])
+    return call, path.removeprefix("L['self']").lstrip(".").split("@")[0]
+
+
+# ---- modules ----
+
+
+def _by_modules(model: nn.Module) -> Found:
+    names = {id(parameter): name for name, parameter in _named(model)}
+    nodes, edges = [], []
+    for path, module in model.named_modules():
+        about = _about(path or type(model).__name__, module, names)
+        if list(module.children()):
+            own = tuple(names[id(p)] for p in module.parameters(recurse=False))
+            about |= {"parameters": own, "meets": False, "detail": ""}
+        nodes.append(Node(path or "(model)", **about))
+        if path:
+            edges.append((path.rpartition(".")[0] or "(model)", path))
+    return nodes, edges
