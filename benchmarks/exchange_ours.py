@@ -2,8 +2,8 @@
 
 ``python -m evenstep run -n 2 benchmarks/exchange_ours.py --steps 2000 --out times.json``. Each of two shards offers
 1 KiB (256 float32); worker 0 writes the times of the calls in seconds as a JSON list. What is timed is the exchange
-that every step is made of; with ``--recorded`` it is ``run.exchange``, an operation of the script that is committed to the
-journal like any other.
+that every step is made of; with ``--recorded`` it is ``run.exchange``, an operation of the script that is committed to
+the journal like any other.
 """
 
 import argparse
