@@ -70,8 +70,10 @@ SCRIPT = """
         run.checkpoint(sys.argv[1], every=2)
         for batch in run.batches(data, int(sys.argv[2]), 4, batch_per_worker=bool(int(sys.argv[3]))):
             run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
-            if len(sys.argv) > 4 and run.version == 5 and run.worker == 1:
-                os.kill(os.getppid() if sys.argv[4] == "stop" else os.getpid(), 15 if sys.argv[4] == "stop" else 9)
+            struck = sys.argv[1] + "/struck"
+            if len(sys.argv) > 4 and run.version == 5 and run.worker == 1 and not os.path.exists(struck):
+                open(struck, "w").close()
+                os.kill(*{"stop": (os.getppid(), 15), "kill": (os.getpid(), 9)}[sys.argv[4]])
                 time.sleep(0.3)
 """
 
@@ -85,8 +87,10 @@ def test_the_global_batch_stays_when_workers_are_lost_and_when_a_run_is_resumed_
     path = script(SCRIPT)
     whole = last_line(cli_run("run", "-n", "1", path, tmp_path / "a", "16", "0"))
     assert whole.startswith("fingerprint ")
-    lost = cli_run("run", "-n", "2", "--no-replace", path, tmp_path / "b", "8", "1", "kill")
-    assert last_line(lost) == whole
+    for number, options in enumerate((["--no-replace"], [])):
+        lost = cli_run("run", "-n", "2", *options, path, tmp_path / f"b{number}", "8", "1", "kill")
+        assert last_line(lost) == whole
+        assert "was killed by SIGKILL" in lost.stderr
     stopped = cli_run("run", "-n", "2", path, tmp_path / "c", "8", "1", "stop")
     assert stopped.code == 75, stopped.stderr
     assert last_line(cli_run("run", "-n", "3", "--resume", path, tmp_path / "c", "8", "1")) == whole
