@@ -8,6 +8,7 @@ nobody reads as another writes there is one copy.
 The caller serialises all calls but `Image.tensors`.
 """
 
+import fcntl
 import mmap
 import os
 from collections.abc import Mapping
@@ -32,10 +33,16 @@ def places(specs: Mapping[str, Spec]) -> tuple[dict[str, int], int]:
     return found, max(end, 1)
 
 
-def map_image(fd: int, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-    """The tensors of an image, over the memory of its descriptor. They keep it mapped."""
+def map_image(fd: int, specs: Mapping[str, Spec], *, writable: bool = True) -> dict[str, Tensor]:
+    """The tensors of an image, over the memory of its descriptor. They keep it mapped.
+
+    Args:
+        fd: The descriptor.
+        specs: What is in it.
+        writable: False: for a descriptor that can only be read. What is written is then seen by this process alone.
+    """
     offsets, num_bytes = places(specs)
-    memory = mmap.mmap(fd, num_bytes)
+    memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE)
     found = {}
     for name, spec in specs.items():
         if spec.num_elements:
@@ -59,9 +66,14 @@ class Image:
     def __init__(self, number: int, specs: Mapping[str, Spec]) -> None:
         self.number = number
         self.readers = 0
-        self.fd = os.memfd_create("evenstep-parameters", os.MFD_CLOEXEC)
+        self.fd = -1
+        self.fd = os.memfd_create("evenstep-parameters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, places(specs)[1])
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.tensors = map_image(self.fd, specs)
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close the descriptor. The tensors stay valid until they are gone."""

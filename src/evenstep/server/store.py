@@ -12,6 +12,7 @@ What `staleness` means:
 - None: applied at once.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -32,6 +33,7 @@ from evenstep.server.workers import Acknowledged, Workers
 __all__ = ["Applied", "Journal", "Options", "Pending", "Store", "View"]
 
 KINDS = ("gradient", "delta")
+log = logging.getLogger("evenstep.server")
 _HISTORY = 512
 
 
@@ -161,6 +163,7 @@ class Store:
         self.owner: str | None = None
         self.workers = Workers(options.lease_s)
         self.journal: Journal | None = None
+        self.after_put: Callable[[], None] = lambda: None
         self.after_update: Callable[[], None] = lambda: None
         self._round = Round()
         self._sequences: dict[str, int] = {}  # of the contributions to the round
@@ -233,6 +236,7 @@ class Store:
         self.owner = worker
         self.history.append((self._clock(), 0))
         self._tell(f"'{worker}' put {len(specs)} parameters, {self.layout.num_bytes} bytes")
+        self.after_put()
         self._changed.notify_all()
         return self.version
 
@@ -556,6 +560,7 @@ class Store:
 
     def _tell(self, text: str) -> None:
         self.events.append((self._clock(), text))
+        log.info("%s", text, extra={"version": self.version})
 
     def status(self) -> dict[str, Any]:
         """Everything that people may want to see, as JSON."""

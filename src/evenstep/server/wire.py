@@ -7,7 +7,7 @@ then is memory taken for the data, and exactly as much as was announced. No pick
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,19 @@ from torch import Tensor
 
 from evenstep.core.errors import RefusedError
 
-__all__ = ["DTYPES", "LENGTH_BYTES", "MAX_HEAD_BYTES", "Head", "Layout", "Spec", "encode", "head_length", "read_json"]
+__all__ = [
+    "DTYPES",
+    "LENGTH_BYTES",
+    "MAX_HEAD_BYTES",
+    "Head",
+    "Layout",
+    "Spec",
+    "bytes_of",
+    "encode",
+    "fresh",
+    "head_length",
+    "read_json",
+]
 
 LENGTH_BYTES = 8
 MAX_HEAD_BYTES = 8 << 20
@@ -126,6 +138,10 @@ class Layout:
         self.specs = dict(specs)
         self.num_bytes = sum(spec.num_bytes for spec in specs.values())
 
+    def packed(self) -> dict[str, Any]:
+        """As JSON: {name: [dtype, shape]}."""
+        return {name: [_NAMES[spec.dtype], list(spec.shape)] for name, spec in self.specs.items()}
+
     def check(self, name: str, spec: Spec, *, also: tuple[torch.dtype, ...] = ()) -> None:
         """See that a tensor is one of the parameters.
 
@@ -194,7 +210,7 @@ def encode(tensors: Mapping[str, Tensor]) -> list[memoryview]:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     parts = [memoryview(len(text).to_bytes(LENGTH_BYTES, "little") + text)]
-    return parts + [_bytes_of(tensors[name]) for name in order if tensors[name].numel()]
+    return parts + [bytes_of(tensors[name]) for name in order if tensors[name].numel()]
 
 
 def read_json(text: bytes, what: str) -> dict[str, Any]:
@@ -241,6 +257,13 @@ def _sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 48 for size in value)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat: Callable[[], Any] = tensor.detach().reshape(-1).view(torch.uint8).numpy
-    return memoryview(flat())
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def fresh(num_bytes: int) -> memoryview:
+    """New memory for so many bytes (at least one), aligned for any tensor."""
+    array: Any = torch.empty(max(num_bytes, 1), dtype=torch.uint8).numpy()
+    return memoryview(array)
