@@ -114,7 +114,7 @@ class TcpChannel(Channel):
         stream = socket.create_connection((host, port), timeout_s)
         if context is not None:
             stream = context.wrap_socket(stream, server_hostname=host)
-        self._frames = Frames(stream)
+        self._frames = Frames(stream, timeout_s)
         self._token, self._timeout_s = token, timeout_s
 
     def _send(self, verb: str, fields: Fields, parts: list[memoryview]) -> tuple[Fields, int]:

@@ -303,7 +303,7 @@ class Client:
             except OSError as error:
                 reason = error
                 if not self._lost:
-                    log.warning("lost the server %s (%s): trying again", self.url, error)
+                    log.warning("lost the server %s (%s): trying again", self.url, str(error))
                     self._lost = True
             else:
                 if self._lost:

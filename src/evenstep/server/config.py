@@ -22,7 +22,7 @@ class ServerConfig:
         lock: False: clients in shared memory change the parameters themselves (hogwild); needs staleness=None.
         workers: How many workers there must be at least before a synchronous update is complete.
         host: Where to listen. Anything but loopback needs a token.
-        port: Of HTTP; 0 for any free one. The raw socket has the next one, or any free one.
+        port: 0 for any free one. If there are both, HTTP has this one and the raw socket the next.
         transports: Some of "http", "tcp", "memory".
         token: What every request must bring. None: nothing on loopback, else one is made.
         certfile: For TLS.

@@ -24,7 +24,7 @@ class Conversation:
 
     def __init__(self, service: Service, stream: socket.socket) -> None:
         self.service = service
-        self.frames = Frames(stream, service.limits.fields_bytes, service.limits.idle_s)
+        self.frames = Frames(stream, service.limits.idle_s, service.limits.fields_bytes)
 
     def run(self) -> None:
         """Answer until the other side closes.
@@ -33,9 +33,8 @@ class Conversation:
             OSError: It is gone, or too slow.
         """
         while True:
-            self.frames.within(float("inf"))  # a client may be silent for as long as it computes
             try:
-                begun = self.frames.begin()
+                begun = self.frames.begin(patient=True)  # a client may be silent for as long as it computes
             except RefusedError as error:
                 self.frames.within(self.service.limits.idle_s)
                 self.frames.send(self.service.refused(error))
@@ -155,7 +154,7 @@ class Connections:
             finally:
                 conversation.close()
         except OSError as error:
-            log.debug("a connection ended: %s", error)
+            log.debug("a connection ended: %s", str(error))
         except Exception:
             log.exception("a connection failed")
             raise

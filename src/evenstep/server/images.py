@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from evenstep.server.wire import Spec
+from evenstep.server.wire import Spec, encode
 from evenstep.transport.segment import aligned
 
 __all__ = ["Image", "Images", "map_image", "places"]
@@ -60,6 +60,7 @@ class Image:
         number: Tells it from the others.
         fd: Of its memory.
         tensors: The parameters by name.
+        parts: What is sent for all of them.
         readers: How many hold it.
     """
 
@@ -71,6 +72,7 @@ class Image:
         os.ftruncate(self.fd, places(specs)[1])
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.tensors = map_image(self.fd, specs)
+        self.parts = encode(self.tensors)
 
     def __del__(self) -> None:
         self.close()

@@ -27,6 +27,7 @@ INDICES, VALUES = "#indices", "#values"
 _INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_SHARDS = 256
 MAX_NOTE = 16384
+Place = tuple[tuple[int, int] | None, str]
 
 
 def integer(fields: Mapping[str, Any], name: str, default: int, low: int = 0, high: int = 1 << 62) -> int:
@@ -51,6 +52,7 @@ class Incoming:
         buffers: Which tensors are new values of buffers.
         samples: How many samples a mean is over.
         note: For all who take part.
+        places: Which node and parameter each tensor belongs to, as `check` found it.
     """
 
     layout: Layout
@@ -59,7 +61,7 @@ class Incoming:
     buffers: frozenset[str]
     samples: int
     note: Any
-    _places: dict[str, tuple[tuple[int, int] | None, str]] = field(default_factory=dict)
+    places: Mapping[str, Place] = field(default_factory=dict)
 
     @classmethod
     def read(cls, layout: Layout, fields: Mapping[str, Any]) -> "Incoming":
@@ -81,22 +83,26 @@ class Incoming:
             raise RefusedError(f"the note is longer than {MAX_NOTE} characters", 413)
         return cls(layout, spans, num_shards, frozenset(buffers), samples, fields.get("note"))
 
-    def check(self, head: Head) -> None:
-        """See that every tensor of a message is one that it may carry.
+    def check(self, head: Head) -> dict[str, Place]:
+        """See that every tensor of a message is one that it may carry; return which one.
 
         Raises:
             RefusedError: One is not.
         """
+        places: dict[str, Place] = {}
         for name, spec in head.specs.items():
             if name.endswith(INDICES) and name not in self.layout.specs:
-                self._check_sparse(name.removesuffix(INDICES), spec, head)
+                name = name.removesuffix(INDICES)
+                self._check_sparse(name, spec, head)
+                places[name] = (None, name)
             elif name.endswith(VALUES) and name not in self.layout.specs:
                 if name.removesuffix(VALUES) + INDICES not in head.specs:
                     raise RefusedError(f"'{name[:200]}' came without its indices")
             else:
                 span, parameter = self._place(name)
                 self.layout.check(parameter, spec, also=_narrower(self.layout.find(parameter)))
-                self._places[name] = (span, parameter)
+                places[name] = (span, parameter)
+        return places
 
     def _check_sparse(self, name: str, indices: Spec, head: Head) -> None:
         if self.num_shards is not None:
@@ -110,7 +116,6 @@ class Incoming:
             raise RefusedError(f"'{name}' came as top-k {values} by {indices}, expected {expected}")
         if indices.num_elements > expected.num_elements:
             raise RefusedError(f"'{name}' came as {indices.num_elements} values of {expected.num_elements}")
-        self._places[name] = (None, name)
 
     def _place(self, name: str) -> tuple[tuple[int, int] | None, str]:
         if self.num_shards is None or name in self.buffers:
@@ -130,7 +135,7 @@ class Incoming:
         nodes: dict[tuple[int, int], dict[str, Tensor]] = {span: {} for span in self.spans}
         means: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
-        for name, (span, parameter) in self._places.items():
+        for name, (span, parameter) in self.places.items():
             expected = self.layout.specs[parameter]
             tensor = tensors[name] if name in tensors else _dense(name, expected, tensors)
             held = buffers if parameter in self.buffers else means if span is None else nodes[span]

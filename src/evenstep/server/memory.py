@@ -40,6 +40,7 @@ def _send_fd(stream: socket.socket, fd: int) -> None:
 
 
 def _receive_fd(stream: socket.socket) -> int:
+    """A descriptor. The other side sends it only when it is asked to, so that nobody has read ahead."""
     data, ancillary, _, _ = stream.recvmsg(1, socket.CMSG_SPACE(4))
     for level, kind, value in ancillary:
         if data and level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -92,6 +93,7 @@ class _MemoryConversation(Conversation):
             os.ftruncate(fd, num_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.frames.send({"status": 101, "area_bytes": num_bytes})
+            self._await_done()
             _send_fd(self._stream, fd)
             return mmap.mmap(fd, num_bytes)
         finally:
@@ -109,6 +111,9 @@ class _MemoryConversation(Conversation):
             finally:
                 os.close(fd)
             self._await_done()
+
+    def close(self) -> None:
+        self._area = None
 
     def _await_done(self) -> bytes:
         said = bytearray(1)
@@ -133,7 +138,7 @@ class MemoryChannel(Channel):
         except OSError:
             self._stream.close()
             raise
-        self._frames = Frames(self._stream)
+        self._frames = Frames(self._stream, timeout_s)
         self._token, self._timeout_s = token, timeout_s
         self._images: dict[int, dict[str, Tensor]] = {}
         self._specs: dict[str, Spec] = {}
@@ -166,6 +171,7 @@ class MemoryChannel(Channel):
         head = Head.parse(text, num_bytes)
         reply = self._send(verb, {**fields, "head": text.decode(), "data_bytes": num_bytes})
         if "area_bytes" in reply:
+            self._stream.sendall(b"m")
             fd = _receive_fd(self._stream)
             try:
                 self._area = mmap.mmap(fd, reply["area_bytes"])

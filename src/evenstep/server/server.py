@@ -118,7 +118,8 @@ class ParameterServer:
             self.urls[name] = f"memory://{self._name}"
             return
         context = self._context() if secure else None
-        wanted = self.config.port if name == "http" or not self.config.port else self.config.port + 1
+        beside_http = name == "tcp" and "http" in self.config.transports and self.config.port > 0
+        wanted = self.config.port + int(beside_http)
         listener = self._listen(self._ports.get(name, wanted))
         self._ports[name] = port = listener.getsockname()[1]
         if name == "tcp":
@@ -150,7 +151,7 @@ class ParameterServer:
 
     def _listen(self, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio looks for it
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self.config.host, port))

@@ -9,11 +9,12 @@ and then nothing has changed.
 import hmac
 import logging
 import mmap
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from evenstep.core.errors import RefusedError
 from evenstep.server.images import Image
 from evenstep.server.incoming import Incoming, integer
 from evenstep.server.store import Pending, Store, View
-from evenstep.server.wire import Head, encode, fresh
+from evenstep.server.wire import Head, Layout, encode, fresh
 
 __all__ = ["VERBS", "Call", "Limits", "Reply", "Service"]
 
 VERBS = ("register", "leave", "put", "get", "update", "wait", "changed", "status")
 _WITH_TENSORS = ("put", "update")
 _MAX_NAME = 200
+_CHECKED = 256
+_UNUSED = 3  # references to memory that no tensor is made of: two of callers, one of the count itself
 _INTAKE_BYTES = 64 << 20  # of updates may be received at once, or one copy of the parameters if that is more
 log = logging.getLogger("evenstep.server")
 
@@ -117,6 +120,9 @@ class Service:
         self.store, self.limits = store, limits
         self._token = token.encode() if token is not None else None
         self.intake = _Intake()
+        self._lock = threading.Lock()
+        self._spare: list[memoryview] = []
+        self._checked: dict[Any, Any] = {}
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[int] = Counter()
         self.seconds: Counter[str] = Counter()
@@ -147,10 +153,36 @@ class Service:
             raise RefusedError(f"{body_bytes} bytes of tensors, expected at most {self.limits.body_bytes}", 413)
         return Call(self, verb, fields, body_bytes)
 
+    def incoming(self, layout: Layout, fields: Mapping[str, Any], head: Head) -> Incoming:
+        """What an update will be; whoever sent the like of it before need not be checked again."""
+        incoming = Incoming.read(layout, fields)
+        key = (layout, head, incoming.spans, incoming.num_shards, incoming.buffers)
+        places = self._checked.get(key)
+        if places is None:
+            places = incoming.check(head)
+            if len(self._checked) >= _CHECKED:
+                self._checked.clear()
+            self._checked[key] = places
+        return replace(incoming, places=places)
+
+    def spare(self, num_bytes: int) -> memoryview:
+        """Memory for so many bytes, from an earlier update if there is some: fresh pages take time."""
+        with self._lock:
+            for n, data in enumerate(self._spare):
+                if len(data) == max(num_bytes, 1):
+                    return self._spare.pop(n)
+        return fresh(num_bytes)
+
+    def recycle(self, data: memoryview) -> None:
+        """Keep memory for the next update, unless a tensor is still made of it."""
+        with self._lock:
+            if sys.getrefcount(data) <= _UNUSED and not self._spare:
+                self._spare.append(data)
+
     def refused(self, error: RefusedError) -> dict[str, Any]:
         """The fields of a reply to a request that was refused."""
         self.refusals[error.status] += 1
-        log.info("refused %d: %s", error.status, error)
+        log.info("refused %d: %s", error.status, str(error))
         return {"status": error.status, "error": str(error)}
 
 
@@ -181,8 +213,7 @@ class Call:
         else:
             if layout is None:
                 raise RefusedError("nothing was put yet, so there is nothing to update", 409)
-            self._incoming = Incoming.read(layout, self._fields)
-            self._incoming.check(head)
+            self._incoming = self._service.incoming(layout, self._fields, head)
 
     def expect(self, head: Head) -> memoryview:
         """Check what the tensors will be; return a writable buffer for their data. May block until there is room.
@@ -196,7 +227,7 @@ class Call:
             wait_s = self._service.limits.wait_s
             self._service.intake.take(head.data_bytes, max(layout.num_bytes, _INTAKE_BYTES), wait_s)
             self._taken = head.data_bytes
-        data = fresh(head.data_bytes)
+        data = self._service.spare(head.data_bytes)
         self.place(head, data)
         return data[: head.data_bytes]
 
@@ -237,7 +268,9 @@ class Call:
         if self._taken:
             service.intake.give(self._taken)
             self._taken = 0
-        self._data = self._head = None
+        data, self._data, self._head = self._data, None, None
+        if isinstance(data, memoryview):
+            service.recycle(data)
         service.counts[self.verb] += 1
         service.seconds[self.verb] += time.monotonic() - self._begin_s  # type: ignore[assignment]  # a Counter of floats
         service.bytes_in += self.body_bytes
@@ -300,6 +333,9 @@ class Call:
         if fields.get("place_only"):
             return self._in_place(reply, view)
         tensors = view.tensors
+        if len(tensors) == len(view.image.tensors) and not fields.get("bfloat16"):
+            reply.parts = view.image.parts
+            return reply
         if fields.get("bfloat16"):
             wide = (torch.float32, torch.float64)
             tensors = {name: t.bfloat16() if t.dtype in wide else t for name, t in tensors.items()}

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Spec:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Head:
     """The checked head of a message.
 
@@ -101,7 +102,12 @@ class Head:
         Raises:
             RefusedError: It is not a safetensors head, or does not describe exactly so many bytes.
         """
-        value = read_json(bytes(text), "the head of the tensors")
+        return _parse(bytes(text), data_bytes)
+
+    @classmethod
+    def read(cls, text: bytes, data_bytes: int) -> "Head":
+        """As `parse`, without a memory."""
+        value = read_json(text, "the head of the tensors")
         value.pop("__metadata__", None)
         if len(value) > _MAX_TENSORS:
             raise RefusedError(f"{len(value)} tensors in one message, expected at most {_MAX_TENSORS}", 413)
@@ -178,6 +184,12 @@ class Layout:
         missing = [name for name in self.specs if name not in specs]
         if missing:
             raise RefusedError(f"'{missing[0]}' is missing; expected all {len(self.specs)} parameters")
+
+
+@lru_cache(maxsize=64)
+def _parse(text: bytes, data_bytes: int) -> Head:
+    """A client sends the same head again and again."""
+    return Head.read(text, data_bytes)
 
 
 def head_length(prefix: bytes | bytearray | memoryview, body_bytes: int) -> int:
