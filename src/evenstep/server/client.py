@@ -164,14 +164,21 @@ class Client:
                     f"version {min_version} of the parameters did not come in time; the server is at {self.version}"
                 )
 
-    def put_parameters(self, parameters: Mapping[str, Tensor], *, force: bool = False) -> int:
+    def put_parameters(
+        self, parameters: Mapping[str, Tensor], *, force: bool = False, buffers: Iterable[str] = ()
+    ) -> int:
         """Give the parameters their values; return the version.
+
+        Args:
+            parameters: All of them.
+            force: Replace values that are there.
+            buffers: Which of them the optimizer does not train.
 
         Raises:
             RefusedError: They have values already, and `force` is not set.
         """
         tensors = {name: value.detach().cpu().contiguous() for name, value in parameters.items()}
-        fields = {"worker": self.worker, "force": force}
+        fields = {"worker": self.worker, "force": force, "buffers": list(buffers)}
         return int(self._call(lambda channel: channel.push("put", fields, tensors))["version"])
 
     def update_parameters(
