@@ -131,7 +131,7 @@ class Run:
             self._tell_others()
             self._release()
             raise
-        if not self.config.quiet:
+        if not self.config.quiet and not (through.server is not None and self.worker > 0):
             self._display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
         seed_all(seed)
 

@@ -46,7 +46,8 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)
+        secure = transport.get_extra_info("sslcontext") is not None  # there all is copied, and 0 would stop it for good
+        transport.set_write_buffer_limits(high=int(secure), low=0)
 
     def on_message_begin(self) -> None:
         self._taken = 0
