@@ -30,6 +30,7 @@ bench: setup
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/batchnorm.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/server.py
 
 SEED ?= 0
 chaos: setup

@@ -82,8 +82,9 @@ def test_a_parameter_has_the_version_at_which_it_changed_last():
     store.close()
 
 
-def test_a_view_stays_as_it_is_while_updates_go_on():
+def test_a_view_stays_as_it_is_while_updates_go_on(monkeypatch):
     store = make("a", staleness=None)
+    monkeypatch.setattr("evenstep.server.store._READERS_S", 0.01)
     views = [store.get()]
     for sequence in range(1, 5):
         push(store, "a", sequence)
@@ -387,3 +388,18 @@ def test_an_optimizer_that_fails_stops_the_server_with_its_reason():
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ConfigError):
         Options(**options)
+
+
+def test_an_update_waits_for_a_reader_rather_than_making_a_third_copy():
+    store = make("a", staleness=None)
+    first = store.get()
+    push(store, "a", 1)
+    second = store.get()
+    closing = threading.Timer(0.1, first.close)
+    closing.start()
+    push(store, "a", 2)
+    closing.join()
+    assert store.status()["copies"] == 2
+    assert float(second.tensors["b"][0]) == 1
+    second.close()
+    store.close()

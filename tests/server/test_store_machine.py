@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from evenstep.core.errors import RefusedError
+from evenstep.server import store as store_module
 from evenstep.server.rounds import Contribution
 from evenstep.server.store import Options, Store
 from evenstep.server.workers import Acknowledged
@@ -16,6 +17,10 @@ LEASE_S = 10.0
 
 class Machine(RuleBasedStateMachine):
     """The model: a number, who is there since when, who has done how much, and what is waiting to be added."""
+
+    def __init__(self):
+        super().__init__()
+        store_module._READERS_S = 0.0
 
     @initialize(staleness=st.sampled_from([0, 1, 3, None]))
     def begin(self, staleness):
@@ -150,8 +155,10 @@ class Machine(RuleBasedStateMachine):
             for view, _ in self.views:
                 view.close()
             self.store.close()
+        store_module._READERS_S = READERS_S
 
 
+READERS_S = store_module._READERS_S
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)

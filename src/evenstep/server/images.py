@@ -116,6 +116,10 @@ class Images:
         image.readers -= 1
         self._tidy()
 
+    def has_room(self) -> bool:
+        """Whether an update needs no further copy."""
+        return not self.current.readers or self.count < _KEPT or any(not image.readers for image in self._others)
+
     def writable(self) -> Image:
         """The current image, or if it is being read another with its values, which becomes the current one."""
         if self.current.readers:

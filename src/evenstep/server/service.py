@@ -32,7 +32,7 @@ _WITH_TENSORS = ("put", "update")
 _MAX_NAME = 200
 _CHECKED = 256
 _UNUSED = 3  # references to memory that no tensor is made of: two of callers, one of the count itself
-_INTAKE_BYTES = 64 << 20  # of updates may be received at once, or one copy of the parameters if that is more
+_INTAKE_BYTES = 8 << 20  # of updates may be received at once, or one copy of the parameters if that is more
 log = logging.getLogger("evenstep.server")
 
 

@@ -35,6 +35,7 @@ __all__ = ["Applied", "Journal", "Options", "Pending", "Store", "View"]
 KINDS = ("gradient", "delta")
 log = logging.getLogger("evenstep.server")
 _HISTORY = 512
+_READERS_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,8 @@ class Store:
         with self._changed:
             if self._images is not None:
                 self._images.release(image)
+                if not image.readers:
+                    self._changed.notify_all()
 
     # ---- update ----
 
@@ -295,6 +298,10 @@ class Store:
             RefusedError: It cannot be applied; nothing has changed.
         """
         with self._changed:
+            if (
+                self._images is not None
+            ):  # rather wait for a reader than take memory for one more copy; but not for long
+                self._changed.wait_for(self._images.has_room, _READERS_S)
             self._expire()
             repeated = self._repeated(worker, sequence)
             if repeated is None:

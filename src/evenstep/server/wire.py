@@ -7,6 +7,7 @@ then is memory taken for the data, and exactly as much as was announced. No pick
 
 import json
 import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +36,7 @@ LENGTH_BYTES = 8
 MAX_HEAD_BYTES = 8 << 20
 _MAX_TENSORS = 1 << 17
 _MAX_DIMENSIONS = 64
+_PAGES_BYTES = 1 << 20
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -277,5 +279,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def fresh(num_bytes: int) -> memoryview:
     """New memory for so many bytes (at least one), aligned for any tensor."""
+    if num_bytes >= _PAGES_BYTES:
+        return memoryview(mmap.mmap(-1, num_bytes))  # given back at once when it is gone, unlike malloc's
     array: Any = torch.empty(max(num_bytes, 1), dtype=torch.uint8).numpy()
     return memoryview(array)
