@@ -31,6 +31,7 @@ bench: setup
 	$(BIN)/python benchmarks/batchnorm.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/distributed.py
+	$(BIN)/python benchmarks/server.py
 
 SEED ?= 0
 chaos: setup

@@ -106,11 +106,59 @@ def _parser() -> argparse.ArgumentParser:
 
     topo.add_parser(commands)
     graph.add_parser(commands)
+    _add_server(commands.add_parser(
+        "server",
+        help="serve the parameters of a model to workers that train it",
+        description="Serve the parameters of a model to workers, over HTTP, a raw socket and shared memory.",
+    ))  # fmt: skip
 
     for command in (run, verify):
         command.add_argument("script", type=Path, help="the training script")
         command.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
     return parser
+
+
+def _add_server(server: argparse.ArgumentParser) -> None:
+    server.add_argument("model", metavar="FILE:FUNCTION", help="what builds the model, or (model, optimizer)")
+    server.add_argument("--host", default="127.0.0.1", help="where to listen; elsewhere than here a token is needed")
+    server.add_argument("--port", metavar="N", type=int, default=0, help="of HTTP; the raw socket has the next one")
+    server.add_argument(
+        "--staleness", metavar="S", default="0", help="0: synchronous (default); S: at most S ahead; none: asynchronous"
+    )
+    server.add_argument("--no-lock", action="store_true", help="clients in shared memory update without asking")
+    server.add_argument(
+        "--workers", metavar="N", type=int, default=1, help="how many make a synchronous update, at least"
+    )
+    server.add_argument("--transports", default="http,tcp,memory", help="which ones (default: http,tcp,memory)")
+    server.add_argument("--token-file", metavar="FILE", type=Path, help="holds what every request must bring")
+    server.add_argument("--certfile", metavar="FILE", help="for TLS")
+    server.add_argument("--keyfile", metavar="FILE", help="its key")
+    server.add_argument("--directory", metavar="DIR", type=Path, help="where snapshots go, and where to go on from")
+    server.add_argument(
+        "--snapshot-every", metavar="N", type=int, default=1000, help="updates between two (default: 1000)"
+    )
+    server.add_argument("--durable", action="store_true", help="acknowledge an update when it is on the disk")
+    server.add_argument("--lease", metavar="SECONDS", type=float, default=30.0, help="drop a worker silent for so long")
+    server.add_argument("--reject-nonfinite", action="store_true", help="refuse updates with infinities or NaN")
+    server.add_argument(
+        "--threads", metavar="N", type=int, default=1, help="of the optimizer (default: 1, as in a run)"
+    )
+    server.set_defaults(command=_server)
+
+
+def _server(options: argparse.Namespace) -> int:
+    if options.staleness != "none" and not options.staleness.isdigit():
+        raise ConfigError(f"--staleness {options.staleness}, expected a whole number, or none")
+    if options.threads < 1:
+        raise ConfigError(f"--threads {options.threads}, expected a whole number above 0")
+    path = options.model.rpartition(":")[0]
+    if not Path(path or options.model).is_file():
+        raise ConfigError(
+            f"there is no file {path or options.model}; say what builds the model, such as model.py:build"
+        )
+    from evenstep.cli.server import serve  # here: as above
+
+    return serve(options, None if options.staleness == "none" else int(options.staleness))
 
 
 def _run(options: argparse.Namespace) -> int:

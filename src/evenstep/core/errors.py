@@ -8,8 +8,11 @@ __all__ = [
     "MismatchError",
     "NondeterminismError",
     "PeerError",
+    "RefusedError",
+    "ServerError",
     "SilenceError",
     "Stopped",
+    "UnreachableError",
     "UnsupportedError",
 ]
 
@@ -68,6 +71,33 @@ class CheckpointError(EvenstepError):
     """A checkpoint is missing, torn, altered, or belongs to another model, seed or number of shards."""
 
     exit_code = 8
+
+
+class ServerError(EvenstepError):
+    """A parameter server could not do what it was asked."""
+
+    exit_code = 9
+
+
+class RefusedError(ServerError):
+    """The server refused a request: it is wrong, not allowed, or comes at the wrong time. Its state is as it was.
+
+    Attributes:
+        status: What HTTP would call it: 400 malformed, 401 no token, 404 unknown, 409 at the wrong time, 410 not
+            registered any more, 413 too large, 422 not finite, 503 too busy.
+    """
+
+    exit_code = 10
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class UnreachableError(ServerError):
+    """There is no server at the address, or it went away and did not come back in time."""
+
+    exit_code = 11
 
 
 class Stopped(SystemExit):

@@ -102,6 +102,11 @@ class Models:
         """Remember the buffers as shard 0 left them; they are what the step will commit."""
         self._kept = {name: buffer.clone() for name, buffer in buffers.items()}
 
+    def take_buffers(self) -> dict[str, Tensor]:
+        """The buffers as shard 0 left them, if it was computed here, for whoever commits them instead of us."""
+        kept, self._kept = self._kept or {}, None
+        return kept
+
     def publish_buffers(self) -> None:
         """Save version v of the buffers and put in what shard 0 left."""
         entries = [self.state.entries[name] for name in self.slots.buffers]

@@ -13,6 +13,7 @@ Whatever happens before the end of 5, version v can be had back.
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -293,6 +294,13 @@ class Engine:
         for gradient in gradients.values():
             gradient.mul_(scale.to(gradient.device))
         return float(total)
+
+    def whole(self) -> AbstractContextManager[None]:
+        """While this is open, the shards of this worker are those it has when everyone evaluates together."""
+        return nullcontext()
+
+    def end_of_epoch(self) -> None:
+        """The last batch of an epoch was a step."""
 
     def edit(self, function: Callable[[], None], seed: int) -> None:
         """Let the first worker change parameters and buffers; everyone has the result afterwards."""

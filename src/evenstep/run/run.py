@@ -33,8 +33,9 @@ from evenstep.plan.placement import cut
 from evenstep.run import checkpoint
 from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
-from evenstep.run.join import join
+from evenstep.run.join import alone, join
 from evenstep.run.progress import Display, Pipe, Progress
+from evenstep.run.served import ServedEngine, Through
 
 __all__ = ["Run"]
 
@@ -60,6 +61,13 @@ class Run:
         quiet: No progress display and no closing fingerprint line.
         on_nondeterminism: "error" raises where torch knows an operation to be non-deterministic, or where user code
             changes what the bits rest on; "warn" only says so.
+        sync: "exchange": workers add up gradients among themselves. "server": they meet only at a parameter server,
+            which holds the parameters and their optimizer.
+        server: Its address.
+        staleness: What the server was started with. With 0 the result is that of "exchange", to the bit.
+        update_every: Batches between two updates, or "epoch". With more than one batch each worker trains by itself in
+            between, with the optimizer that it prepares, and sends what that changed; the server needs none then.
+        token: For the server.
 
     Attributes:
         worker: The number of this worker, 0 for the first.
@@ -79,6 +87,11 @@ class Run:
         timeout_s: float = 300.0,
         quiet: bool = False,
         on_nondeterminism: Literal["error", "warn"] = "error",
+        sync: Literal["exchange", "server"] = "exchange",
+        server: str | None = None,
+        staleness: int | None = 0,
+        update_every: int | Literal["epoch"] = 1,
+        token: str | None = None,
     ) -> None:
         self._env = environment.read()
         self.config = RunConfig.resolve(
@@ -92,9 +105,11 @@ class Run:
             on_nondeterminism=on_nondeterminism,
         )
         _check_device(self.config.device)
-        self._ledger = join(self._env, self.config.timeout_s)
+        through = Through(sync, server, staleness, update_every, token)
+        through.check()
+        self._ledger = (join if through.server is None else alone)(self._env, self.config.timeout_s)
         self._group = self._ledger.group
-        self.worker = self._group.worker
+        self.worker = self._group.worker if through.server is None else self._env.worker
         self._tracked: dict[str, Any] = {}
         self._position: dict[str, int] | None = None  # where the loaded checkpoint was
         self._epochs = 0  # that were asked for so far
@@ -105,7 +120,10 @@ class Run:
         self._checkpoints: Checkpoints | None = None
         self._resumption: Resumption | None = None
         self.grad_norm: float | None = None
-        self._engine = Engine(self.config, self._ledger)
+        if through.server is None:
+            self._engine = Engine(self.config, self._ledger)
+        else:
+            self._engine = ServedEngine(self.config, self._ledger, through, self._env.worker, self._env.num_workers)
         self._closed = False
         self._group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
         try:
@@ -115,7 +133,7 @@ class Run:
             self._tell_others()
             self._release()
             raise
-        if not self.config.quiet:
+        if not self.config.quiet and not (through.server is not None and self.worker > 0):
             self._display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
         seed_all(seed)
 
@@ -197,7 +215,7 @@ class Run:
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._engine.close()
-        if self._env.num_workers == 1 and self._env.segment_fd is None:
+        if (self._env.num_workers == 1 and self._env.segment_fd is None) or isinstance(self._engine, ServedEngine):
             self._group.close()
 
     # ---- what a user calls ----
@@ -401,6 +419,8 @@ class Run:
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
             outcome = self._engine.step(samples, function, pair, clip_norm, clip_value)
+            if self._next is not None and self._next["batch"] == 0:
+                self._engine.end_of_epoch()
             self._trace(first=False)
             self._heed()
         except BaseException:
@@ -455,7 +475,7 @@ class Run:
         """
 
         def attempt() -> Entry:
-            with evaluating(self._engine.models.slots.modules):
+            with evaluating(self._engine.models.slots.modules), self._engine.whole():
                 batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
                 return Entry("evaluate", mean_metrics(self._engine, batches, metrics))
 
@@ -484,7 +504,7 @@ class Run:
         """
 
         def attempt() -> Entry:
-            with evaluating(self._engine.models.slots.modules):
+            with evaluating(self._engine.models.slots.modules), self._engine.whole():
                 batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
                 shape, tensors = collect_outputs(self._engine, batches, function)
                 return Entry("predict", shape, safetensors.torch.save(tensors))

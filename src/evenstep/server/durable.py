@@ -1,0 +1,287 @@
+"""What survives: snapshots of the whole state, and a log of every update since.
+
+A directory holds `server.json`, which is replaced atomically and last, and names a file with the tensors and the log
+that goes on from it. The log has one record for every update that was applied: what the optimizer was given, and whose
+update it was. With `durable`, a record is on the disk before the update counts, so to read the log back through the
+same optimizer is to have the same state, and to know every retry. A torn record at the end was never acknowledged.
+"""
+
+import json
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from evenstep.core.errors import CheckpointError, RefusedError
+from evenstep.server.store import Applied, Store
+from evenstep.server.wire import LENGTH_BYTES, Head, Spec, encode, head_length
+from evenstep.server.workers import Acknowledged
+
+__all__ = ["Keeper"]
+
+_FORMAT = 1
+_RECORD = struct.Struct("<4sIQI")  # magic, bytes of facts, bytes of tensors, checksum
+_MAGIC = b"EVLG"
+_PIECES = 512
+
+
+class Keeper:
+    """Writes a store down, and brings it back.
+
+    Args:
+        store: Whose state.
+        directory: Where; made if it is not there.
+        every: Updates between two snapshots.
+        durable: Whether to write a log.
+
+    Raises:
+        CheckpointError: The directory cannot be written.
+    """
+
+    def __init__(self, store: Store, directory: Path, every: int, durable: bool) -> None:
+        self._store, self._directory, self._every, self._durable = store, directory, every, durable
+        self._log: int | None = None
+        self._at = -1
+        self._quiet = True  # until restore: what is put before it is only a place for what was saved
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the directory {directory} cannot be made: {error.strerror}") from error
+        store.after_put = self._write_first
+        store.after_update = self._write_if_due
+
+    def restore(self) -> None:
+        """Go on from what the directory holds, if anything; then begin to write.
+
+        Raises:
+            CheckpointError: It is torn, altered, or of another model.
+        """
+        with self._store.exclusively():
+            facts = self._read()
+            if facts is not None:
+                self._load(facts)
+                self._replay(self._directory / facts["log"])
+            self._quiet = False
+            if self._store.layout is not None:
+                self._write()
+            if self._durable:
+                self._store.journal = self
+
+    def snapshot(self) -> None:
+        """Write one now, if there is anything new."""
+        with self._store.exclusively():
+            if not self._quiet and self._store.layout is not None and self._at != self._store.version:
+                self._write()
+
+    def close(self) -> None:
+        """Let go of the log."""
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+    # ---- snapshots ----
+
+    def _write_first(self) -> None:
+        if not self._quiet:
+            self._write()
+
+    def _write_if_due(self) -> None:
+        if not self._quiet and self._store.version - self._at >= self._every:
+            self._write()
+
+    def _write(self) -> None:
+        """Write a snapshot. The caller holds the store's lock."""
+        store, directory = self._store, self._directory
+        tensors, values = _optimizer_state(store)
+        tensors |= {f"parameter.{name}": tensor for name, tensor in store.tensors().items()}
+        stem = f"{store.version:012}"
+        state, log = directory / f"state-{stem}.safetensors", directory / f"log-{stem}"
+        try:
+            partial = state.with_suffix(".partial")
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial)
+            _sync(partial)
+            checksum = _checksum(partial)
+            os.replace(partial, state)
+            self.close()
+            self._log = os.open(log, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            facts = {
+                "format": _FORMAT,
+                "version": store.version,
+                "versions": store.versions,
+                "owner": store.owner,
+                "buffers": sorted(store.buffers),
+                "acknowledged": {
+                    worker: [last.sequence, last.version, last.notes]
+                    for worker, last in store.workers.acknowledged.items()
+                },
+                "values": values,
+                "groups": _groups(store),
+                "state": state.name,
+                "crc32": checksum,
+                "log": log.name,
+            }
+            text = directory / "server.json.partial"
+            text.write_text(json.dumps(facts))
+            _sync(text)
+            os.replace(text, directory / "server.json")
+            _sync(directory)
+            for old in (*directory.glob("state-*"), *directory.glob("log-*")):
+                if old.name not in (state.name, log.name):
+                    old.unlink()
+        except OSError as error:
+            raise CheckpointError(f"no snapshot could be written to {directory}: {error}") from error
+        self._at = store.version
+
+    def _read(self) -> dict[str, Any] | None:
+        path = self._directory / "server.json"
+        try:
+            facts: dict[str, Any] = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if facts.get("format") != _FORMAT:
+            raise CheckpointError(f"{path} has format {facts.get('format')!r}, expected {_FORMAT}")
+        return facts
+
+    def _load(self, facts: dict[str, Any]) -> None:
+        store, path = self._store, self._directory / facts["state"]
+        try:
+            if _checksum(path) != facts["crc32"]:
+                raise CheckpointError(f"{path} was altered: its checksum is another")
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        parameters = {
+            name: tensors[f"parameter.{name}"] for name in facts["versions"] if f"parameter.{name}" in tensors
+        }
+        if store.layout is None:
+            store._initialise(parameters, facts["owner"], {}, frozenset(facts["buffers"]))
+        try:
+            assert store.layout is not None, "it was put"
+            store.layout.check_whole({name: Spec.of(tensor) for name, tensor in parameters.items()})
+        except RefusedError as error:
+            raise CheckpointError(f"{path} belongs to another model: {error}") from error
+        for name, tensor in store.tensors().items():
+            tensor.copy_(parameters[name])
+        _restore_optimizer(store, tensors, facts["values"], facts["groups"])
+        store.version, store.versions, store.owner = facts["version"], facts["versions"], facts["owner"]
+        for worker, (sequence, version, notes) in facts["acknowledged"].items():
+            store.workers.acknowledged[worker] = Acknowledged(sequence, version, notes)
+
+    # ---- the log ----
+
+    def append(self, applied: Applied) -> None:
+        """Write an update down, and wait until it is on the disk."""
+        assert self._log is not None, "there is a snapshot, and so a log"
+        facts = {
+            "kind": applied.kind,
+            "version": applied.version,
+            "sequences": dict(applied.sequences),
+            "notes": applied.notes,
+            "buffers": list(applied.buffers),
+        }
+        text = json.dumps(facts).encode()
+        parts = [memoryview(text), *encode({**applied.tensors, **applied.buffers})]
+        checksum = 0
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        head = _RECORD.pack(_MAGIC, len(text), sum(len(part) for part in parts[1:]), checksum)
+        left = [memoryview(head), *parts]
+        while left:
+            written = os.writev(self._log, left[:_PIECES])
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+        os.fdatasync(self._log)
+
+    def _replay(self, path: Path) -> None:
+        """Apply what the log holds, up to where it was torn."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return
+        at = 0
+        while (found := _record(data, at)) is not None:
+            facts, tensors, at = found
+            if facts["version"] <= self._store.version:
+                continue
+            buffers = {name: tensors.pop(name) for name in facts["buffers"]}
+            self._store.apply(
+                Applied(facts["kind"], facts["version"], tensors, buffers, facts["sequences"], facts["notes"])
+            )
+
+
+def _record(data: bytes, at: int) -> tuple[dict[str, Any], dict[str, Tensor], int] | None:
+    """The record at a place, and where the next one begins; None if there is none, or it is torn."""
+    begin = at + _RECORD.size
+    if begin > len(data):
+        return None
+    magic, text_bytes, body_bytes, checksum = _RECORD.unpack_from(data, at)
+    end = begin + text_bytes + body_bytes
+    if magic != _MAGIC or end > len(data) or zlib.crc32(memoryview(data)[begin:end]) != checksum:
+        return None
+    facts = json.loads(data[begin : begin + text_bytes])
+    body = memoryview(data)[begin + text_bytes : end]
+    head_bytes = LENGTH_BYTES + head_length(body[:LENGTH_BYTES], len(body))
+    head = Head.parse(body[LENGTH_BYTES:head_bytes], len(body) - head_bytes)
+    return facts, head.tensors(bytearray(body[head_bytes:] or b"\0")), end
+
+
+def _optimizer_state(store: Store) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state: tensors, and plain values, by name."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, parameter in store.parameters.items() if store.optimizer is not None else ():
+        for key, value in store.optimizer.state.get(parameter, {}).items():  # type: ignore[union-attr]  # looked above
+            (tensors if isinstance(value, Tensor) else values)[f"optimizer.{name}.{key}"] = value
+    return tensors, values
+
+
+def _groups(store: Store) -> list[dict[str, Any]]:
+    groups = store.optimizer.param_groups if store.optimizer is not None else []
+    return [
+        {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} for group in groups
+    ]
+
+
+def _restore_optimizer(
+    store: Store, tensors: dict[str, Tensor], values: dict[str, Any], groups: list[dict[str, Any]]
+) -> None:
+    if store.optimizer is None:
+        return
+    for name, parameter in store.parameters.items():
+        head = f"optimizer.{name}."
+        state = {k.removeprefix(head): v for k, v in {**tensors, **values}.items() if k.startswith(head)}
+        state = {key: value for key, value in state.items() if "." not in key}
+        if state:
+            store.optimizer.state[parameter] = state
+    for group, options in zip(store.optimizer.param_groups, groups, strict=True):
+        for key, value in options.items():
+            if isinstance(group[key], Tensor):
+                group[key] = torch.tensor(value, dtype=group[key].dtype)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,324 @@
+"""The HTTP transport: Starlette on uvicorn, usable with curl.
+
+Fields are query parameters, tensors are bodies in safetensors; `api.json` describes it all. Nothing here decides
+anything: requests go to the service, in threads, because they may wait.
+"""
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from evenstep.core.errors import ConfigError, RefusedError, ServerError
+from evenstep.server.metrics import prometheus
+from evenstep.server.service import Call, Reply, Service
+from evenstep.server.wire import LENGTH_BYTES, Head, head_length
+
+__all__ = ["HttpServer"]
+
+_HERE = Path(__file__).parent
+_PIECE_BYTES = 1 << 20
+_HEADER_BYTES = 32 << 10
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_NUMBERS = ("min_version", "since", "sequence", "samples", "base", "shards")
+_JSON = ("names", "spans", "buffers", "note", "wait_s", "force", "bfloat16", "versions")
+log = logging.getLogger("evenstep.server")
+
+
+class _Protocol(HttpToolsProtocol):
+    """As uvicorn's, but heads of requests are limited, and a write is over only when the system has taken it all."""
+
+    _taken = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
+        super().connection_made(transport)
+        secure = transport.get_extra_info("sslcontext") is not None  # there all is copied, and 0 would stop it for good
+        transport.set_write_buffer_limits(high=int(secure), low=0)
+
+    def on_message_begin(self) -> None:
+        self._taken = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(name + value)
+        super().on_header(name, value)
+
+    def _count(self, data: bytes) -> None:
+        self._taken += len(data)
+        if self._taken > _HEADER_BYTES:
+            raise ValueError("the head of the request is too long")
+
+
+class HttpServer:
+    """The transport's server side.
+
+    Args:
+        service: What to serve.
+        listener: A bound socket; taken over.
+        certfile: For TLS, if wanted.
+        keyfile: Its key.
+        hosts: The names by which the server may be called, or None for any: on loopback this keeps out web pages that
+            point a name of their own at it.
+
+    Raises:
+        ConfigError: It cannot be started.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        listener: socket.socket,
+        certfile: str | None = None,
+        keyfile: str | None = None,
+        hosts: frozenset[str] | None = None,
+    ) -> None:
+        self._service, self._listener, self._hosts = service, listener, hosts
+        self._pool = ThreadPoolExecutor(service.limits.connections, "evenstep-http-request")
+        app = Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/parameters", self._tensors("get", "put"), methods=["GET", "PUT"]),
+                Route("/update", self._tensors("", "update"), methods=["POST"]),
+                Route("/register", self._plain("register"), methods=["POST"]),
+                Route("/leave", self._plain("leave"), methods=["POST"]),
+                Route("/wait", self._plain("wait")),
+                Route("/status", self._plain("status")),
+                Route("/metrics", self._guarded(self._metrics)),
+                Route("/openapi.json", self._api),
+            ]
+        )
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=service.limits.connections,
+            timeout_keep_alive=600,
+            timeout_graceful_shutdown=2,
+            ssl_certfile=certfile,
+            ssl_keyfile=keyfile,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="evenstep-http", daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + 30
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise ConfigError("the HTTP server could not be started; look at --certfile and --keyfile")
+            time.sleep(0.001)
+
+    def _serve(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._listener]))
+
+    def close(self) -> None:
+        """End all connections, and wait for the threads."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+        self._pool.shutdown()
+
+    # ---- requests ----
+
+    async def _page(self, request: Request) -> Response:
+        headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse((_HERE / "page.html").read_text(), headers=headers)
+
+    async def _api(self, request: Request) -> Response:
+        return JSONResponse(json.loads((_HERE / "api.json").read_text()))
+
+    async def _metrics(self, request: Request) -> Response:
+        self._service.check_token(_token(request))
+        return PlainTextResponse(await self._do(lambda: prometheus(self._service)))
+
+    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Translate our errors."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                self._check_origin(request)
+                return await handler(request)
+            except RefusedError as error:
+                return JSONResponse(self._service.refused(error), error.status)
+            except ServerError as error:
+                return JSONResponse({"status": 500, "error": str(error)}, 500)
+
+        return guarded
+
+    def _plain(self, verb: str) -> Callable[[Request], Awaitable[Response]]:
+        async def handler(request: Request) -> Response:
+            call = self._service.admit(verb, _fields(request), 0, _token(request))
+            reply = None
+            try:
+                reply = await self._do(call.run)
+                return _json(reply)
+            finally:
+                call.close(reply)
+
+        return self._guarded(handler)
+
+    def _tensors(self, pull: str, push: str) -> Any:
+        """An endpoint whose requests or replies carry tensors."""
+
+        async def handler(request: Request) -> Response:
+            if request.method in ("GET", "HEAD"):
+                call = self._service.admit(pull, _fields(request), 0, _token(request))
+            else:
+                call = self._service.admit(push, _fields(request), _length(request), _token(request))
+            reply = None
+            try:
+                if call.body_bytes:
+                    await self._receive(request, call)
+                reply = await self._do(call.run)
+            except BaseException:
+                call.close(None)
+                raise
+            return _json(reply, call) if not reply.parts else _Tensors(reply, call, self._service)
+
+        return _Endpoint(self._guarded(handler))
+
+    async def _do(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    async def _receive(self, request: Request, call: Call) -> None:
+        """Read a body: its head, then the data into the memory that the call gives."""
+        try:
+            async with asyncio.timeout(self._service.limits.transfer_s(call.body_bytes)):
+                await self._read(request, call)
+        except TimeoutError:
+            raise RefusedError("the body came too slowly", 408) from None
+        except ClientDisconnect:
+            raise RefusedError("the body ended too early") from None
+
+    async def _read(self, request: Request, call: Call) -> None:
+        begin = bytearray()
+        buffer: memoryview | None = None
+        left = call.body_bytes
+        async for piece in request.stream():
+            left -= len(piece)
+            if left < 0:
+                raise RefusedError("the body is longer than its Content-Length")
+            if buffer is None:
+                begin += piece
+                head_bytes = LENGTH_BYTES
+                if len(begin) >= LENGTH_BYTES:
+                    head_bytes += head_length(begin[:LENGTH_BYTES], call.body_bytes)
+                if len(begin) < head_bytes:
+                    continue
+                head = Head.parse(begin[LENGTH_BYTES:head_bytes], call.body_bytes - head_bytes)
+                buffer = await self._do(lambda head=head: call.expect(head))  # type: ignore[misc]  # binds it
+                piece = bytes(begin[head_bytes:])
+            buffer[: len(piece)] = piece
+            buffer = buffer[len(piece) :]
+        if buffer is None or left:
+            raise RefusedError(f"the body ended {left} bytes too early; expected safetensors")
+
+    def _check_origin(self, request: Request) -> None:
+        host = request.headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()
+        if self._hosts is not None and host not in self._hosts:
+            raise RefusedError(f"this server is called {sorted(self._hosts)[0]}, not '{host[:100]}'", 403)
+        origin = request.headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+            raise RefusedError("a page from elsewhere may not talk to this server", 403)
+
+
+class _Endpoint:
+    """A handler as an ASGI application, so that all methods come to it."""
+
+    def __init__(self, handler: Callable[[Request], Awaitable[Response]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handler(Request(scope, receive))
+        await response(scope, receive, send)
+
+
+class _Tensors(Response):
+    """Tensors as the body of a response, out of the memory where they are."""
+
+    def __init__(self, reply: Reply, call: Call, service: Service) -> None:
+        super().__init__(media_type="application/octet-stream")
+        self._reply, self._call, self._service = reply, call, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fields = {key: value for key, value in self._reply.fields.items() if key != "status"}
+        headers = [
+            (b"content-type", b"application/octet-stream"),
+            (b"content-length", str(self._reply.num_bytes).encode()),
+            (b"x-evenstep-version", str(fields.get("version")).encode()),
+            (b"x-evenstep-fields", json.dumps(fields).encode()),
+        ]
+        try:
+            async with asyncio.timeout(self._service.limits.transfer_s(self._reply.num_bytes)):
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                for part in self._reply.parts if scope["method"] != "HEAD" else []:
+                    for start in range(0, len(part), _PIECE_BYTES):
+                        body = part[start : start + _PIECE_BYTES]
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                # this waits until the system has taken all of it, so that the memory may change afterwards
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            log.info("a client read too slowly and was dropped")
+            raise
+        finally:
+            self._call.close(self._reply)
+
+
+def _json(reply: Reply, call: Call | None = None) -> Response:
+    if call is not None:
+        call.close(reply)
+    return JSONResponse(reply.fields, reply.fields["status"])
+
+
+def _token(request: Request) -> str | None:
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    return token if kind.lower() == "bearer" else None
+
+
+def _length(request: Request) -> int:
+    text = request.headers.get("content-length", "")
+    if not text.isdigit():
+        raise RefusedError("the request has no Content-Length; send the body in one piece", 411)
+    kind = request.headers.get("content-type", "")
+    if kind != "application/octet-stream":  # a form of a web page cannot send this
+        raise RefusedError(f"Content-Type is '{kind[:100]}', expected application/octet-stream", 415)
+    return int(text)
+
+
+def _fields(request: Request) -> dict[str, Any]:
+    """Query parameters as fields; numbers and lists are JSON, and a list of names may be `a,b`."""
+    fields: dict[str, Any] = {}
+    for key, text in request.query_params.items():
+        if key in _NUMBERS or key in _JSON:
+            try:
+                fields[key] = json.loads(text)
+            except (ValueError, RecursionError):
+                if key not in ("names", "buffers"):
+                    raise RefusedError(f"{key}={text[:40]!r} is no JSON") from None
+                fields[key] = text.split(",")
+        elif key in ("worker", "kind"):
+            fields[key] = text
+        else:
+            raise RefusedError(f"there is no parameter {key[:40]!r}; /openapi.json names those there are")
+    return fields

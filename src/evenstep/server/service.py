@@ -1,0 +1,390 @@
+"""Requests to replies, the same for every transport.
+
+A transport reads the fields of a request, and asks `Service.admit` before it reads any tensor: that checks the token,
+the verb, the sizes. Then it reads the head of the tensors and asks `Call.expect`, which checks names, dtypes and shapes
+and gives memory to read the data into. At last `Call.run` does it. Each of these raises RefusedError with one sentence,
+and then nothing has changed.
+"""
+
+import hmac
+import logging
+import mmap
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from evenstep.core.errors import RefusedError
+from evenstep.server.images import Image
+from evenstep.server.incoming import Incoming, integer
+from evenstep.server.store import Pending, Store, View
+from evenstep.server.wire import Head, Layout, encode, fresh
+
+__all__ = ["VERBS", "Call", "Limits", "Reply", "Service"]
+
+VERBS = ("register", "leave", "put", "get", "update", "wait", "changed", "status")
+_WITH_TENSORS = ("put", "update")
+_MAX_NAME = 200
+_CHECKED = 256
+_UNUSED = 3  # references to memory that no tensor is made of: two of callers, one of the count itself
+_INTAKE_BYTES = 8 << 20  # of updates may be received at once, or one copy of the parameters if that is more
+log = logging.getLogger("evenstep.server")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a stranger may cost us.
+
+    Attributes:
+        body_bytes: The longest body of a request.
+        fields_bytes: The longest head of a request.
+        connections: How many at once, for each transport.
+        wait_s: The longest wait inside the server; whoever wants to wait longer asks again.
+        idle_s: How long a transfer may take, besides a second for every `pace_bytes`.
+        pace_bytes: The slowest pace of a transfer, in bytes for each second.
+    """
+
+    body_bytes: int = 4 << 30
+    fields_bytes: int = 1 << 20
+    connections: int = 256
+    wait_s: float = 10.0
+    idle_s: float = 30.0
+    pace_bytes: int = 1 << 20
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """How long so many bytes may take."""
+        return self.idle_s + num_bytes / self.pace_bytes
+
+
+@dataclass
+class Reply:
+    """What to send back.
+
+    Attributes:
+        fields: As JSON.
+        parts: Buffers that follow, in order; valid until `close`.
+        view: What they lie in.
+        image: Where the other side reads them by itself, instead of the parts.
+    """
+
+    fields: dict[str, Any]
+    parts: list[memoryview] = field(default_factory=list)
+    view: View | None = None
+    image: Image | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes of tensors follow."""
+        return sum(len(part) for part in self.parts)
+
+    def close(self) -> None:
+        """All is sent."""
+        if self.view is not None:
+            self.view.close()
+
+
+class _Intake:
+    """Room for the data of updates: so many bytes at once, so that many clients do not take many copies' memory."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._held = 0
+
+    def take(self, num_bytes: int, limit: int, wait_s: float) -> None:
+        with self._free:
+            if not self._free.wait_for(lambda: self._held == 0 or self._held + num_bytes <= limit, wait_s):
+                raise RefusedError("the server is busy with the updates of others; try again", 503)
+            self._held += num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        with self._free:
+            self._held -= num_bytes
+            self._free.notify_all()
+
+
+class Service:
+    """What all transports of a server share.
+
+    Args:
+        store: The state.
+        limits: What strangers may cost.
+        token: What every request must bring; None: nothing.
+    """
+
+    def __init__(self, store: Store, limits: Limits, token: str | None) -> None:
+        self.store, self.limits = store, limits
+        self._token = token.encode() if token is not None else None
+        self.intake = _Intake()
+        self._lock = threading.Lock()
+        self._spare: list[memoryview] = []
+        self._checked: dict[Any, Any] = {}
+        self.counts: Counter[str] = Counter()
+        self.refusals: Counter[int] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self.bytes_in = self.bytes_out = 0
+        self.started_s = time.monotonic()
+
+    def check_token(self, token: str | None) -> None:
+        """Let nobody in who does not know it.
+
+        Raises:
+            RefusedError: The token is missing or wrong; both take the same time.
+        """
+        if self._token is not None and not hmac.compare_digest((token or "").encode(errors="replace"), self._token):
+            raise RefusedError("the token is missing or wrong; give the one that the server printed at its start", 401)
+
+    def admit(self, verb: str, fields: Mapping[str, Any], body_bytes: int, token: str | None) -> "Call":
+        """Check a request by its fields alone.
+
+        Raises:
+            RefusedError: It is refused.
+        """
+        self.check_token(token)
+        if verb not in VERBS:
+            raise RefusedError(f"there is no verb {str(verb)[:40]!r}; expected one of {', '.join(VERBS)}", 404)
+        if body_bytes and verb not in _WITH_TENSORS:
+            raise RefusedError(f"'{verb}' takes no tensors but {body_bytes} bytes follow")
+        if body_bytes > self.limits.body_bytes:
+            raise RefusedError(f"{body_bytes} bytes of tensors, expected at most {self.limits.body_bytes}", 413)
+        return Call(self, verb, fields, body_bytes)
+
+    def incoming(self, layout: Layout, fields: Mapping[str, Any], head: Head) -> Incoming:
+        """What an update will be; whoever sent the like of it before need not be checked again."""
+        incoming = Incoming.read(layout, fields)
+        key = (layout, head, incoming.spans, incoming.num_shards, incoming.buffers)
+        places = self._checked.get(key)
+        if places is None:
+            places = incoming.check(head)
+            if len(self._checked) >= _CHECKED:
+                self._checked.clear()
+            self._checked[key] = places
+        return replace(incoming, places=places)
+
+    def spare(self, num_bytes: int) -> memoryview:
+        """Memory for so many bytes, from an earlier update if there is some: fresh pages take time."""
+        with self._lock:
+            for n, data in enumerate(self._spare):
+                if len(data) == max(num_bytes, 1):
+                    return self._spare.pop(n)
+        return fresh(num_bytes)
+
+    def recycle(self, data: memoryview) -> None:
+        """Keep memory for the next update, unless a tensor is still made of it."""
+        with self._lock:
+            if sys.getrefcount(data) <= _UNUSED and not self._spare:
+                self._spare.append(data)
+
+    def refused(self, error: RefusedError) -> dict[str, Any]:
+        """The fields of a reply to a request that was refused."""
+        self.refusals[error.status] += 1
+        log.info("refused %d: %s", error.status, str(error))
+        return {"status": error.status, "error": str(error)}
+
+
+class Call:
+    """One request, from its fields to its reply."""
+
+    def __init__(self, service: Service, verb: str, fields: Mapping[str, Any], body_bytes: int) -> None:
+        self._service, self._store = service, service.store
+        self.verb, self._fields, self.body_bytes = verb, fields, body_bytes
+        self._head: Head | None = None
+        self._incoming: Incoming | None = None
+        self._taken = 0
+        self._data: Any = None
+        self._begin_s = time.monotonic()
+
+    def check(self, head: Head) -> None:
+        """Check what the tensors will be.
+
+        Raises:
+            RefusedError: They are not what this request may carry.
+        """
+        layout = self._store.layout
+        if self.verb == "put":
+            if layout is not None:
+                if not self._fields.get("force"):
+                    raise RefusedError(f"the parameters were put by '{self._store.owner}' already", 409)
+                layout.check_whole(head.specs)
+        else:
+            if layout is None:
+                raise RefusedError("nothing was put yet, so there is nothing to update", 409)
+            self._incoming = self._service.incoming(layout, self._fields, head)
+
+    def expect(self, head: Head) -> memoryview:
+        """Check what the tensors will be; return a writable buffer for their data. May block until there is room.
+
+        Raises:
+            RefusedError: They are not what this request may carry, or others take all the room.
+        """
+        self.check(head)
+        layout = self._store.layout
+        if self.verb == "update" and layout is not None and self._store.options.staleness != 0:
+            wait_s = self._service.limits.wait_s
+            self._service.intake.take(head.data_bytes, max(layout.num_bytes, _INTAKE_BYTES), wait_s)
+            self._taken = head.data_bytes
+        data = self._service.spare(head.data_bytes)
+        self.place(head, data)
+        return data[: head.data_bytes]
+
+    def place(self, head: Head, data: Any) -> None:
+        """The data of tensors that were checked is, or will be, in this buffer."""
+        self._head, self._data = head, data
+
+    @property
+    def _in_others_memory(self) -> bool:
+        return isinstance(self._data, mmap.mmap)
+
+    def run(self) -> Reply:
+        """Do it. May block for as long as the limits say.
+
+        Raises:
+            RefusedError: It is refused; nothing has changed.
+            ServerError: The server cannot go on.
+        """
+        if self.verb in _WITH_TENSORS and self._head is None:
+            raise RefusedError(f"'{self.verb}' came without tensors")
+        actions: dict[str, Callable[[], Reply]] = {
+            "register": self._register,
+            "leave": self._leave,
+            "put": self._put,
+            "get": self._get,
+            "update": self._update,
+            "wait": self._wait,
+            "changed": self._changed,
+            "status": lambda: Reply(self._store.status()),
+        }
+        reply = actions[self.verb]()
+        reply.fields.setdefault("status", 200)
+        return reply
+
+    def close(self, reply: Reply | None) -> None:
+        """The request is over, well or not."""
+        service = self._service
+        if self._taken:
+            service.intake.give(self._taken)
+            self._taken = 0
+        data, self._data, self._head = self._data, None, None
+        if isinstance(data, memoryview):
+            service.recycle(data)
+        service.counts[self.verb] += 1
+        service.seconds[self.verb] += time.monotonic() - self._begin_s  # type: ignore[assignment]  # a Counter of floats
+        service.bytes_in += self.body_bytes
+        if reply is not None:
+            service.bytes_out += reply.num_bytes
+            reply.close()
+
+    def _worker(self) -> str:
+        name = self._fields.get("worker")
+        if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
+            raise RefusedError(f"worker={str(name)[:40]!r}, expected a name of at most {_MAX_NAME} characters")
+        return name
+
+    def _wait_s(self) -> float:
+        value = self._fields.get("wait_s", 0.0)
+        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise RefusedError(f"wait_s={str(value)[:40]!r}, expected a number of seconds")
+        return min(float(value), self._service.limits.wait_s)
+
+    def _register(self) -> Reply:
+        worker = self._worker()
+        self._store.register(worker)
+        last = self._store.workers.acknowledged.get(worker)
+        options = self._store.options
+        return Reply(
+            {
+                "sequence": last.sequence if last else 0,
+                "staleness": options.staleness,
+                "lock": options.lock,
+                "lease_s": options.lease_s,
+                "version": self._store.version,
+            }
+        )
+
+    def _leave(self) -> Reply:
+        self._store.leave(self._worker())
+        return Reply({})
+
+    def _put(self) -> Reply:
+        assert self._head is not None, "run has looked"
+        buffers = self._fields.get("buffers", [])
+        if not isinstance(buffers, list) or not all(name in self._head.specs for name in buffers):
+            raise RefusedError("buffers is no list of tensors that were put")
+        tensors = self._head.tensors(self._data)
+        force = bool(self._fields.get("force"))
+        return Reply({"version": self._store.put(tensors, self._worker(), force=force, buffers=buffers)})
+
+    def _get(self) -> Reply:
+        fields = self._fields
+        names = fields.get("names")
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise RefusedError("names is no list of names")
+        since = integer(fields, "since", 0) if fields.get("since") is not None else None
+        view = self._store.get(names, min_version=integer(fields, "min_version", 0), since=since, wait_s=self._wait_s())
+        if view is None:
+            return Reply({"status": 202, "pending": True, "version": self._store.version})
+        reply = Reply({"version": view.version}, view=view)
+        if fields.get("versions"):
+            reply.fields["versions"] = view.versions
+        if fields.get("place_only"):
+            return self._in_place(reply, view)
+        tensors = view.tensors
+        if len(tensors) == len(view.image.tensors) and not fields.get("bfloat16"):
+            reply.parts = view.image.parts
+            return reply
+        if fields.get("bfloat16"):
+            wide = (torch.float32, torch.float64)
+            tensors = {name: t.bfloat16() if t.dtype in wide else t for name, t in tensors.items()}
+        reply.parts = encode(tensors)
+        return reply
+
+    def _in_place(self, reply: Reply, view: View) -> Reply:
+        """For a client that maps our memory: only say where."""
+        layout = self._store.layout
+        assert layout is not None, "there is a view"
+        reply.image = view.image
+        reply.fields |= {"image": view.image.number, "writable": not self._store.options.lock}
+        if len(view.tensors) < len(layout.specs):
+            reply.fields["names"] = list(view.tensors)
+        if self._fields.get("layout"):
+            reply.fields["layout"] = layout.packed()
+        return reply
+
+    def _update(self) -> Reply:
+        assert self._head is not None, "run has looked"
+        assert self._incoming is not None, "it was made with the head"
+        fields = self._fields
+        kind = fields.get("kind", "gradient")
+        base = integer(fields, "base", 0) if fields.get("base") is not None else None
+        tensors = self._head.tensors(self._data)
+        if self._in_others_memory and self._store.options.staleness == 0:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # it is held until the update is made
+        part = self._incoming.contribution(tensors)
+        sequence = integer(fields, "sequence", 0, 1)
+        found = self._store.update(self._worker(), sequence, str(kind), part, base=base, wait_s=self._wait_s())
+        return self._acknowledgement(found)
+
+    def _wait(self) -> Reply:
+        if "sequence" in self._fields:
+            sequence = integer(self._fields, "sequence", 0, 1)
+            return self._acknowledgement(self._store.wait(self._worker(), sequence, self._wait_s()))
+        allowed = self._store.wait_turn(self._worker(), self._wait_s())
+        return Reply({"status": 200 if allowed else 202, "pending": not allowed})
+
+    def _changed(self) -> Reply:
+        names = self._fields.get("names", [])
+        if not isinstance(names, list):
+            raise RefusedError("names is no list of names")
+        return Reply({"version": self._store.changed_elsewhere(self._worker(), map(str, names))})
+
+    def _acknowledgement(self, found: Any) -> Reply:
+        if isinstance(found, Pending):
+            return Reply({"status": 202, "pending": True, "version": found.version})
+        reply: dict[str, Any] = {"version": found.version}
+        if any(note is not None for note in found.notes):
+            reply["notes"] = found.notes
+        return Reply(reply)

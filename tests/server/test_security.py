@@ -1,0 +1,228 @@
+"""Strangers: no token, no TLS, garbage, and bodies that never end."""
+
+import datetime
+import random
+import socket
+import struct
+import time
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from torch import nn
+
+from evenstep.core.errors import RefusedError, UnreachableError
+from evenstep.server import Limits, ParameterServer, connect
+from evenstep.server.config import ServerConfig
+from evenstep.server.wire import Head, encode
+
+FUZZ_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, private = folder / "cert.pem", folder / "key.pem"
+    certificate.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    private.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return str(certificate), str(private)
+
+
+@pytest.mark.parametrize("transport", ["http", "tcp"])
+def test_tls_is_used_and_checked(certificate, transport):
+    certfile, keyfile = certificate
+    options = {"certfile": certfile, "keyfile": keyfile, "transports": (transport,), "host": "localhost"}
+    with ParameterServer(nn.Linear(300, 200), staleness=None, **options) as server:
+        assert urlsplit(server.url).scheme == transport + "s"
+        with connect(server.url, cafile=certfile) as client:
+            parameters = client.get_parameters()
+            assert client.update_parameters(parameters, kind="delta") == 1
+            assert not any(bool(value.any()) for value in client.get_parameters(min_version=1).values())
+        with pytest.raises(UnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
+            connect(server.url, timeout_s=0.2)
+        with pytest.raises(UnreachableError):
+            connect(server.url.replace("s://", "://"), timeout_s=0.2)
+
+
+HERE, ELSEWHERE = ["127.0.0.1", "localhost", "::1", "127.9.9.9"], ["0.0.0.0", "10.0.0.7", "example.org", "::"]
+
+
+@pytest.mark.parametrize("host", HERE + ELSEWHERE)
+def test_a_token_is_made_wherever_others_can_reach(host):
+    loopback = host in HERE
+    assert ServerConfig(host=host).on_loopback == loopback
+    server = ParameterServer(nn.Linear(1, 1), host=host)
+    assert (server.token is None) == loopback
+    server.close()
+
+
+def serve(**options):
+    limits = Limits(body_bytes=1 << 20, fields_bytes=1 << 12, idle_s=0.3, connections=4, pace_bytes=1 << 30)
+    return ParameterServer(nn.Linear(4, 3), staleness=None, transports=("tcp",), limits=limits, **options)
+
+
+def send(server, data, wait_s=5.0):
+    """Send bytes; return what comes back until the connection ends or is silent."""
+    parts = urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=wait_s) as stream:
+        try:
+            stream.sendall(data)
+            stream.shutdown(socket.SHUT_WR)
+            found = b""
+            while piece := stream.recv(65536):
+                found += piece
+        except ConnectionError:
+            return b""
+        return found
+
+
+def frame(fields, body=b"", body_bytes=None):
+    return struct.pack("<4sIQ", b"EVST", len(fields), len(body) if body_bytes is None else body_bytes) + fields + body
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", b"a frame begins with"),
+        (struct.pack("<4sIQ", b"EVST", 1 << 30, 0), b"bytes of fields, expected at most 4096"),
+        (frame(b"[" * 4000), b"is no JSON"),
+        (frame(b'{"verb": "dance"}'), b"there is no verb 'dance'"),
+        (frame(b'{"verb": "status", "verb": "put"}'), b"a name is there twice"),
+        (frame(b'{"verb": "status"}', b"x"), b"'status' takes no tensors"),
+        (frame(b'{"verb": "update"}', body_bytes=1 << 60), b"expected at most 1048576"),
+        (frame(b'{"verb": "get", "wait_s": NaN}'), b"NaN is no number"),
+        (frame(b'{"verb": "get", "names": [1]}'), b"names is no list of names"),
+        (frame(b'{"verb": "register", "worker": ""}'), b"expected a name of at most"),
+        (frame(b'{"verb": "put", "worker": "x"}', b"\xff" * 8), b"the head of the tensors is"),
+    ],
+)
+def test_garbage_is_answered_with_one_sentence(data, words):
+    with serve() as server:
+        assert words in send(server, data)
+        assert server.store.version == 0
+        with connect(server.url) as client:
+            assert client.status()["version"] == 0
+
+
+def test_slow_clients_hold_nobody_back():
+    with serve() as server:
+        parts = urlsplit(server.url)
+        slow = socket.create_connection((parts.hostname, parts.port))
+        slow.sendall(frame(b'{"verb": "register", "worker": "slow"}'))
+        slow.recv(1000)
+        slow.sendall(frame(b'{"verb": "update", "worker": "slow", "sequence": 1}', b"\x10", body_bytes=1000))
+        with connect(server.url) as client:
+            begin = time.monotonic()
+            for _ in range(3):
+                client.update_parameters({"bias": torch.ones(3)}, kind="delta")
+            assert time.monotonic() - begin < 5
+        slow.settimeout(10)
+        assert slow.recv(1000) == b"", "it was dropped"
+        slow.close()
+
+
+def test_there_are_no_more_connections_than_allowed():
+    with serve() as server:
+        parts = urlsplit(server.url)
+        held = [socket.create_connection((parts.hostname, parts.port)) for _ in range(4)]
+        for stream in held:
+            stream.sendall(frame(b'{"verb": "status"}'))
+            assert stream.recv(4)
+        late = socket.create_connection((parts.hostname, parts.port), timeout=10)
+        assert late.recv(1) == b""
+        for stream in (*held, late):
+            stream.close()
+
+
+def mutations(seed):
+    """Valid requests, harmed in random places."""
+    dice = random.Random(seed)
+    body = b"".join(encode({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}))
+    whole = [
+        frame(b'{"verb":"register","worker":"w"}'),
+        frame(b'{"verb":"update","worker":"w","sequence":1,"kind":"delta"}', body),
+        frame(b'{"verb":"get","min_version":0,"names":["bias"],"wait_s":0}'),
+        frame(b'{"verb":"put","worker":"w","force":false}', body),
+        frame(b'{"verb":"wait","worker":"w"}'),
+    ]
+    while True:
+        data = bytearray(dice.choice(whole))
+        for _ in range(dice.randint(1, 6)):
+            at = dice.randrange(len(data))
+            what = dice.randrange(4)
+            if what == 0:
+                data[at] = dice.randrange(256)
+            elif what == 1:
+                del data[at : at + dice.randint(1, 9)]
+            elif what == 2:
+                data[at:at] = bytes(dice.randrange(256) for _ in range(dice.randint(1, 9)))
+            else:
+                data[at : at + 1] = dice.choice([b'"', b"{", b"]", b"9999999999", b"-1", b"null", b"\xff\xff"])
+            data = data or bytearray(b"x")
+        yield bytes(data)
+
+
+def test_no_harmed_frame_brings_the_server_down():
+    with serve() as server:
+        end, count = time.monotonic() + FUZZ_S, 0
+        for data in mutations(1):
+            if time.monotonic() > end:
+                break
+            send(server, data)
+            count += 1
+        with connect(server.url) as client:
+            assert set(client.get_parameters()) == {"weight", "bias"}
+            assert client.status()["broken"] is None
+            assert all(bool(torch.isfinite(value).all()) for value in client.get_parameters().values())
+        assert count > 50
+
+
+def test_no_harmed_http_request_brings_the_server_down():
+    limits = Limits(body_bytes=1 << 20, idle_s=0.3)
+    with ParameterServer(nn.Linear(4, 3), staleness=None, transports=("http",), limits=limits) as server:
+        dice, end, count = random.Random(2), time.monotonic() + FUZZ_S, 0
+        body = b"".join(encode({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}))
+        head = (
+            b"POST /update?worker=w&sequence=1&kind=delta HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            b"Content-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
+        while time.monotonic() < end:
+            data = bytearray(head + body)
+            for _ in range(dice.randint(1, 5)):
+                data[dice.randrange(len(data))] = dice.randrange(256)
+            send(server, bytes(data))
+            count += 1
+        with connect(server.url) as client:
+            assert client.status()["version"] == 0
+            assert set(client.get_parameters()) == {"weight", "bias"}
+        assert count > 20
+
+
+def test_heads_of_tensors_are_refused_or_exact():
+    """Whatever a head says, it is refused or describes exactly the bytes that follow."""
+    dice = random.Random(3)
+    whole = bytes(encode({"weight": torch.zeros(3, 4), "bias": torch.zeros(3), "none": torch.zeros(0)})[0][8:])
+    accepted = 0
+    for _ in range(3000):
+        data = bytearray(whole)
+        for _ in range(dice.randint(0, 3)):
+            data[dice.randrange(len(data))] = dice.choice(b'0123456789,:[]{}" -F')
+        try:
+            head = Head.parse(bytes(data), 60)
+        except RefusedError:
+            continue
+        accepted += 1
+        assert sum(spec.num_bytes for spec in head.specs.values()) == 60
+        assert sum(t.nbytes for t in head.tensors(bytearray(60)).values()) == 60
+    assert accepted
