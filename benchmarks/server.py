@@ -143,28 +143,37 @@ def end(*pids: int) -> None:
 def together(url: str, num_clients: int, num_bytes: int, times: int) -> float:
     """Rounds a second of several clients at once, each in a process of its own."""
     pids = []
-    begin = time.perf_counter()
+    ready, start = os.pipe(), os.pipe()
     for _ in range(num_clients):
         pid = os.fork()
         if pid == 0:
-            torch.set_num_threads(1)
             net = dict(model(num_bytes).named_parameters())
             gradients = {name: torch.ones_like(p) for name, p in net.items()}
             out = {name: torch.empty_like(p) for name, p in net.items()}
             client = connect(url, timeout_s=120)
+            client.get_parameters(out=out)
+            os.write(ready[1], b"r")
+            os.read(start[0], 1)
             for _ in range(times):
                 client.get_parameters(out=out)
                 client.update_parameters(gradients)
             client.close()
             os._exit(0)
         pids.append(pid)
+    for _ in pids:
+        os.read(ready[0], 1)
+    begin = time.perf_counter()
+    os.write(start[1], b"s" * num_clients)
     for pid in pids:
         os.waitpid(pid, 0)
+    for fd in (*ready, *start):
+        os.close(fd)
     return num_clients * times / (time.perf_counter() - begin)
 
 
 def main() -> None:
     """Print ratios, and what they should be."""
+    torch.set_num_threads(1)  # we fork: a pool of threads would not survive it
     seconds = rounds(LARGE, 15)
     base = statistics.median(seconds["bare"])
     print(f"pull and push of 25 MiB, one client: bare socket {1e3 * base:.1f} ms")

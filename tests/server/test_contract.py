@@ -325,3 +325,19 @@ def test_status_shows_versions_and_workers(serve):
     assert status["parameters"]["0.bias"] == {"dtype": "float32", "shape": [2], "version": 1, "buffer": False}
     assert [worker["name"] for worker in status["workers"]] == ["me"]
     assert [version for _, version in status["history"]] == [0, 1]
+
+
+def test_stopping_waits_for_nobody_who_waits(serve):
+    server = serve(model(), staleness=None)
+    client = serve.connect(server)
+    thread = threading.Thread(target=lambda: client.get_parameters(min_version=1))
+    thread.start()
+    time.sleep(0.1)
+    begin = time.monotonic()
+    server.stop()
+    assert time.monotonic() - begin < 3.5
+    server.start()
+    serve.connect(server).update_parameters(deltas(), kind="delta")
+    thread.join()
+    with server.store.get() as view:
+        assert view.image.readers == 1, "what the lost request held was let go"

@@ -115,6 +115,31 @@ def test_a_directory_of_another_model_is_named(tmp_path):
         ParameterServer(nn.Linear(1, 1), durable=True)
 
 
+def test_a_snapshot_that_fails_costs_nothing_that_was_acknowledged(tmp_path, monkeypatch, caplog):
+    replace, copies = os.replace, {}
+
+    def no_space(source, target):
+        if target.name == "server.json":
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    server = make(tmp_path, durable=True, snapshot_every=2)
+    with server, connect(server.url) as client:
+        monkeypatch.setattr(os, "replace", no_space)
+        for step in range(1, 6):
+            assert client.update_parameters(gradients(step)) == step
+        assert "SNAPSHOT FAILED" in caplog.text
+        copies = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        monkeypatch.undo()
+    elsewhere = tmp_path / "as a kill would have left it"
+    elsewhere.mkdir()
+    for name, content in copies.items():
+        (elsewhere / name).write_bytes(content)
+    with make(elsewhere, durable=True) as server, connect(server.url) as client:
+        assert client.version == 5
+        assert same(client.get_parameters(), plain(5))
+
+
 class Mortal:
     """A durable server in a process of its own, always at the same address."""
 

@@ -7,6 +7,7 @@ same optimizer is to have the same state, and to know every retry. A torn record
 """
 
 import json
+import logging
 import os
 import struct
 import zlib
@@ -29,6 +30,7 @@ _FORMAT = 1
 _RECORD = struct.Struct("<4sIQI")  # magic, bytes of facts, bytes of tensors, checksum
 _MAGIC = b"EVLG"
 _PIECES = 512
+log = logging.getLogger("evenstep.server")
 
 
 class Keeper:
@@ -47,7 +49,7 @@ class Keeper:
     def __init__(self, store: Store, directory: Path, every: int, durable: bool) -> None:
         self._store, self._directory, self._every, self._durable = store, directory, every, durable
         self._log: int | None = None
-        self._at = -1
+        self._at = self._tried = -1
         self._quiet = True  # until restore: what is put before it is only a place for what was saved
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -92,8 +94,13 @@ class Keeper:
             self._write()
 
     def _write_if_due(self) -> None:
-        if not self._quiet and self._store.version - self._at >= self._every:
+        if self._quiet or self._store.version - max(self._at, self._tried) < self._every:
+            return
+        self._tried = self._store.version
+        try:
             self._write()
+        except CheckpointError as error:  # what was there before is whole, and the log goes on
+            log.error("SNAPSHOT FAILED, it will be tried again: %s", str(error))
 
     def _write(self) -> None:
         """Write a snapshot. The caller holds the store's lock."""
@@ -101,15 +108,15 @@ class Keeper:
         tensors, values = _optimizer_state(store)
         tensors |= {f"parameter.{name}": tensor for name, tensor in store.tensors().items()}
         stem = f"{store.version:012}"
-        state, log = directory / f"state-{stem}.safetensors", directory / f"log-{stem}"
+        state, path = directory / f"state-{stem}.safetensors", directory / f"log-{stem}"
+        fresh_log = -1
         try:
             partial = state.with_suffix(".partial")
             save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial)
             _sync(partial)
             checksum = _checksum(partial)
             os.replace(partial, state)
-            self.close()
-            self._log = os.open(log, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fresh_log = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
             facts = {
                 "format": _FORMAT,
                 "version": store.version,
@@ -124,18 +131,22 @@ class Keeper:
                 "groups": _groups(store),
                 "state": state.name,
                 "crc32": checksum,
-                "log": log.name,
+                "log": path.name,
             }
             text = directory / "server.json.partial"
             text.write_text(json.dumps(facts))
             _sync(text)
             os.replace(text, directory / "server.json")
+            self._log, fresh_log = fresh_log, -1 if self._log is None else self._log  # only now: it is named
             _sync(directory)
             for old in (*directory.glob("state-*"), *directory.glob("log-*")):
-                if old.name not in (state.name, log.name):
+                if old.name not in (state.name, path.name):
                     old.unlink()
         except OSError as error:
             raise CheckpointError(f"no snapshot could be written to {directory}: {error}") from error
+        finally:
+            if fresh_log >= 0:
+                os.close(fresh_log)
         self._at = store.version
 
     def _read(self) -> dict[str, Any] | None:

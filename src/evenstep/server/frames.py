@@ -6,7 +6,6 @@ status like HTTP's. One connection carries one request after the other.
 """
 
 import contextlib
-import json
 import socket
 import ssl
 import struct
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.wire import LENGTH_BYTES, Head, head_length, read_json
+from evenstep.server.wire import LENGTH_BYTES, Head, head_length, read_json, write_json
 
 __all__ = ["Frames", "receive_head"]
 
@@ -64,7 +63,7 @@ class Frames:
         Raises:
             OSError: The other side is gone, or too slow.
         """
-        text = json.dumps(fields, separators=(",", ":")).encode()
+        text = write_json(fields)
         head = _FRAME.pack(_MAGIC, len(text), sum(map(len, parts))) + text
         left: list[memoryview] = [memoryview(head), *parts]
         if not self._scatter:

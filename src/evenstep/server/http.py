@@ -171,7 +171,7 @@ class HttpServer:
             call = self._service.admit(verb, _fields(request), 0, _token(request))
             reply = None
             try:
-                reply = await self._do(call.run)
+                reply = await self._run(call)
                 return _json(reply)
             finally:
                 call.close(reply)
@@ -190,7 +190,7 @@ class HttpServer:
             try:
                 if call.body_bytes:
                     await self._receive(request, call)
-                reply = await self._do(call.run)
+                reply = await self._run(call)
             except BaseException:
                 call.close(None)
                 raise
@@ -200,6 +200,15 @@ class HttpServer:
 
     async def _do(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    async def _run(self, call: Call) -> Reply:
+        """Do a request in a thread. If nobody waits for it any more, what it holds is let go when it is done."""
+        future = asyncio.get_running_loop().run_in_executor(self._pool, call.run)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(_let_go)
+            raise
 
     async def _receive(self, request: Request, call: Call) -> None:
         """Read a body: its head, then the data into the memory that the call gives."""
@@ -283,6 +292,11 @@ class _Tensors(Response):
             raise
         finally:
             self._call.close(self._reply)
+
+
+def _let_go(future: asyncio.Future[Reply]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().close()
 
 
 def _json(reply: Reply, call: Call | None = None) -> Response:

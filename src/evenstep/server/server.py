@@ -103,6 +103,7 @@ class ParameterServer:
         """
         if self._transports:
             return
+        self.store.hurry(False)
         try:
             for name in self.config.transports:
                 self._start(name)
@@ -163,6 +164,7 @@ class ParameterServer:
 
     def stop(self) -> None:
         """End all connections. The state stays, and clients that try again find it after the next `start`."""
+        self.store.hurry(True)
         for transport in self._transports:
             transport.close()
         self._transports = []

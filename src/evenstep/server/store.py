@@ -169,6 +169,7 @@ class Store:
         self._round = Round()
         self._sequences: dict[str, int] = {}  # of the contributions to the round
         self._broken: str | None = None
+        self._hurried = False
         self.history: deque[tuple[float, int]] = deque(maxlen=_HISTORY)
         self.events: deque[tuple[float, str]] = deque(maxlen=_HISTORY)
 
@@ -551,7 +552,7 @@ class Store:
             while not condition():
                 self._check_sound()
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 or self._hurried:
                     return False
                 self._changed.wait(min(left, self.workers.next_end_s(self._clock()) + 0.01))
                 self._expire()
@@ -560,6 +561,12 @@ class Store:
             if waiting is not None:
                 waiting.waiting -= 1
                 waiting.seen_s = self._clock()
+
+    def hurry(self, hurried: bool) -> None:
+        """Whether every wait is over at once: the server stops, and its clients will ask again."""
+        with self._changed:
+            self._hurried = hurried
+            self._changed.notify_all()
 
     def _check_sound(self) -> None:
         if self._broken is not None:

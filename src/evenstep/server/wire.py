@@ -30,6 +30,7 @@ __all__ = [
     "fresh",
     "head_length",
     "read_json",
+    "write_json",
 ]
 
 LENGTH_BYTES = 8
@@ -215,16 +216,27 @@ def encode(tensors: Mapping[str, Tensor]) -> list[memoryview]:
     Args:
         tensors: Contiguous CPU tensors. They must not change before all has been sent.
     """
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that every tensor is aligned
-    entries, end = {}, 0
-    for name in order:
-        start, end = end, end + tensors[name].nbytes
-        shape = list(tensors[name].shape)
-        entries[name] = {"dtype": _NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    head, order = _head(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
+    return [memoryview(head), *(bytes_of(tensors[name]) for name in order)]
+
+
+@lru_cache(maxsize=64)
+def _head(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[bytes, list[str]]:
+    """The head of some tensors, and in which order those that are not empty follow."""
+    entries, order, end = {}, [], 0
+    for name, dtype, shape in sorted(tensors, key=lambda item: -item[1].itemsize):  # so that every tensor is aligned
+        start, end = end, end + shape.numel() * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        if end > start:
+            order.append(name)
+    text = write_json(entries)
     text += b" " * (-len(text) % 8)
-    parts = [memoryview(len(text).to_bytes(LENGTH_BYTES, "little") + text)]
-    return parts + [bytes_of(tensors[name]) for name in order if tensors[name].numel()]
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, order
+
+
+def write_json(value: Any) -> bytes:
+    """Write JSON as short as it can be."""
+    return _ENCODER.encode(value).encode()
 
 
 def read_json(text: bytes, what: str) -> dict[str, Any]:
@@ -234,7 +246,7 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
         RefusedError: It is none, or names something twice.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = _DECODER.decode(text.decode())
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"{what} is no JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
@@ -251,6 +263,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is no number")
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
 
 
 def _entry(name: str, entry: Any) -> tuple[str, Spec, int, int]:
