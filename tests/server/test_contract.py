@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import processes
 from evenstep.core.errors import ConfigError, RefusedError, UnreachableError
 from evenstep.server import Limits, ParameterServer, connect
 from evenstep.server.config import TRANSPORTS
@@ -340,4 +341,4 @@ def test_stopping_waits_for_nobody_who_waits(serve):
     serve.connect(server).update_parameters(deltas(), kind="delta")
     thread.join()
     with server.store.get() as view:
-        assert view.image.readers == 1, "what the lost request held was let go"
+        assert processes.until(lambda: view.image.readers == 1), "what the lost request held was let go"
