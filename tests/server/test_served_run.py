@@ -171,3 +171,27 @@ def test_what_cannot_be_is_one_sentence():
             batch = next(run.batches(images(), 18))
             with pytest.raises(UnsupportedError, match="cannot be clipped here"):
                 run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]), clip_norm=1.0)
+
+
+def test_what_would_see_this_worker_only_is_refused(tmp_path):
+    with (
+        ParameterServer(build(), OPTIMIZERS["Adam"], staleness=None, transports=("tcp",)) as server,
+        evenstep.Run(sync="server", server=server.url, staleness=None, quiet=True) as run,
+    ):
+        model = build()
+        model, optimizer = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
+        calls = {
+            "save": lambda: run.save(tmp_path),
+            "load": lambda: run.load(tmp_path),
+            "checkpoint": lambda: run.checkpoint(tmp_path, every=1),
+            "exchange": lambda: run.exchange("x", lambda _: torch.ones(2)),
+            "edit": lambda: run.edit(lambda: None),
+        }
+        for name, call in calls.items():
+            with pytest.raises(UnsupportedError, match=f"run.{name} in a run with sync='server'"):
+                call()
+        batch = next(run.batches(images(), 18))
+        run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+        optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(UnsupportedError, match="the server steps with its own"):
+            run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))

@@ -199,6 +199,18 @@ class Run:
             self._tell_others()
             raise
 
+    def _refuse_served(self, what: str) -> None:
+        """Say that something needs the other workers, which a run through a server does not meet.
+
+        Raises:
+            UnsupportedError: It is such a run.
+        """
+        if isinstance(self._engine, ServedEngine):
+            raise UnsupportedError(
+                f"run.{what} in a run with sync='server' would see this worker only: the parameters are the server's, "
+                "which keeps them by --snapshot-every or --durable; use sync='exchange' for it"
+            )
+
     def _tell_others(self) -> None:
         """Say why this worker stops, unless it stops because of another or was told to."""
         error = sys.exc_info()[1]
@@ -521,6 +533,7 @@ class Run:
         They are one tensor for all workers, so only worker 0 calls the function, without gradients and with random
         numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
+        self._refuse_served("edit")
         try:
             self._engine.edit(function, derive("edit", self.config.seed, self.version))
         except BaseException:
@@ -538,6 +551,7 @@ class Run:
         Returns:
             The sum over all shards in tree order, [n], the same bits on every worker.
         """
+        self._refuse_served("exchange")
         generation, kind = self._group.generation, f"exchange {tag}"
         total = torch.empty(0)
 
@@ -595,6 +609,7 @@ class Run:
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint (worker 0; the others wait). All workers must call this alike, between steps."""
+        self._refuse_served("save")
 
         def attempt() -> Entry:
             failure = None
@@ -616,6 +631,7 @@ class Run:
             CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing
                 changed.
         """
+        self._refuse_served("load")
 
         def attempt() -> Entry:
             failure = None
@@ -665,6 +681,7 @@ class Run:
         Raises:
             CheckpointError: The newest good checkpoint belongs to another run.
         """
+        self._refuse_served("checkpoint")
         self._checkpoints = Checkpoints(Path(directory), every, keep)
         wanted = self._env.resume if resume is None else resume
 

@@ -118,6 +118,7 @@ class ServedEngine(Engine):
     """
 
     def __init__(self, config: RunConfig, ledger: Ledger, through: Through, worker: int, num_workers: int) -> None:
+        self._hyperparameters: dict[int, list[dict[str, Any]]] = {}  # as they were at the first step
         assert through.server is not None, "the caller has looked"
         self._through, self._worker, self._num_workers = through, worker, num_workers
         self._local = through.update_every != 1
@@ -219,6 +220,11 @@ class ServedEngine(Engine):
             return super()._try(kind, mine, function, pair, clip_norm, clip_value)
         if clip_norm is not None or clip_value is not None:
             raise UnsupportedError("gradients are added up on the server, so they cannot be clipped here")
+        if pair.hyperparameters() != self._hyperparameters.setdefault(id(pair), pair.hyperparameters()):
+            raise UnsupportedError(
+                "the options of the optimizer were changed (by a scheduler?), but the server steps with its own; leave "
+                "them as they were, or train with update_every=n, where each worker steps by itself"
+            )
         parts = {k: samples.part(k) for k in self.mine if sizes[k]}
         work = Work(self.version, parts, sizes, samples.name, function, pair)
         pair.gradients.begin(1 + self.group.exchanges, [0], list(parts))
