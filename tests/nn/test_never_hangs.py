@@ -94,7 +94,7 @@ def test_a_rank_that_raises_and_stays_is_named(num_ranks, tmp_path):
             except MemoryError:
                 time.sleep(STAY_S)
             return
-        time.sleep(0.6 * TIMEOUT_S * (rank == 2))  # its own wait would end later, but it must say so in time
+        time.sleep(0.3 * TIMEOUT_S * (rank == 2))  # its own wait would end later, but it must say so in time
         model.a(x())
 
     others = [r for r in range(num_ranks) if r != 1]
