@@ -28,6 +28,7 @@ __all__ = ["Checkpoints", "Found", "Resumption", "Snapshot"]
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _RETRY_S = 5.0  # after a failed write
+_PATIENCE_S = 300.0  # how long the end of a run waits for the disk
 _RESTORE = "restore"
 
 
@@ -96,7 +97,9 @@ class Checkpoints:
         if wait:
             self._write(snapshot)
         else:
-            self._writer = threading.Thread(target=self._write, args=(snapshot,), name="evenstep-checkpoint")
+            self._writer = threading.Thread(
+                target=self._write, args=(snapshot,), name="evenstep-checkpoint", daemon=True
+            )
             self._writer.start()
 
     def _write(self, snapshot: Snapshot) -> None:
@@ -110,11 +113,7 @@ class Checkpoints:
         except Exception as error:  # noqa: BLE001  # the border of a thread: reported, and tried again
             if not _is_whole(path):  # what is half written would only take the room that there is not
                 shutil.rmtree(path, ignore_errors=True)
-            print(
-                f"evenstep: CHECKPOINT FAILED, training goes on and it will be tried again: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(f"CHECKPOINT FAILED, training goes on and it will be tried again: {error}")
             self._retry_s = time.monotonic() + _RETRY_S
 
     def newest(self) -> Path | None:
@@ -122,9 +121,11 @@ class Checkpoints:
         return next((path for path in _newest_first(self._directory) if _is_whole(path)), None)
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for what is being written; a disk that does not answer any more is said and left behind."""
         if self._writer is not None:
-            self._writer.join()
+            self._writer.join(_PATIENCE_S)
+            if self._writer.is_alive():
+                _say(f"CHECKPOINT NOT WRITTEN: {self._directory} has taken more than {_PATIENCE_S:g} s")
             self._writer = None
 
     def find(self, here: Mapping[str, Any], state: Mapping[str, Tensor], ledger: Ledger) -> Found | None:
@@ -143,11 +144,11 @@ class Checkpoints:
                 facts, tensors = checkpoint.read(path, tensors=True)
                 entries = Journal.unpack(checkpoint.read_journal(path, facts))
             except CheckpointError as error:
-                print(f"evenstep: passed over: {error}", file=sys.stderr, flush=True)
+                _say(f"passed over: {error}")
                 continue
             checkpoint.check(path, facts, tensors, here, state)
             return Found(path, facts, _after(path, entries, ledger))
-        print(f"evenstep: no checkpoint in {self._directory} yet: starting anew", file=sys.stderr, flush=True)
+        _say(f"no checkpoint in {self._directory} yet: starting anew")
         return None
 
 
@@ -202,6 +203,10 @@ class Resumption:
         self._over = ledger.perform(_RESTORE, engine.version, attempt, adopt)
         if not self._over:  # what was put in place then was an older checkpoint, from which this one came
             ledger.prelude = self._go_on
+
+
+def _say(sentence: str) -> None:
+    print(f"evenstep: {sentence}", file=sys.stderr, flush=True)
 
 
 def _parse(every: int | str) -> tuple[int | None, float | None]:
