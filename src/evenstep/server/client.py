@@ -23,12 +23,14 @@ from evenstep.core.errors import ConfigError, RefusedError, UnreachableError
 from evenstep.server.channels import Channel, Fields, HttpChannel, TcpChannel
 from evenstep.server.compress import Compressor
 from evenstep.server.memory import MemoryChannel
+from evenstep.server.recipes import Recipe
 
 __all__ = ["Client", "connect"]
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
 _ASK_AGAIN_S = 5.0  # the server answers a longer wait with "not yet"
+_LOOK_S = 0.5
 _SILENCE_S = 60.0
 log = logging.getLogger("evenstep.server")
 
@@ -165,7 +167,12 @@ class Client:
                 )
 
     def put_parameters(
-        self, parameters: Mapping[str, Tensor], *, force: bool = False, buffers: Iterable[str] = ()
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        force: bool = False,
+        buffers: Iterable[str] = (),
+        optimizer: Recipe | None = None,
     ) -> int:
         """Give the parameters their values; return the version.
 
@@ -173,12 +180,15 @@ class Client:
             parameters: All of them.
             force: Replace values that are there.
             buffers: Which of them the optimizer does not train.
+            optimizer: What shall update them, as `recipes.describe` says it, if the server has no optimizer.
 
         Raises:
             RefusedError: They have values already, and `force` is not set.
         """
         tensors = {name: value.detach().cpu().contiguous() for name, value in parameters.items()}
-        fields = {"worker": self.worker, "force": force, "buffers": list(buffers)}
+        fields: Fields = {"worker": self.worker, "force": force, "buffers": list(buffers)}
+        if optimizer is not None:
+            fields["optimizer"] = optimizer
         return int(self._call(lambda channel: channel.push("put", fields, tensors))["version"])
 
     def update_parameters(
@@ -271,6 +281,54 @@ class Client:
         """Wait until the parameters have at least a version; return theirs."""
         self.get_parameters([], min_version=version, timeout_s=timeout_s)
         return self.version
+
+    def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The state of the server's optimizer: tensors, and plain values, as `optimizer.PARAMETER.KEY`. Not in memory://."""
+        reply, tensors = self._call(lambda channel: channel.pull({"optimizer": True}, None))
+        return tensors, reply["values"]
+
+    def meet(
+        self,
+        tag: str,
+        value: Any,
+        count: int,
+        timeout_s: float | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """Leave a value (as JSON), wait until so many clients have come to this meeting, and return what each left.
+
+        Args:
+            tag: Which meeting.
+            value: What to leave; of one that comes twice, the first counts.
+            count: How many have to come.
+            timeout_s: How long to wait.
+            look: Called from time to time; may raise.
+
+        Raises:
+            UnreachableError: Some did not come in time, or the server is gone.
+        """
+        deadline = self._deadline(timeout_s)
+        fields: Fields = {"worker": self.worker, "tag": tag, "value": value, "count": count}
+        while True:
+            look()
+            fields["wait_s"] = min(_patience(deadline), _LOOK_S)
+            reply = self._call(lambda channel: channel.ask("meet", fields), deadline)
+            if not reply.get("pending"):
+                found: dict[str, Any] = reply["found"]
+                return found
+            if time.monotonic() >= deadline:
+                raise UnreachableError(f"'{tag}': only {', '.join(reply['here'])} of {count} came in time")
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until the server has told all other servers of what it was told so far.
+
+        Raises:
+            UnreachableError: That did not come about in time.
+        """
+        deadline = self._deadline(timeout_s)
+        while self._call(lambda channel: channel.ask("flush", {"wait_s": _patience(deadline)}), deadline)["pending"]:
+            if time.monotonic() >= deadline:
+                raise UnreachableError(f"the server {self.url} could not tell the others of all updates in time")
 
     def status(self) -> Fields:
         """Everything that the server shows of itself."""

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evenstep.core.errors import CheckpointError, RefusedError
+from evenstep.server.recipes import state_of
 from evenstep.server.store import Applied, Store
 from evenstep.server.wire import LENGTH_BYTES, Head, Spec, encode, head_length
 from evenstep.server.workers import Acknowledged
@@ -55,6 +56,7 @@ class Keeper:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"the directory {directory} cannot be made: {error.strerror}") from error
+        store.takes_recipes = False  # a snapshot does not hold one
         store.after_put = self._write_first
         store.after_update = self._write_if_due
 
@@ -105,7 +107,7 @@ class Keeper:
     def _write(self) -> None:
         """Write a snapshot. The caller holds the store's lock."""
         store, directory = self._store, self._directory
-        tensors, values = _optimizer_state(store)
+        tensors, values = state_of(store.optimizer, store.parameters)
         tensors |= {f"parameter.{name}": tensor for name, tensor in store.tensors().items()}
         stem = f"{store.version:012}"
         state, path = directory / f"state-{stem}.safetensors", directory / f"log-{stem}"
@@ -173,7 +175,7 @@ class Keeper:
             name: tensors[f"parameter.{name}"] for name in facts["versions"] if f"parameter.{name}" in tensors
         }
         if store.layout is None:
-            store._initialise(parameters, facts["owner"], {}, frozenset(facts["buffers"]))
+            store._initialise(parameters, facts["owner"], {}, frozenset(facts["buffers"]), None)
         try:
             assert store.layout is not None, "it was put"
             store.layout.check_whole({name: Spec.of(tensor) for name, tensor in parameters.items()})
@@ -244,16 +246,6 @@ def _record(data: bytes, at: int) -> tuple[dict[str, Any], dict[str, Tensor], in
     head_bytes = LENGTH_BYTES + head_length(body[:LENGTH_BYTES], len(body))
     head = Head.parse(body[LENGTH_BYTES:head_bytes], len(body) - head_bytes)
     return facts, head.tensors(bytearray(body[head_bytes:] or b"\0")), end
-
-
-def _optimizer_state(store: Store) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's state: tensors, and plain values, by name."""
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    for name, parameter in store.parameters.items() if store.optimizer is not None else ():
-        for key, value in store.optimizer.state.get(parameter, {}).items():  # type: ignore[union-attr]  # looked above
-            (tensors if isinstance(value, Tensor) else values)[f"optimizer.{name}.{key}"] = value
-    return tensors, values
 
 
 def _groups(store: Store) -> list[dict[str, Any]]:

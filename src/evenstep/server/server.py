@@ -103,7 +103,7 @@ class ParameterServer:
         """
         if self._transports:
             return
-        self.store.hurry(False)
+        self._hurry(False)
         try:
             for name in self.config.transports:
                 self._start(name)
@@ -164,13 +164,17 @@ class ParameterServer:
 
     def stop(self) -> None:
         """End all connections. The state stays, and clients that try again find it after the next `start`."""
-        self.store.hurry(True)
+        self._hurry(True)
         for transport in self._transports:
             transport.close()
         self._transports = []
         self.urls = {}
         if self._keeper is not None:
             self._keeper.snapshot()
+
+    def _hurry(self, hurried: bool) -> None:
+        self.store.hurry(hurried)
+        self._service.meetings.hurry(hurried)
 
     def close(self) -> None:
         """Stop for good: the model's parameters become ordinary memory again."""

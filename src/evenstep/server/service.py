@@ -22,14 +22,17 @@ import torch
 from evenstep.core.errors import RefusedError
 from evenstep.server.images import Image
 from evenstep.server.incoming import Incoming, integer
+from evenstep.server.meetings import Meetings
+from evenstep.server.recipes import state_of
 from evenstep.server.store import Pending, Store, View
 from evenstep.server.wire import Head, Layout, encode, fresh
 
 __all__ = ["VERBS", "Call", "Limits", "Reply", "Service"]
 
-VERBS = ("register", "leave", "put", "get", "update", "wait", "changed", "status")
+VERBS = ("register", "leave", "put", "get", "update", "wait", "changed", "status", "meet", "flush")
 _WITH_TENSORS = ("put", "update")
 _MAX_NAME = 200
+_MAX_MEETING = 256
 _CHECKED = 256
 _UNUSED = 3  # references to memory that no tensor is made of: two of callers, one of the count itself
 _INTAKE_BYTES = 8 << 20  # of updates may be received at once, or one copy of the parameters if that is more
@@ -120,6 +123,7 @@ class Service:
         self.store, self.limits = store, limits
         self._token = token.encode() if token is not None else None
         self.intake = _Intake()
+        self.meetings = Meetings()
         self._lock = threading.Lock()
         self._spare: list[memoryview] = []
         self._checked: dict[Any, Any] = {}
@@ -257,6 +261,8 @@ class Call:
             "wait": self._wait,
             "changed": self._changed,
             "status": lambda: Reply(self._store.status()),
+            "meet": self._meet,
+            "flush": self._flush,
         }
         reply = actions[self.verb]()
         reply.fields.setdefault("status", 200)
@@ -315,14 +321,17 @@ class Call:
         if not isinstance(buffers, list) or not all(name in self._head.specs for name in buffers):
             raise RefusedError("buffers is no list of tensors that were put")
         tensors = self._head.tensors(self._data)
-        force = bool(self._fields.get("force"))
-        return Reply({"version": self._store.put(tensors, self._worker(), force=force, buffers=buffers)})
+        force, recipe = bool(self._fields.get("force")), self._fields.get("optimizer")
+        version = self._store.put(tensors, self._worker(), force=force, buffers=buffers, recipe=recipe)
+        return Reply({"version": version})
 
     def _get(self) -> Reply:
         fields = self._fields
         names = fields.get("names")
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise RefusedError("names is no list of names")
+        if fields.get("optimizer"):
+            return self._get_optimizer()
         since = integer(fields, "since", 0) if fields.get("since") is not None else None
         view = self._store.get(names, min_version=integer(fields, "min_version", 0), since=since, wait_s=self._wait_s())
         if view is None:
@@ -340,6 +349,16 @@ class Call:
             wide = (torch.float32, torch.float64)
             tensors = {name: t.bfloat16() if t.dtype in wide else t for name, t in tensors.items()}
         reply.parts = encode(tensors)
+        return reply
+
+    def _get_optimizer(self) -> Reply:
+        """The state of the optimizer, all of one version."""
+        if self._fields.get("place_only"):
+            raise RefusedError("the optimizer's state lies in no shared memory; ask for it over tcp")
+        with self._store.exclusively():
+            tensors, values = state_of(self._store.optimizer, self._store.parameters)
+            reply = Reply({"version": self._store.version, "values": values})
+            reply.parts = encode({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
         return reply
 
     def _in_place(self, reply: Reply, view: View) -> Reply:
@@ -374,6 +393,19 @@ class Call:
             return self._acknowledgement(self._store.wait(self._worker(), sequence, self._wait_s()))
         allowed = self._store.wait_turn(self._worker(), self._wait_s())
         return Reply({"status": 200 if allowed else 202, "pending": not allowed})
+
+    def _meet(self) -> Reply:
+        fields = self._fields
+        tag, value = str(fields.get("tag"))[:_MAX_NAME], fields.get("value")
+        count = integer(fields, "count", 1, 1, _MAX_MEETING)
+        there, found = self._service.meetings.meet(tag, self._worker(), value, count, self._wait_s())
+        if there:
+            return Reply({"found": found})
+        return Reply({"status": 202, "pending": True, "here": sorted(found)})
+
+    def _flush(self) -> Reply:
+        done = self._store.flush(self._wait_s())
+        return Reply({"status": 200 if done else 202, "pending": not done})
 
     def _changed(self) -> Reply:
         names = self._fields.get("names", [])

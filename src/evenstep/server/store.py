@@ -26,13 +26,14 @@ from torch.optim import Optimizer
 
 from evenstep.core.errors import ConfigError, RefusedError, ServerError
 from evenstep.server.images import Image, Images
+from evenstep.server.recipes import Recipe, build, check_options, set_options
 from evenstep.server.rounds import Contribution, Round, Tensors
 from evenstep.server.wire import Layout, Spec
 from evenstep.server.workers import Acknowledged, Workers
 
 __all__ = ["Applied", "Journal", "Options", "Pending", "Store", "View"]
 
-KINDS = ("gradient", "delta")
+KINDS = ("gradient", "delta", "peer")
 log = logging.getLogger("evenstep.server")
 _HISTORY = 512
 _READERS_S = 1.0
@@ -77,12 +78,13 @@ class Applied:
     """An update that changed the parameters, as a journal keeps it.
 
     Attributes:
-        kind: "gradient" or "delta".
+        kind: "gradient"; "delta"; or "peer", a delta that another server tells.
         version: The version it made.
         tensors: What the optimizer was given, or what was subtracted.
         buffers: New values of what the optimizer does not train.
         sequences: Whose updates these were.
         notes: What the contributors had to say.
+        options: What the optimizer shall step with; None: as before.
     """
 
     kind: str
@@ -91,6 +93,7 @@ class Applied:
     buffers: Tensors
     sequences: Mapping[str, int]
     notes: list[Any]
+    options: list[dict[str, Any]] | None = None
 
 
 class Journal(Protocol):
@@ -152,6 +155,8 @@ class Store:
     ) -> None:
         self.options = options
         self._make_optimizer = optimizer
+        self._by_recipe = False
+        self.takes_recipes = True
         self._clock = clock
         self._changed = threading.Condition(threading.Lock())
         self._images: Images | None = None
@@ -166,6 +171,8 @@ class Store:
         self.journal: Journal | None = None
         self.after_put: Callable[[], None] = lambda: None
         self.after_update: Callable[[], None] = lambda: None
+        self.on_peer: Callable[[Tensors], None] = lambda _: None
+        self.flush: Callable[[float], bool] = lambda _: True
         self._round = Round()
         self._sequences: dict[str, int] = {}  # of the contributions to the round
         self._broken: str | None = None
@@ -183,6 +190,7 @@ class Store:
         force: bool = False,
         parameters: Mapping[str, nn.Parameter] | None = None,
         buffers: Iterable[str] = (),
+        recipe: Recipe | None = None,
     ) -> int:
         """Give the parameters their values. The first to do so is their owner.
 
@@ -192,6 +200,7 @@ class Store:
             force: Replace values that are there.
             parameters: The objects that an optimizer knows already; their memory becomes the store's.
             buffers: Which of the tensors the optimizer does not train.
+            recipe: Which optimizer shall update them, if the store was made without one.
 
         Returns:
             The version: 0, or if values were replaced one more than before.
@@ -201,7 +210,9 @@ class Store:
         """
         with self._changed:
             if self.layout is None:
-                return self._initialise(tensors, worker, dict(parameters or {}), frozenset(buffers))
+                if recipe is not None and (self._make_optimizer is not None or not self.takes_recipes):
+                    raise RefusedError("this server has an optimizer, or keeps snapshots: it takes no recipe", 409)
+                return self._initialise(tensors, worker, dict(parameters or {}), frozenset(buffers), recipe)
             if not force:
                 raise RefusedError(
                     f"the parameters were put by '{self.owner}' already; force=True replaces them (and ?force=1)", 409
@@ -214,7 +225,12 @@ class Store:
             return self.version
 
     def _initialise(
-        self, tensors: Tensors, worker: str, given: dict[str, nn.Parameter], buffers: frozenset[str]
+        self,
+        tensors: Tensors,
+        worker: str,
+        given: dict[str, nn.Parameter],
+        buffers: frozenset[str],
+        recipe: Recipe | None,
     ) -> int:
         if not tensors:
             raise RefusedError("put without any parameter; expected at least one")
@@ -231,7 +247,9 @@ class Store:
         }
         for name, parameter in trained.items():
             parameter.data = images.current.tensors[name]
-        if self._make_optimizer is not None:
+        if recipe is not None:
+            self.optimizer, self._by_recipe = build(recipe, trained), True
+        elif self._make_optimizer is not None:
             self.optimizer = self._make_optimizer([p for p in trained.values() if p.requires_grad])
         self._images, self.layout, self.parameters, self.buffers = images, Layout(specs), trained, buffers
         self.versions = dict.fromkeys(specs, 0)
@@ -358,6 +376,10 @@ class Store:
             raise RefusedError(f"an update of kind {kind[:40]!r}, expected one of {', '.join(KINDS)}")
         if kind == "gradient" and self.optimizer is None:
             raise RefusedError('this server has no optimizer; send deltas (kind="delta")', 409)
+        if part.options is not None:
+            if not self._by_recipe or self.options.staleness == 0:
+                raise RefusedError("options come with the updates of an optimizer that was put as a recipe", 409)
+            check_options(self.optimizer, part.options)
         self._check_names(part)
         if self.options.reject_nonfinite:
             self._check_finite(part)
@@ -405,7 +427,10 @@ class Store:
             self._complete()
         else:
             notes = [part.note]
-            self._commit(Applied(kind, self.version + 1, part.tensors, part.buffers, {worker: sequence}, notes))
+            applied = Applied(
+                kind, self.version + 1, part.tensors, part.buffers, {worker: sequence}, notes, part.options
+            )
+            self._commit(applied)
 
     def _complete(self) -> None:
         """Apply the synchronous update if all are there."""
@@ -477,11 +502,15 @@ class Store:
         if applied.kind == "put":
             for name, value in applied.tensors.items():
                 values[name].copy_(value)
-        elif applied.kind == "delta":
+        elif applied.kind in ("delta", "peer"):
             for name, delta in applied.tensors.items():
                 values[name].sub_(delta)
+            if applied.kind == "peer":
+                self.on_peer(applied.tensors)
         else:
             assert self.optimizer is not None, "it was checked"
+            if applied.options is not None:
+                set_options(self.optimizer, applied.options)
             for name, gradient in applied.tensors.items():
                 self.parameters[name].grad = gradient
             try:
@@ -566,6 +595,12 @@ class Store:
         """Whether every wait is over at once: the server stops, and its clients will ask again."""
         with self._changed:
             self._hurried = hurried
+            self._changed.notify_all()
+
+    def fail(self, why: str) -> None:
+        """Something around the store failed, so that it must not go on."""
+        with self._changed:
+            self._broken = why
             self._changed.notify_all()
 
     def _check_sound(self) -> None:

@@ -1,0 +1,63 @@
+"""A place at a server where groups that share nothing else wait for each other and compare notes.
+
+Whoever comes to a meeting leaves a value and waits until so many have; then all get all values. What one has left
+stays: coming again, after a lost answer or a restart, gives the same. Only the newest meetings are remembered.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from typing import Any
+
+from evenstep.core.errors import RefusedError
+
+__all__ = ["Meetings"]
+
+_REMEMBERED = 64
+
+
+class Meetings:
+    """All meetings of a server, by tag."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._found: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._hurried = False
+
+    def meet(self, tag: str, who: str, value: Any, count: int, wait_s: float) -> tuple[bool, dict[str, Any]]:
+        """Come to a meeting.
+
+        Args:
+            tag: Which one.
+            who: Who comes. Its first value counts.
+            value: What it leaves, as JSON.
+            count: How many have to come.
+            wait_s: How long to wait.
+
+        Returns:
+            Whether all are there, and what they left.
+
+        Raises:
+            RefusedError: More come than shall.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            here = self._found.setdefault(tag, {})
+            if who not in here and len(here) >= count:
+                raise RefusedError(
+                    f"'{who}' comes to '{tag[:100]}', where all {count} are already: {sorted(here)}", 409
+                )
+            here.setdefault(who, value)
+            self._changed.notify_all()
+            while len(here) < count and not self._hurried and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            if len(here) >= count:
+                while len(self._found) > _REMEMBERED:
+                    self._found.popitem(last=False)
+            return len(here) >= count, dict(here)
+
+    def hurry(self, hurried: bool) -> None:
+        """Whether every wait is over at once."""
+        with self._changed:
+            self._hurried = hurried
+            self._changed.notify_all()

@@ -1,0 +1,135 @@
+"""An optimizer as plain values, so that whoever puts parameters can say how the server shall update them.
+
+Only classes of `torch.optim` can be named: a recipe is data from a client, and no code of its own ever runs here.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from evenstep.core.errors import RefusedError, UnsupportedError
+
+__all__ = ["Recipe", "build", "check_options", "describe", "set_options", "state_of"]
+
+Recipe = dict[str, Any]
+"""{"class": "SGD", "groups": [{"names": [...], option: value, ...}]}"""
+
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def describe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
+    """The recipe of an optimizer that has made no step yet.
+
+    Args:
+        optimizer: Of `torch.optim`.
+        names: The name of every parameter, by its id.
+
+    Raises:
+        UnsupportedError: It is of another kind, has options that are no plain values, or brings state along.
+    """
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is not kind:
+        raise UnsupportedError(
+            f"the servers build their optimizer from its name and options, but {kind.__name__} of {kind.__module__} is "
+            "not one of torch.optim; use one that is, or train without servers"
+        )
+    groups = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for key, value in options.items():
+            if not _is_plain(value):
+                raise UnsupportedError(
+                    f"{kind.__name__} has {key}={value!r:.60}, which is no plain value; servers take numbers only"
+                )
+        groups.append({"names": [names[id(p)] for p in group["params"]], **options})
+    recipe = {"class": kind.__name__, "groups": groups}
+    _check_fresh(optimizer, recipe, names)
+    return recipe
+
+
+def _is_plain(value: Any) -> bool:
+    return all(isinstance(item, _PLAIN) for item in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _check_fresh(optimizer: Optimizer, recipe: Recipe, names: Mapping[int, str]) -> None:
+    parameters = {names[id(p)]: nn.Parameter(p.detach().clone()) for g in optimizer.param_groups for p in g["params"]}
+    fresh = build(recipe, parameters)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        here, there = optimizer.state.get(p, {}), fresh.state.get(parameters[names[id(p)]], {})
+        same = here.keys() == there.keys() and all(
+            torch.equal(value, there[key]) if isinstance(value, Tensor) else value == there[key]
+            for key, value in here.items()
+        )
+        if not same:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} brings state along for '{names[id(p)]}', but the servers begin with a "
+                "fresh optimizer; train without servers to go on from a state"
+            )
+
+
+def build(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    """The optimizer that a recipe describes, over those of its parameters that are here.
+
+    Raises:
+        RefusedError: It describes none.
+    """
+    kind = getattr(torch.optim, str(recipe.get("class")), None) if isinstance(recipe, dict) else None
+    groups = recipe.get("groups") if isinstance(recipe, dict) else None
+    if (
+        not (isinstance(kind, type) and issubclass(kind, Optimizer))
+        or kind is Optimizer
+        or not isinstance(groups, list)
+    ):
+        raise RefusedError(f"{str(recipe)[:60]!r} describes no optimizer of torch.optim")
+    made = []
+    for group in groups:
+        if not isinstance(group, dict) or not isinstance(group.get("names"), list):
+            raise RefusedError("a group of the optimizer has no list of names")
+        options = _options({key: value for key, value in group.items() if key != "names"})
+        made.append({"params": [parameters[name] for name in group["names"] if name in parameters], **options})
+    known = inspect.signature(kind).parameters  # some options count, and are checked, only as arguments
+    first = {key: value for key, value in made[0].items() if key in known and key != "params"} if made else {}
+    try:
+        return kind(made, **first)  # type: ignore[call-arg]  # every subclass has defaults of its own
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RefusedError(f"torch.optim.{kind.__name__} cannot be made: {error}") from error
+
+
+def check_options(optimizer: Optimizer | None, options: Any) -> None:
+    """See that new options fit to an optimizer.
+
+    Raises:
+        RefusedError: They do not.
+    """
+    groups = optimizer.param_groups if optimizer is not None else []
+    if not isinstance(options, list) or len(options) != len(groups):
+        raise RefusedError(f"options for {len(groups)} groups of parameters are expected")
+    for given in options:  # a scheduler may have added some of its own
+        if not isinstance(given, dict) or "params" in given or not all(map(_is_plain, given.values())):
+            raise RefusedError(f"{str(given)[:60]!r} are no options of an optimizer: expected plain values")
+
+
+def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
+    """Give an optimizer other options, such as learning rates; they were checked."""
+    for group, given in zip(optimizer.param_groups, options, strict=True):
+        group.update(_options(given))
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+
+
+def state_of(
+    optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of an optimizer: tensors, and plain values, as `optimizer.PARAMETER.KEY`."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, parameter in parameters.items() if optimizer is not None else ():
+        for key, value in optimizer.state.get(parameter, {}).items():  # type: ignore[union-attr]  # looked above
+            (tensors if isinstance(value, Tensor) else values)[f"optimizer.{name}.{key}"] = value
+    return tensors, values
