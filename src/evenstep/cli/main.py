@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from evenstep.cli import graph, topo
+from evenstep.cli import graph, groups, topo
 from evenstep.core.config import DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
 
@@ -41,9 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run a script on several workers of this machine",
         description="Run a script on several workers of this machine; the weights are the same for any number of them.",
     )
-    run.add_argument(
-        "-n", "--workers", metavar="N", default="auto", help="number of workers, or auto: one for each core (default)"
-    )
+    run.add_argument("-n", "--workers", metavar="N", help="number of workers, or auto: one for each core (default)")
     run.add_argument(
         "--shards", metavar="K", type=int, help=f"parts of every batch (default: the script's, or {DEFAULT_SHARDS})"
     )
@@ -71,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         help="what the first SIGINT or SIGTERM leaves to finish the step and save (default: 30)",
     )
+    groups.add_arguments(run)
     run.set_defaults(command=_run)
 
     scale = commands.add_parser(
@@ -163,7 +162,9 @@ def _server(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     _check_script(options.script)
-    num_workers = _num_workers(options.workers, options.shards)
+    setup = groups.setup_of(options)
+    wanted = (options.workers or "auto") if setup is None else str(setup.workers)
+    num_workers = _num_workers(wanted, options.shards)
     weights = _weights(options.weights, num_workers)
     for name, value in (("--max-restarts", options.max_restarts), ("--grace", options.grace)):
         if value is not None and value < 0:
@@ -172,20 +173,25 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--step-timeout {options.step_timeout:g}, expected a number of seconds above 0")
     from evenstep.launch.supervisor import Job, supervise  # here: importing torch takes seconds, a typo should not
 
-    return supervise(
-        Job(
-            options.script,
-            tuple(options.args),
-            num_workers,
-            options.shards,
-            options.log_dir,
-            0 if options.no_replace else options.max_restarts,
-            options.step_timeout,
-            options.grace,
-            weights,
-            options.resume,
-        )
+    job = Job(
+        options.script,
+        tuple(options.args),
+        num_workers,
+        options.shards,
+        options.log_dir,
+        0 if options.no_replace else options.max_restarts,
+        options.step_timeout,
+        options.grace,
+        weights,
+        options.resume,
     )
+    if setup is None or not setup.servers:
+        if setup is not None:
+            print(f"evenstep: {setup.describe()}", file=sys.stderr)
+        return supervise(job)
+    from evenstep.launch.groups import conduct  # here: as above
+
+    return conduct(job, setup)
 
 
 def _weights(text: str | None, num_workers: int) -> tuple[float, ...] | None:

@@ -3,14 +3,42 @@
 The launcher hands a worker its place through `EVENSTEP_*`; under torchrun the place comes from torchrun's variables.
 """
 
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Environment", "kernel_choices", "read", "worker_variables", "write"]
+__all__ = ["Environment", "Place", "kernel_choices", "read", "worker_variables", "write"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker's group stands among the groups of a run that meet at servers.
+
+    Attributes:
+        group: Which group this is.
+        groups: How many there are.
+        server_group: Which server group it talks to.
+        servers: The addresses of all servers, by server group: {"tcp": ..., "memory": ...}.
+        staleness: How many updates a group may be ahead of the slowest; None: any number.
+        lock: False: groups change parameters in shared memory by themselves.
+        token: For the servers.
+    """
+
+    group: int
+    groups: int
+    server_group: int
+    servers: list[list[dict[str, str]]]
+    staleness: int | None
+    lock: bool
+    token: str
+
+    def variables(self) -> dict[str, str]:
+        """What tells a worker of it; `read` is the inverse."""
+        return {"EVENSTEP_PLACE": json.dumps(asdict(self))}
 
 
 @dataclass(frozen=True)
@@ -30,6 +58,7 @@ class Environment:
         timeout_s: How long any wait for another worker may take, if the launcher's command line says so.
         resume: Whether to go on from the newest checkpoint.
         faults: Where a test has planted faults for this process.
+        place: Where the group of this worker stands, if there are groups and servers.
     """
 
     worker: int = 0
@@ -44,6 +73,7 @@ class Environment:
     timeout_s: float | None = None
     resume: bool = False
     faults: Path | None = None
+    place: Place | None = None
 
 
 def _number(name: str, divisor: int = 1) -> Any:
@@ -72,6 +102,7 @@ def read() -> Environment:
         "timeout_s": _number("EVENSTEP_STEP_TIMEOUT_MS", 1000),
         "resume": bool(_number("EVENSTEP_RESUME")),
         "faults": Path(faults) if faults else None,
+        "place": _place(os.environ.get("EVENSTEP_PLACE")),
     }
     worker = _number("EVENSTEP_WORKER")
     if worker is not None:
@@ -89,6 +120,17 @@ def read() -> Environment:
         )
     _check_place("RANK", rank, "WORLD_SIZE", world)
     return Environment(rank, world, torchrun=True, **common)
+
+
+def _place(text: str | None) -> Place | None:
+    if not text:
+        return None
+    try:
+        return Place(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"EVENSTEP_PLACE makes no sense ({error}); start groups with `evenstep run --groups`"
+        ) from None
 
 
 def _check_place(name: str, worker: int, of: str, num_workers: int) -> None:

@@ -40,7 +40,8 @@ class Request:
 class Plan:
     """How a data set becomes batches.
 
-    Either way of dealing gives every shard as many samples; which samples they are is part of the arithmetic.
+    Either way of dealing gives every shard as many samples; which samples they are is part of the arithmetic. Of
+    several groups that do not step together, group g has batches g, g + groups, ...: every sample once over all groups.
     """
 
     num_samples: int
@@ -50,6 +51,8 @@ class Plan:
     shuffle: bool
     drop_last: bool
     deal: Deal = "position"
+    group: int = 0
+    groups: int = 1
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -65,18 +68,30 @@ class Plan:
             )
 
     @property
+    def numbers(self) -> range:
+        """The batches of this group in an epoch."""
+        return range(self.group, self.num_batches, self.groups)
+
+    @property
+    def num_dealt(self) -> int:
+        """How many samples those have."""
+        return sum(min(self.batch_size, self.num_samples - number * self.batch_size) for number in self.numbers)
+
+    @property
     def num_batches(self) -> int:
-        """Batches in an epoch."""
+        """Batches in an epoch, of all groups."""
         whole, rest = divmod(self.num_samples, self.batch_size)
         return whole + bool(rest and not self.drop_last)
 
     def requests(self, epoch: int, first: int = 0) -> Iterator[Request]:
-        """The batches of an epoch, from number `first` on."""
+        """The batches of this group in an epoch, from number `first` on."""
         order: Sequence[int] = range(self.num_samples)
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive("order", self.seed, epoch))
             order = torch.randperm(self.num_samples, generator=generator).tolist()
-        for number in range(first, self.num_batches):
+        for number in self.numbers:
+            if number < first:
+                continue
             indices = order[number * self.batch_size : (number + 1) * self.batch_size]
             yield Request(epoch, number, self._deal(indices))
 

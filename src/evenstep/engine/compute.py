@@ -93,6 +93,7 @@ class Compute:
         self._lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
         self._hooks: list[Any] = []
+        self.number_of: Callable[[int], int] = lambda version: version  # the step whose random numbers a step has
         self._arrivals: dict[int, tuple[Pair, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
 
     def run(self, work: Work) -> dict[int, ShardResult]:
@@ -116,7 +117,7 @@ class Compute:
             self._begins(shard)
             lane.begin(buffers)
             lane.resume()
-            self._stream.reseed(derive("step", self._seed, work.version, shard))
+            self._stream.reseed(self._seed_of(work, shard))
             self._stream.resume()
             try:
                 with inside(_Alone()):
@@ -145,7 +146,7 @@ class Compute:
             return function
 
         functions = [function_of(shard, part) for shard, part in work.parts.items()]
-        seeds = [derive("step", self._seed, work.version, shard) for shard in shards]
+        seeds = [self._seed_of(work, shard) for shard in shards]
         try:
             values = self._lanes.run(shards, lanes, seeds, work.where, self._gather(work.sizes), functions)
             losses = [value[0] * work.weight(shard) for shard, value in zip(shards, values, strict=True)]
@@ -161,6 +162,9 @@ class Compute:
         if shards[0] == 0:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detach(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
+
+    def _seed_of(self, work: Work, shard: int) -> int:
+        return derive("step", self._seed, self.number_of(work.version), shard)
 
     def _begins(self, shard: int) -> None:
         self._group.board.computes(self._group.worker, shard)

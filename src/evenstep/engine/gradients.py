@@ -38,7 +38,7 @@ class Gradients:
     def replan(self, spans: Sequence[tuple[int, int]]) -> None:
         """The workers, or the shards of each, have changed: share out parameters and memory anew. Alike on all."""
         num_shards, me, like = spans[-1][1], self._group.rank, self._like
-        self.owners = balance([t.numel() * t.element_size() for t in like], self._group.num_workers)
+        self.owners = self._share_out([t.numel() * t.element_size() for t in like])
         self.owned = [i for i, owner in enumerate(self.owners) if owner == me]
         self._buckets = self._make_buckets()
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket}
@@ -52,6 +52,10 @@ class Gradients:
         self._completes = {end - 1: n for n, (_, end) in enumerate(covers[me])}
         self._num_nodes = len(covers[me])
         self._areas, self._present, self._ready = self._reserve(covers)
+
+    def _share_out(self, sizes: Sequence[int]) -> list[int]:
+        """The owner of every parameter."""
+        return balance(sizes, self._group.num_workers)
 
     def _make_buckets(self) -> list[list[int]]:
         """Parameters with one owner together, in the order in which backward reaches them."""
@@ -181,6 +185,10 @@ class Gradients:
             for i in self._buckets[bucket]:
                 self._sums[i] = self._reduce(i)
             self._to_reduce.pop(0)
+            self._reduced(bucket)
+
+    def _reduced(self, bucket: int) -> None:
+        """The sums of a bucket that this worker owns are there, perhaps while backward still runs."""
 
     def _reduce(self, i: int) -> Tensor | None:
         me = self._group.rank

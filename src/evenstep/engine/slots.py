@@ -58,11 +58,14 @@ class Slots:
         for (place, key), tensor in zip(self._places, tensors, strict=True):
             place[key] = tensor
         for module in self._flat:  # an RNN keeps a list of its weights beside the places
-            module._flat_weights = [getattr(module, key, None) for key in module._flat_weights_names]  # type: ignore[union-attr,assignment]  # RNNBase's own fields
+            held = dict(zip(module._parameters, dict.values(module._parameters), strict=True))
+            names: Any = module._flat_weights_names
+            weights: Any = [held[key] if key in held else getattr(module, key, None) for key in names]
+            module._flat_weights = weights
 
     def bound(self) -> list[Tensor]:
         """What hangs at every place now: a forward may have put another buffer there."""
-        return [place[key] for place, key in self._places]
+        return [dict.__getitem__(place, key) for place, key in self._places]  # as it is: nobody waits here
 
     def named(self, tensors: list[Tensor]) -> dict[str, Tensor]:
         """Tensors in place order, by name; of a tied one, the first place counts."""

@@ -98,6 +98,12 @@ class State:
             entry.backup.copy_(entry.live)
             core.store(self._mark(entry), 1 + self.operation)  # after the copy: a mark always means a whole backup
 
+    def change_of(self, entry: Entry) -> Tensor | None:
+        """What the last operation, which is committed, subtracted from an entry; None if it left it alone."""
+        if core.load(self._mark(entry)) != 1 + self.operation:
+            return None
+        return entry.backup - entry.live
+
     def rollback(self) -> None:
         """Bring back what is committed, whoever had begun to change it. One worker's, while nobody changes anything."""
         for entry in self.entries.values():

@@ -201,11 +201,15 @@ class Engine:
         sums = pair.gradients.finish()
         norm = self._clip(work.where, sums, pair, clip_norm, clip_value)
         points.reach("before update")
-        news = pair.update(sums)
+        news = self._update(pair, sums)
         if self.group.rank == 0:
             self.models.publish_buffers()
         points.reach("after update")
         return Entry(kind, [float(outcome.loss), outcome.metrics, norm, self._share_news(work, pair, news)])
+
+    def _update(self, pair: Pair, sums: dict[int, Tensor | None]) -> News:
+        """Change what this worker owns; return what is new in the optimizer's state."""
+        return pair.update(sums)
 
     def _share_news(self, work: Work, pair: Pair, mine: News) -> News:
         """Everyone has updated; what is new in the optimizer's state is in the segment then."""
@@ -298,6 +302,20 @@ class Engine:
     def whole(self) -> AbstractContextManager[None]:
         """While this is open, the shards of this worker are those it has when everyone evaluates together."""
         return nullcontext()
+
+    def collect(self) -> None:
+        """Wait until every parameter is that of the last committed step."""
+
+    def level(self, tag: str) -> None:
+        """Inside of an operation: let all groups have one model."""
+
+    def merge(self, tag: str, means: dict[str, float], num_samples: int) -> dict[str, float]:
+        """Inside of an operation: the means over all groups, of means over so many samples of this one."""
+        del tag, num_samples
+        return means
+
+    def conclude(self) -> None:
+        """The script is done: take home what others hold of the state."""
 
     def end_of_epoch(self) -> None:
         """The last batch of an epoch was a step."""

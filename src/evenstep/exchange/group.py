@@ -292,6 +292,15 @@ class Group:
         core.abort_all(self.segment.base, self.worker, worker, text)
         raise self._peer_error()
 
+    def check(self) -> None:
+        """For who waits elsewhere than in an exchange.
+
+        Raises:
+            PeerError: Another worker failed or died.
+        """
+        if core.aborted(self.segment.base) is not None:
+            raise self._peer_error()
+
     def _peer_error(self) -> PeerError:
         culprit, text = core.aborted(self.segment.base) or (self.worker, "unknown")
         return PeerError(f"worker {culprit} failed, so worker {self.worker} stops too:\n{text}", culprit)

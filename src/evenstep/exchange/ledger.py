@@ -48,6 +48,7 @@ class Ledger:
         holder: Who holds the state, if anybody yet.
         prelude: Called once before the next operation, if set; it may do an operation of its own, and set itself again.
         took_part: Whether this worker took part in the last operation.
+        with_servers: Whether a run of this process has put its parameters on the job's servers.
         asked: What the supervisor had asked for when the last operation was committed; alike on all who took part.
     """
 
@@ -57,6 +58,7 @@ class Ledger:
         self.holder: Undecided | None = None
         self.prelude: Callable[[], None] | None = None
         self.took_part = True
+        self.with_servers = False
         self._next = 0
         self._recovered = group.generation
         self._reported = 0  # the generation whose first step the supervisor knows of

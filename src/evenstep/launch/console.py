@@ -1,14 +1,16 @@
 """What the launcher shows of its workers: their lines with their numbers, one progress, errors, the fingerprint."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, TextIO
 
 from evenstep.core.errors import ConfigError
+from evenstep.core.events import Event
 from evenstep.run.progress import Display, Progress
 
 __all__ = ["Console"]
@@ -23,13 +25,22 @@ class Console:
     Args:
         log_dir: Where each worker's output goes too, if anywhere.
         num_workers: How many logs to begin with.
+        group: Which of several groups these workers are.
+        report: Takes progress and fingerprint, where somebody else shows those of all groups.
 
     Raises:
         ConfigError: A log cannot be made.
     """
 
-    def __init__(self, log_dir: Path | None, num_workers: int) -> None:
-        self._log_dir = log_dir
+    def __init__(
+        self,
+        log_dir: Path | None,
+        num_workers: int,
+        group: int | None = None,
+        report: Callable[[Event], None] | None = None,
+    ) -> None:
+        self._log_dir, self._report = log_dir, report
+        self._prefix, self._name = ("", "") if group is None else (f"{group}.", f"group {group}: ")
         self._stack = ExitStack()
         self._logs: dict[int, BinaryIO] = {}
         self._display = Display()
@@ -54,7 +65,7 @@ class Console:
     def _open(self, directory: Path, number: int) -> BinaryIO:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            return self._stack.enter_context((directory / f"worker-{number}.log").open("wb"))
+            return self._stack.enter_context((directory / f"worker-{self._prefix}{number}.log").open("wb"))
         except OSError as error:
             raise ConfigError(
                 f"--log-dir {directory}: {error.filename or directory} cannot be made: {error.strerror}; "
@@ -86,7 +97,13 @@ class Console:
         self._log(number, b"\n".join(lines))
         # with `_bytes_as_they_are`, what is no text in the stream's encoding comes out as it went in
         texts = (line.decode(stream.encoding or "utf-8", "surrogateescape") for line in lines)
-        self._write("\n".join(f"[{number}] {text}" for text in texts), stream)
+        self._write("\n".join(f"[{self._prefix}{number}] {text}" for text in texts), stream)
+
+    def pass_on(self, lines: Sequence[bytes], *, is_error: bool) -> None:
+        """Show whole lines of a group's supervisor, as they are."""
+        stream = sys.stderr if is_error else sys.stdout
+        for line in lines:
+            self._write(line.decode(stream.encoding or "utf-8", "surrogateescape"), stream)
 
     def _log(self, number: int, data: bytes) -> None:
         if number in self._logs:
@@ -108,11 +125,14 @@ class Console:
 
     def say(self, sentence: str) -> None:
         """Say something of our own."""
-        self._write(f"evenstep: {sentence}", sys.stderr)
+        self._write(f"evenstep: {self._name}{sentence}", sys.stderr)
 
     def progress(self, progress: Progress) -> None:
         """Show where the batches are."""
-        self._display.show(progress)
+        if self._report is not None:
+            self._report({"progress": asdict(progress)})
+        else:
+            self._display.show(progress)
 
     def note_fingerprint(self, operation: int, fingerprint: str) -> None:
         """Keep what a run ended on; every worker says it. That of an earlier run of the script is shown."""
@@ -122,7 +142,9 @@ class Console:
 
     def show_fingerprint(self) -> None:
         """Show what the last run ended on, if it did."""
-        if self._fingerprint is not None:
+        if self._fingerprint is not None and self._report is not None:
+            self._report({"fingerprint": self._fingerprint[1]})
+        elif self._fingerprint is not None:
             self._write(f"fingerprint {self._fingerprint[1]}", sys.stdout)
 
     def end_progress(self) -> None:

@@ -64,6 +64,8 @@ class Job:
         grace_s: How long the first signal gives the run to finish its step and write a checkpoint.
         weights: How much each worker shall do; None: measured.
         resume: Whether to go on from the newest checkpoint.
+        place: Where the workers stand as a group, if there are groups and servers.
+        report: Takes progress and fingerprint of a group.
     """
 
     script: Path
@@ -76,6 +78,8 @@ class Job:
     grace_s: float = 30.0
     weights: tuple[float, ...] | None = None
     resume: bool = False
+    place: env.Place | None = None
+    report: Callable[[Event], None] | None = None
 
 
 class _Supervisor:
@@ -215,6 +219,8 @@ class _Supervisor:
             timeout_s=self._job.step_timeout_s,
             resume=self._job.resume,
         )
+        if self._job.place is not None:
+            variables |= self._job.place.variables()
         self._board.clear(number)
         self._console.begin(number, again=replaying)
         parent = os.getpid()
@@ -587,7 +593,8 @@ def supervise(job: Job) -> int:
     Raises:
         ConfigError: The logs or the segment cannot be made; nothing was started.
     """
-    with Console(job.log_dir, job.num_workers) as console:
+    group = job.place.group if job.place is not None else None
+    with Console(job.log_dir, job.num_workers, group, job.report) as console:
         import torch._inductor.config  # noqa: F401  # a second that every worker would spend in its first step
 
         return _Supervisor(job, console).run()

@@ -26,7 +26,7 @@ from evenstep.core.errors import (
 from evenstep.core.events import send
 from evenstep.native import core
 
-__all__ = ["STACK_SIGNAL", "become_worker"]
+__all__ = ["STACK_SIGNAL", "become_worker", "take_streams"]
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Lets a worker write the stacks of its threads to standard error."""
@@ -59,7 +59,7 @@ def become_worker(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
-        _take_streams(streams, keep)
+        take_streams(streams, keep)
         faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
         env.write(variables)
         place = env.read()
@@ -76,7 +76,8 @@ def become_worker(
         os._exit(code & 0xFF)  # as the kernel would; a larger number raises, and this process would go on
 
 
-def _take_streams(streams: tuple[int, int], keep: set[int]) -> None:
+def take_streams(streams: tuple[int, int], keep: set[int]) -> None:
+    """Make these pipes standard output and error; close everything else but the descriptors to keep."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(streams[0], 1)

@@ -13,12 +13,12 @@ from tqdm import tqdm
 
 from evenstep.core.events import send
 
-__all__ = ["Display", "Pipe", "Progress"]
+__all__ = ["Display", "Merger", "Pipe", "Progress"]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the batches are."""
+    """Where the batches are; loss and metrics are means over `weight` samples."""
 
     epoch: int
     num_epochs: int
@@ -27,6 +27,7 @@ class Progress:
     num_samples: int
     loss: float | None
     metrics: dict[str, float]
+    weight: int = 0
 
 
 class Display:
@@ -69,6 +70,51 @@ class Display:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class Merger:
+    """One progress of several groups, which may be in different epochs: the first that not all have behind them."""
+
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+        self._series: dict[int, tuple[int, int, int]] = {}  # by group: which `batches`, and where there
+        self._epochs: dict[tuple[int, int], dict[int, Progress]] = {}
+        self._samples: dict[tuple[int, int], int] = {}
+
+    def add(self, group: int, progress: Progress) -> list[Progress]:
+        """A group says where it is; returns what there is to show."""
+        series, epoch, batch = self._series.get(group, (0, 0, 0))
+        if (progress.epoch, progress.batch) < (epoch, batch):  # it goes through its data once more
+            series += 1
+        self._series[group] = (series, progress.epoch, progress.batch)
+        key = (series, progress.epoch)
+        self._epochs.setdefault(key, {})[group] = progress
+        self._samples[key] = self._samples.get(key, 0) + progress.num_samples
+        shown: list[Progress] = []
+        while self._epochs:
+            first = min(self._epochs)
+            shown.append(self._merged(first))
+            if not self._is_over(first):
+                break
+            del self._epochs[first], self._samples[first]
+        return shown
+
+    def _is_over(self, key: tuple[int, int]) -> bool:
+        here = self._epochs[key].values()
+        return len(here) == self._groups and all(p.batch == p.num_batches for p in here)
+
+    def _merged(self, key: tuple[int, int]) -> Progress:
+        here = list(self._epochs[key].values())
+        counted = [p for p in here if p.loss is not None and p.weight]
+        weight = sum(p.weight for p in counted)
+        names = sorted(set.intersection(*(set(p.metrics) for p in counted))) if counted else []
+        loss = sum(p.weight * (p.loss or 0.0) for p in counted) / weight if counted else None
+        metrics = {name: sum(p.weight * p.metrics[name] for p in counted) / weight for name in names}
+        batch, num_batches = sum(p.batch for p in here), sum(p.num_batches for p in here)
+        if len(here) < self._groups:
+            num_batches += 1  # somebody has yet to come: it is not over
+        samples, self._samples[key] = self._samples[key], 0
+        return Progress(here[0].epoch, here[0].num_epochs, batch, num_batches, samples, loss, metrics, weight)
 
 
 class Pipe:

@@ -33,6 +33,7 @@ from evenstep.plan.placement import cut
 from evenstep.run import checkpoint
 from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
+from evenstep.run.grouped import GroupedEngine
 from evenstep.run.join import alone, join
 from evenstep.run.progress import Display, Pipe, Progress
 from evenstep.run.served import ServedEngine, Through
@@ -70,7 +71,9 @@ class Run:
         token: For the server.
 
     Attributes:
-        worker: The number of this worker, 0 for the first.
+        worker: The number of this worker in its group, 0 for the first.
+        group: The number of its group, 0 for the first; see `evenstep run --groups`.
+        num_groups: How many groups there are.
         grad_norm: The norm of the gradients of the last step that was asked to clip it, before clipping.
 
     Raises:
@@ -107,6 +110,12 @@ class Run:
         _check_device(self.config.device)
         through = Through(sync, server, staleness, update_every, token)
         through.check()
+        place = self._env.place
+        if place is not None and through.server is not None:
+            raise ConfigError(
+                f"the command line starts servers, but the script says Run(server={server!r}): say one of them"
+            )
+        self.group, self.num_groups = (place.group, place.groups) if place is not None else (0, 1)
         self._ledger = (join if through.server is None else alone)(self._env, self.config.timeout_s)
         self._group = self._ledger.group
         self.worker = self._group.worker if through.server is None else self._env.worker
@@ -116,11 +125,15 @@ class Run:
         self._data: list[list[int]] = []  # the sizes of what was gone through so far
         self._past: list[list[int]] = []  # the same of the loaded checkpoint
         self._last: tuple[float | None, dict[str, float]] = (None, {})
+        self._sums: tuple[int, dict[str, float]] = (0, {})  # samples of this epoch so far, and sums over them
+        self._meetings = 0  # how often all groups have met
         self._display: Display | Pipe | None = None
         self._checkpoints: Checkpoints | None = None
         self._resumption: Resumption | None = None
         self.grad_norm: float | None = None
-        if through.server is None:
+        if place is not None:
+            self._engine: Engine = GroupedEngine(self.config, self._ledger, place)
+        elif through.server is None:
             self._engine = Engine(self.config, self._ledger)
         else:
             self._engine = ServedEngine(self.config, self._ledger, through, self._env.worker, self._env.num_workers)
@@ -184,12 +197,20 @@ class Run:
                 print(f"fingerprint {fingerprint}", flush=True)
 
         try:
+            self._conclude()
             self._perform("end of the run", attempt, adopt)
             if self._checkpoints is not None:
                 self._checkpoints.close()
             self._group.tell({"closed": True})
         finally:
             self._release()
+
+    def _conclude(self) -> None:
+        try:
+            self._engine.conclude()
+        except BaseException:
+            self._tell_others()
+            raise
 
     def _perform(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """Do an operation on all workers; what spoils it here reaches them all."""
@@ -209,6 +230,10 @@ class Run:
             raise UnsupportedError(
                 f"run.{what} in a run with sync='server' would see this worker only: the parameters are the server's, "
                 "which keeps them by --snapshot-every or --durable; use sync='exchange' for it"
+            )
+        if isinstance(self._engine, GroupedEngine):
+            raise UnsupportedError(
+                f"run.{what} would see this group only, for the parameters are the servers'; run without --servers"
             )
 
     def _tell_others(self) -> None:
@@ -323,10 +348,16 @@ class Run:
         Raises:
             CheckpointError: What was loaded had global batches of another size, with `batch_per_worker`.
         """
-        plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last, deal)
+        groups = (self.group, self.num_groups)
+        plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last, deal, *groups)
         num_workers = self._num_workers_at_start() if batch_per_worker else None
         if num_workers is not None:
             plan = replace(plan, batch_size=batch_size * num_workers)
+        if not plan.numbers:
+            raise ConfigError(
+                f"{self.num_groups} groups but only {plan.num_batches} batches of {plan.batch_size} in an epoch: every "
+                "group needs one; use a smaller batch_size, or fewer groups"
+            )
         self._check_data(plan, num_workers)
         loader = self._loader(dataset, "sample", collate_fn, loaders, prefetch, skip=lambda: self._ledger.catching_up)
         start = self._position or {"epoch": 0, "batch": 0}
@@ -340,16 +371,42 @@ class Run:
         for batch in loader.load(requests()):
             if self._env.max_steps is not None and self.version >= self._env.max_steps:
                 return
-            done = batch.number + 1
-            wrap = done == plan.num_batches
-            self._next = {"epoch": batch.epoch + wrap, "batch": 0 if wrap else done}
+            wrap = batch.number == plan.numbers[-1]
+            self._next = {"epoch": batch.epoch + wrap, "batch": 0 if wrap else batch.number + 1}
             self._last = (None, {})
+            at, of = plan.numbers.index(batch.number), len(plan.numbers)
             if batch.epoch != shown:
                 shown = batch.epoch  # starts the clock of the epoch
-                self._show(Progress(batch.epoch - base, epochs, batch.number, plan.num_batches, 0, None, {}))
+                self._sums = (0, {})
+                self._show(Progress(batch.epoch - base, epochs, at, of, 0, None, {}))
             yield batch
             loss, metrics = self._last
-            self._show(Progress(batch.epoch - base, epochs, done, plan.num_batches, len(batch), loss, metrics))
+            size = len(batch)
+            self._show(Progress(batch.epoch - base, epochs, at + 1, of, size, loss, metrics, size))
+
+    def _add(self, num_samples: int, loss: float, metrics: dict[str, float]) -> None:
+        total, sums = self._sums
+        found = {"loss": loss, **metrics}.items()
+        self._sums = (total + num_samples, {name: sums.get(name, 0.0) + num_samples * mean for name, mean in found})
+
+    def metrics(self) -> dict[str, float]:
+        """Mean loss and metrics of the steps of this epoch so far, or of the last one, over the samples of all groups.
+
+        The same on every worker of every group. All workers must call this alike, between steps; with several groups
+        it waits for all of them.
+        """
+        tag = f"metrics {self._meetings}"
+
+        def attempt() -> Entry:
+            total, sums = self._sums
+            means = {name: value / total for name, value in sums.items()}
+            merged = self._engine.merge(tag, means, total)
+            self._group.barrier("metrics")
+            return Entry("metrics", merged)
+
+        found: dict[str, float] = self._perform("metrics", attempt, lambda entry, _: entry.value)
+        self._meetings += 1
+        return found
 
     _next: dict[str, int] | None = None  # where batches would go on after the current one
 
@@ -440,6 +497,7 @@ class Run:
             raise
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
         self._last = (float(outcome.loss), outcome.metrics)
+        self._add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
 
     def _pair(self, optimizer: Optimizer | None) -> Pair:
@@ -475,7 +533,8 @@ class Run:
     ) -> dict[str, float]:
         """Mean metrics over a data set, every sample counted exactly once; the same on every worker.
 
-        The prepared models are in eval mode meanwhile. All workers must call this alike.
+        The prepared models are in eval mode meanwhile. All workers must call this alike. Several groups wait for each
+        other, evaluate one model, and share out the batches.
 
         Args:
             dataset: Any map-style data set.
@@ -485,13 +544,18 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
+        plan = self._in_order(len(dataset), batch_size, self.group, self.num_groups)
+        tag = f"evaluate {self._meetings}"
 
         def attempt() -> Entry:
+            self._engine.level(tag)
             with evaluating(self._engine.models.slots.modules), self._engine.whole():
-                batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
-                return Entry("evaluate", mean_metrics(self._engine, batches, metrics))
+                batches = self._loader(dataset, "evaluate", collate_fn, loaders, prefetch).load(plan.requests(0))
+                means = mean_metrics(self._engine, batches, metrics)
+            return Entry("evaluate", self._engine.merge(tag, means, plan.num_dealt))
 
         found: dict[str, float] = self._perform("evaluate", attempt, lambda entry, _: entry.value)
+        self._meetings += 1
         return found
 
     def predict(
@@ -514,18 +578,21 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
+        plan = self._in_order(len(dataset), batch_size)
+        tag = f"predict {self._meetings}"
 
         def attempt() -> Entry:
+            self._engine.level(tag)
             with evaluating(self._engine.models.slots.modules), self._engine.whole():
-                batches = self._in_order(dataset, batch_size, collate_fn, loaders, prefetch)
+                batches = self._loader(dataset, "evaluate", collate_fn, loaders, prefetch).load(plan.requests(0))
                 shape, tensors = collect_outputs(self._engine, batches, function)
                 return Entry("predict", shape, safetensors.torch.save(tensors))
 
+        self._meetings += 1
         return self._perform("predict", attempt, lambda entry, _: fill(entry.value, safetensors.torch.load(entry.blob)))
 
-    def _in_order(self, dataset: Any, batch_size: int, collate: Any, loaders: int, prefetch: int) -> Iterator[Batch]:
-        plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle=False, drop_last=False)
-        return self._loader(dataset, "evaluate", collate, loaders, prefetch).load(plan.requests(0))
+    def _in_order(self, num_samples: int, batch_size: int, group: int = 0, groups: int = 1) -> Plan:
+        return Plan(num_samples, batch_size, self.shards, self.config.seed, False, False, group=group, groups=groups)
 
     def edit(self, function: Callable[[], None]) -> None:
         """Change parameters or buffers of prepared models between steps: clip, reset, average, load.
@@ -593,8 +660,10 @@ class Run:
     def fingerprint(self) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of parameters, buffers and optimizer state.
 
-        Any worker may call this between steps; it talks to nobody.
+        Any worker may call this between steps; it talks to nobody. With servers it waits for what is on its way, and
+        covers the optimizer's state only when the run is over: until then it is the servers'.
         """
+        self._engine.collect()
         return self._engine.state.fingerprint()
 
     # ---- checkpoints ----

@@ -1,0 +1,161 @@
+"""The servers of a run with groups: one process each, started and ended by the launcher."""
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from evenstep.core.errors import EvenstepError, ServerError
+from evenstep.launch.worker import take_streams
+from evenstep.launch.worker_process import signal_name
+from evenstep.native import core
+from evenstep.plan.groups import Setup
+from evenstep.server.replicas import Replica
+from evenstep.server.server import ParameterServer
+from evenstep.server.service import Limits
+
+__all__ = ["ServerProcess", "start_servers"]
+
+_START_S = 30.0
+_STOP_S = 10.0
+_LIMITS = Limits(connections=4096)  # every part of every group has its own
+
+
+@dataclass
+class ServerProcess:
+    """A server from its start to its end.
+
+    Attributes:
+        number: Which one.
+        pid: Its process.
+        pidfd: Readable when it has ended.
+        control: What it is told, line by line; its end is the server's.
+        urls: Where it is.
+    """
+
+    number: int
+    pid: int
+    pidfd: int
+    control: int
+    urls: dict[str, str]
+
+    def describe_end(self) -> str:
+        """How it ended, as a sentence; collects it."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.pid = 0
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        return f"server {self.number} {how}, and its parameters are gone"
+
+    def stop(self) -> None:
+        """End it: by its own will, or after a while without."""
+        os.close(self.control)
+        if self.pid:
+            if not select.select([self.pidfd], [], [], _STOP_S)[0]:
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self.pidfd)
+
+
+def start_servers(setup: Setup, token: str) -> list[ServerProcess]:
+    """Start all servers and introduce those to each other that hold the same parameters.
+
+    Raises:
+        ServerError: One cannot be started; none is left.
+    """
+    servers: list[ServerProcess] = []
+    try:
+        for number in range(setup.servers):
+            server = _start(number, setup, token)
+            servers.append(server)
+        for server in servers:
+            peers = [
+                other.urls["memory"]
+                for other in servers
+                if other is not server and (other.number - server.number) % setup.servers_per_group == 0
+            ]
+            os.write(server.control, json.dumps(peers).encode() + b"\n")
+    except BaseException:
+        for server in servers:
+            server.stop()
+        raise
+    return servers
+
+
+def _start(number: int, setup: Setup, token: str) -> ServerProcess:
+    told, control = os.pipe()
+    reading, report = os.pipe()
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _become_server(parent, number, setup, token, told, report)
+    os.close(told)
+    os.close(report)
+    try:
+        urls = json.loads(_line(reading, _START_S) or "{}")
+    finally:
+        os.close(reading)
+    server = ServerProcess(number, pid, os.pidfd_open(pid), control, urls)
+    if not urls:
+        server.stop()
+        raise ServerError(f"server {number} did not start; its own words are above")
+    return server
+
+
+def _line(fd: int, timeout_s: float) -> str:
+    """One line from a pipe; what came, if it ends before, or nothing more comes."""
+    data, deadline = b"", time.monotonic() + timeout_s
+    while not data.endswith(b"\n") and select.select([fd], [], [], max(deadline - time.monotonic(), 0))[0]:
+        piece = os.read(fd, 65536)
+        if not piece:
+            break
+        data += piece
+    return data.decode()
+
+
+def _become_server(parent: int, number: int, setup: Setup, token: str, told: int, report: int) -> NoReturn:
+    """Turn this process, just forked by the launcher, into a server. Never returns."""
+    code = 1
+    try:
+        core.die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(name, signal.SIG_DFL)
+        take_streams((1, 2), {told, report})
+        torch.set_num_threads(1)  # as in a run
+        code = _serve(number, setup, token, told, report)
+    except EvenstepError as error:
+        print(f"evenstep: server {number}: {error}", file=sys.stderr)
+        code = error.exit_code
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve(number: int, setup: Setup, token: str, told: int, report: int) -> int:
+    parameter_server = ParameterServer(
+        staleness=setup.staleness, lock=setup.lock, token=token, limits=_LIMITS, transports=("tcp", "memory")
+    )
+    with parameter_server as server:
+        os.write(report, json.dumps(server.urls).encode() + b"\n")
+        os.close(report)
+        peers = json.loads(_line(told, _START_S) or "[]")
+        group = number // setup.servers_per_group
+        replica = Replica(server.store, f"server group {group}", peers, token) if peers else None
+        with suppress(OSError):
+            while os.read(told, 1):  # nothing more is said; its end is ours
+                pass
+        if replica is not None:
+            replica.close()
+    return 0

@@ -1,0 +1,155 @@
+"""Which parts of the parameters are here: whoever touches a parameter waits for its own part, and for no other.
+
+The parameters of a group live once, in its segment. A word for every part says of which version it is. Its owner writes
+the part, then the word; so a part whose word is old is one that has to be fetched again, whoever died meanwhile.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.core.errors import UnreachableError
+from evenstep.engine.state import Entry
+from evenstep.exchange.group import Group
+from evenstep.native import core
+
+__all__ = ["Arrivals", "Awaited"]
+
+_SLICE_S = 0.0005  # how often to look for what another worker writes
+
+
+class Arrivals:
+    """The parts of one model, as one worker sees them.
+
+    Making it takes room in the segment, so all workers must do it alike.
+
+    Args:
+        group: The workers.
+        parts: What belongs to each part.
+        check: Raises if waiting has become useless.
+
+    Attributes:
+        version: Which version is needed.
+        watch: Called with ("needs" or "has", part), for tests that look at the order of things.
+    """
+
+    def __init__(self, group: Group, parts: Sequence[Sequence[Entry]], check: Callable[[], None]) -> None:
+        self._group, self._parts, self._check = group, parts, check
+        words = group.segment.reserve(8 * len(parts)).tensor(torch.Size([len(parts)]), torch.int64)
+        self._words = [words.data_ptr() + 8 * part for part in range(len(parts))]
+        self._memory = words  # keeps the addresses valid
+        self._have = [-1] * len(parts)  # what this worker's own copies are
+        self._written = threading.Condition()
+        self.version = 0
+        self.watch: Callable[[str, int], None] = lambda *_: None
+
+    def version_of(self, part: int) -> int:
+        """Which version a part has in the segment."""
+        return core.load(self._words[part])
+
+    def write(self, part: int, values: dict[str, Tensor], version: int) -> None:
+        """Put in the values of a part that this worker owns, when nobody reads the old ones any more."""
+        with torch.no_grad():
+            for entry in self._parts[part]:
+                if entry.name in values:
+                    entry.live.copy_(values[entry.name])
+        with self._written:
+            core.store(self._words[part], version)
+            self._written.notify_all()
+
+    def need(self, part: int) -> None:
+        """Wait until a part is there in the version that is needed.
+
+        Raises:
+            PeerError: Another worker failed.
+            UnreachableError: It does not come.
+        """
+        if self._have[part] == self.version:
+            return
+        self.watch("needs", part)
+        deadline = time.monotonic() + self._group.timeout_s
+        with self._written:
+            while core.load(self._words[part]) < self.version:
+                self._group.check()
+                self._check()
+                if time.monotonic() > deadline:
+                    raise UnreachableError(
+                        f"'{self._parts[part][0].name}' did not come from its server within {self._group.timeout_s:g} s"
+                    )
+                self._written.wait(_SLICE_S)
+        with torch.no_grad():
+            for entry in self._parts[part]:
+                entry.pull()
+        self._have[part] = self.version
+        self.watch("has", part)
+
+    def has(self, part: int) -> bool:
+        """Whether this worker has waited for a part in the version that is needed."""
+        return self._have[part] == self.version
+
+    def all(self) -> None:
+        """Wait for all parts."""
+        for part in range(len(self._parts)):
+            self.need(part)
+
+    def forget(self) -> None:
+        """This worker's own copies may be of any version."""
+        self._have = [-1] * len(self._have)
+
+
+class Awaited(dict[str, Any]):
+    """The parameters of a module, each of which is waited for when it is taken out. Otherwise an ordinary dict."""
+
+    need: Callable[[int], None] | None = None
+    part_of: dict[str, int]
+
+    @classmethod
+    def hang(cls, model: nn.Module) -> None:
+        """Put one into every module, in place of its dict."""
+        for module in model.modules():
+            if type(module._parameters) is dict:
+                module.__dict__["_parameters"] = cls(module._parameters)
+
+    @classmethod
+    def take_down(cls, model: nn.Module) -> None:
+        """Give every module an ordinary dict again."""
+        for module in model.modules():
+            if isinstance(module._parameters, cls):
+                module._parameters.need = None
+                module.__dict__["_parameters"] = dict(module._parameters)
+
+    def _wait(self, *keys: str) -> None:
+        if self.need is not None:
+            for key in keys:
+                if key in self.part_of:
+                    self.need(self.part_of[key])
+
+    def __getitem__(self, key: str) -> Any:
+        self._wait(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of any dict."""
+        self._wait(key)
+        return super().get(key, default)
+
+    def values(self) -> Any:
+        """As of any dict."""
+        self._wait(*self)
+        return super().values()
+
+    def items(self) -> Any:
+        """As of any dict."""
+        self._wait(*self)
+        return super().items()
+
+    def copy(self) -> dict[str, Any]:
+        """As of any dict."""
+        return dict(self.items())
+
+    def __reduce__(self) -> Any:  # a copy of a module waits for nobody
+        return dict, (self.copy(),)

@@ -1,0 +1,390 @@
+"""The engine of a worker in a group that shares its parameters with other groups through servers.
+
+Inside of the group everything is as in any run: shards, the fixed tree, owners, the step as a transaction. Only the
+update is made elsewhere. A *part* of the parameters (a layer) has one owner in the group and one server:
+
+1. While backward still runs, an owner sends the sum of a part as soon as it is complete (`courier.py`).
+2. The step is committed when the servers have all its updates. An update carries (group, part, step), so one that is
+   sent again after somebody died counts once.
+3. New values come in while the next step has begun; a layer waits for its own part only (`arrivals.py`).
+
+Without a lock (hogwild) the group makes the update itself, and when it is committed subtracts what changed from the
+parameters in the server's memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from evenstep.core.config import RunConfig
+from evenstep.core.env import Place
+from evenstep.core.errors import ConfigError, Stopped, UnsupportedError
+from evenstep.engine.compute import Samples, StepFunction
+from evenstep.engine.gradients import Gradients
+from evenstep.engine.pair import News, Pair
+from evenstep.engine.step import Engine, Outcome
+from evenstep.exchange.group import Group
+from evenstep.exchange.journal import Entry
+from evenstep.exchange.ledger import Ledger
+from evenstep.plan.groups import parts_of
+from evenstep.plan.placement import balance
+from evenstep.run.arrivals import Arrivals, Awaited
+from evenstep.run.courier import Courier, Line
+from evenstep.run.servers import Servers
+from evenstep.server.recipes import Recipe, describe
+
+__all__ = ["GroupedEngine"]
+
+
+class PartGradients(Gradients):
+    """As `Gradients`, but a bucket is a part, whoever owns it."""
+
+    def __init__(
+        self, group: Group, pair: Pair, parts: Sequence[Sequence[int]], is_here: Callable[[int], bool]
+    ) -> None:
+        self.parts, self._is_here = parts, is_here
+        self._part_of = {i: part for part, held in enumerate(parts) for i in held}
+        self.send: Callable[[int, Mapping[int, Tensor | None]], None] | None = None  # when a part's sums are there
+        super().__init__(group, pair.names, pair.parameters)
+
+    def arrive(self, i: int, shard: int, gradient: Tensor) -> None:
+        """See `Gradients.arrive`."""
+        if not self._is_here(self._part_of[i]):
+            raise UnsupportedError(
+                f"the step function used parameter '{self._names[i]}' through a reference kept outside of the model: "
+                "nobody has waited for its values; take it from the module, as in model.layer.weight"
+            )
+        super().arrive(i, shard, gradient)
+
+    def _share_out(self, sizes: Sequence[int]) -> list[int]:
+        self.part_owners = balance([sum(sizes[i] for i in part) for part in self.parts], self._group.num_workers)
+        owners = [0] * len(sizes)
+        for part, owner in zip(self.parts, self.part_owners, strict=True):
+            for i in part:
+                owners[i] = owner
+        return owners
+
+    def _make_buckets(self) -> list[list[int]]:
+        self._filled = [part for part in reversed(range(len(self.parts))) if self.parts[part]]
+        return [list(self.parts[part]) for part in self._filled]
+
+    def _reduced(self, bucket: int) -> None:
+        if self.send is not None:
+            self.send(self._filled[bucket], self._sums)
+
+    @property
+    def owned_parts(self) -> list[int]:
+        """The parts that this worker owns, in the order in which backward reaches them."""
+        return [part for part in self._filled if self.part_owners[part] == self._group.rank]
+
+
+class GroupedEngine(Engine):
+    """The engine of a worker in one of several groups, or in one group with servers.
+
+    Args:
+        config: Of the run.
+        ledger: Of the group.
+        place: Where the group stands.
+    """
+
+    def __init__(self, config: RunConfig, ledger: Ledger, place: Place) -> None:
+        self.place = place
+        self._servers: Servers | None = None
+        self._courier: Courier | None = None
+        self._model: nn.Module | None = None
+        self._hooks: list[Any] = []
+        self._sent: set[int] = set()
+        self._options: list[dict[str, Any]] = []
+        super().__init__(config, ledger)
+        self.compute.number_of = lambda version: version * place.groups + place.group
+
+    # ---- prepare ----
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Take a model into the run; its values are those of the first group."""
+        if self._model is not None or optimizer is None:
+            raise UnsupportedError(
+                "a run with servers trains one model with one optimizer; pass both to one run.prepare"
+            )
+        if self.ledger.with_servers:
+            raise UnsupportedError(
+                "the servers of a job hold one model, and an earlier run of this script has put its own"
+            )
+        self.ledger.with_servers = True
+        self._model = model
+        Awaited.hang(model)
+        super().prepare(model, optimizer)
+        (pair,) = self.pairs
+        names = {id(p): name for name, p in self.models.slots.parameters.items()}
+        recipe = describe(optimizer, names) if self.place.lock else None
+        self._lay_out(model, pair)
+        self._join(recipe)
+
+    def _lay_out(self, model: nn.Module, pair: Pair) -> None:
+        """Cut the model into parts."""
+        slots, entries = self.models.slots, self.state.entries
+        layers: dict[str, list[str]] = {}
+        for name in slots.parameters:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        sizes = [sum(entries[name].live.nbytes for name in held) for held in layers.values()]
+        mine = self.place.servers[self.place.server_group]
+        ranges, servers = parts_of(sizes, len(mine))
+        if len(set(servers)) < len(mine):
+            raise ConfigError(
+                f"{len(mine)} servers in a group but the model has only {len(ranges)} layers with parameters: every "
+                f"server needs one; use at most --servers-per-group {len(ranges)}"
+            )
+        held = list(layers.values())
+        parts = [[name for k in part for name in held[k]] for part in ranges]
+        part_of = {name: part for part, of_part in enumerate(parts) for name in of_part}
+        self._servers = Servers(
+            self.place, parts, servers, list(slots.buffers), self.config.timeout_s, self._stop_if_asked
+        )
+        self._arrivals = Arrivals(self.group, [[entries[name] for name in part] for part in parts], self._check)
+        index = {name: i for i, name in enumerate(pair.names)}
+        trained = [[index[name] for name in reversed(part) if name in index] for part in parts]
+        self._gradients = pair.gradients = PartGradients(self.group, pair, trained, self._arrivals.has)
+        pair.gradients.replan(self.spans)
+        line = Line(self._send_part, self._servers.fetch, self._arrivals.write, self._servers.close)
+        self._courier = Courier(line, self.config.timeout_s)
+        self._hang(model, part_of)
+
+    def _hang(self, model: nn.Module, part_of: dict[str, int]) -> None:
+        names = {id(p): name for name, p in self.models.slots.parameters.items()}
+        for module in model.modules():
+            place = module._parameters
+            if isinstance(place, Awaited):
+                place.part_of = {key: part_of[names[id(p)]] for key, p in place.items() if p is not None}
+                place.need = self._arrivals.need
+            if isinstance(module, nn.RNNBase):  # it keeps its weights in a list too
+                self._hooks.append(module.register_forward_pre_hook(_take_all))
+
+    def _check(self) -> None:
+        if self._courier is not None:
+            self._courier.check()
+
+    def _stop_if_asked(self) -> None:
+        """A group that waits for others is between steps: others that stop would be waited for in vain."""
+        self.group.check()
+        _, _, stop = self.group.board.asked()
+        if stop:
+            self.group.tell({"stopped": {"step": self.version, "checkpoint": None}})
+            raise Stopped
+
+    def _join(self, recipe: Recipe | None) -> None:
+        """Everyone begins with the values that the first group puts on all servers."""
+        servers = self._at_servers()
+
+        def attempt() -> Entry:
+            if self.group.rank == 0:
+                if self.place.group == 0:
+                    servers.put(self.state.tensors(), recipe)
+                servers.compare_models(self.state.tensors())
+                self._take_over(servers.everything(self.place.server_group))
+            self.group.barrier("joined the servers")
+            return Entry("join the servers")
+
+        def adopt(_: Entry, took_part: bool) -> None:
+            self._pull()
+            self._settled()
+
+        self.ledger.perform("join the servers", self.version, attempt, adopt)
+
+    def _at_servers(self) -> Servers:
+        assert self._servers is not None, "prepare has made them"
+        return self._servers
+
+    def _take_over(self, values: Mapping[str, Tensor]) -> None:
+        entries = [self.state.entries[name] for name in values]
+        with torch.no_grad():
+            self.state.save(entries)
+            for entry in entries:
+                entry.live.copy_(values[entry.name])
+
+    # ---- a step ----
+
+    def step(
+        self,
+        samples: Samples,
+        function: StepFunction,
+        pair: Pair,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> Outcome:
+        """See `Engine.step`; other groups do theirs meanwhile."""
+        courier = self._courier
+        assert courier is not None, "there is a pair, so something was prepared"
+        early = self.place.lock and clip_norm is None and clip_value is None  # a norm needs all gradients first
+        self._gradients.send = self._hand_over if early else None
+        self._options = pair.hyperparameters()
+        outcome = super().step(samples, function, pair, clip_norm, clip_value)
+        self._arrivals.version = self.version
+        if self.ledger.took_part:
+            if not self.place.lock:
+                self._hand_over_changes()
+            courier.commit(self.version)
+        return outcome
+
+    def begin(self, operation: int) -> None:
+        """See `Engine.begin`."""
+        super().begin(operation)
+        self._sent = set()
+
+    def _hand_over(self, part: int, sums: Mapping[int, Tensor | None]) -> None:
+        """Give the update of a part to the courier."""
+        assert self._courier is not None, "as above"
+        self._sent.add(part)
+        pair = self.pairs[0]
+        found = {pair.names[i]: total for i in self._gradients.parts[part] if (total := sums[i]) is not None}
+        self._arrivals.watch("sends", part)
+        if found or self.place.staleness is not None:
+            self._courier.send(part, self.version, found)
+        else:
+            self._courier.fetch(part, self.version + 1)
+
+    def _send_part(self, part: int, version: int, update: Mapping[str, Tensor]) -> None:
+        """In the courier's thread."""
+        options = self._options if self.place.lock else None
+        self._at_servers().send(part, version, update, options)
+
+    def _update(self, pair: Pair, sums: dict[int, Tensor | None]) -> News:
+        assert self._courier is not None, "as above"
+        self._arrivals.all()  # what this step did not use: from now on there is one version under way, not two
+        if not self.place.lock:
+            return super()._update(pair, sums)
+        for part in self._gradients.owned_parts:
+            if part not in self._sent:
+                self._hand_over(part, sums)
+        self._courier.wait_sent()
+        pair.stepped_elsewhere()
+        return []
+
+    def _hand_over_changes(self) -> None:
+        """What the step, which is committed, has changed of this worker's own parts."""
+        assert self._courier is not None, "as above"
+        for part in self._gradients.owned_parts:
+            entries = [self.state.entries[self.pairs[0].names[i]] for i in self._gradients.parts[part]]
+            changes = {e.name: change for e in entries if (change := self.state.change_of(e)) is not None}
+            self._courier.send(part, self.version - 1, changes)
+
+    def abandon(self) -> None:
+        """See `Engine.abandon`."""
+        if self._courier is not None:
+            self._courier.drop()
+        super().abandon()
+
+    def recover(self) -> None:
+        """See `Engine.recover`; what a worker that is gone did not put in place, its successor fetches again."""
+        if self._courier is not None:
+            self._courier.finish()
+        super().recover()
+        if self._courier is not None:
+            self._arrivals.forget()
+            for part in self._gradients.owned_parts:
+                if self._arrivals.version_of(part) < self.version:
+                    self._courier.fetch(part, self.version)
+
+    def collect(self) -> None:
+        """See `Engine.collect`."""
+        if self._courier is not None:
+            self._arrivals.all()
+
+    # ---- all groups ----
+
+    def level(self, tag: str) -> None:
+        """See `Engine.level`: wait for all groups, and take over what is on the first server group then."""
+        if self._courier is None:
+            return
+        self.collect()
+        if self.place.groups == 1:
+            return
+        servers = self._at_servers()
+        self._step_aside()
+        if self.group.rank == 0:
+            servers.meet(f"{tag}: all are here")
+            servers.flush()
+            if self.place.group == 0:
+                servers.put_buffers({name: self.state.entries[name].live for name in self.models.slots.buffers})
+            servers.meet(f"{tag}: all is told")
+            self._take_over(servers.everything(0))
+        self.group.barrier(f"{tag}: one model")
+        self._arrivals.forget()
+        self._pull()
+        self._settled()
+
+    def _step_aside(self) -> None:
+        """Be counted no more until the next update: who waits for all groups must hold back none of them."""
+        if self.place.staleness is not None:
+            self._at_servers().close()
+
+    def merge(self, tag: str, means: dict[str, float], num_samples: int) -> dict[str, float]:
+        """See `Engine.merge`."""
+        if self._courier is None or self.place.groups == 1:
+            return means
+        self.collect()
+        self._step_aside()
+        found: dict[str, float] = {}
+        if self.group.rank == 0:
+            mine = [num_samples, {name: value.hex() for name, value in means.items()}]
+            found = _merge(list(self._at_servers().meet(f"{tag}: merged", mine).values()))
+        shared: dict[str, float] = self.group.gather_json(f"{tag}: merged", found)[0]
+        return shared
+
+    def conclude(self) -> None:
+        """See `Engine.conclude`: the last values, and what the servers' optimizers keep."""
+        if self._courier is None:
+            return
+        (pair,) = self.pairs
+
+        def attempt() -> Entry:
+            self.level("the end")
+            news: News = []
+            if self.place.lock:
+                tensors, values = self._at_servers().optimizer_state() if self.group.rank == 0 else ({}, {})
+                news = self.group.gather_json("optimizer state", pair.news_of(tensors, values))[0]
+                pair.settle(news, set())
+                self._take_over(tensors)
+                self.group.barrier("optimizer state is here")
+            return Entry("the groups end", news)
+
+        def adopt(entry: Entry, took_part: bool) -> None:
+            pair.adopt(entry.value, took_part)
+            self._pull()
+            self._settled()
+
+        self.ledger.perform("the groups end", self.version, attempt, adopt)
+
+    def close(self) -> None:
+        """Leave the servers too."""
+        if self._courier is not None:
+            self._courier.close()
+        if self._servers is not None:
+            self._servers.leave()
+        for hook in self._hooks:
+            hook.remove()
+        if self._model is not None:
+            Awaited.take_down(self._model)
+        super().close()
+
+
+def _take_all(module: nn.Module, _: Any) -> None:
+    """Wait for all parameters of a module."""
+    module._parameters.values()
+
+
+def _merge(reports: Sequence[Any]) -> dict[str, float]:
+    """Means over all samples, of [number of samples, {name: mean}] of every group that has any.
+
+    Raises:
+        ConfigError: Groups report different metrics.
+    """
+    there = [(count, means) for count, means in reports if count]
+    names = sorted(set(chain.from_iterable(means for _, means in there)))
+    if any(sorted(means) != names for _, means in there):
+        raise ConfigError(f"groups give different metrics: {[sorted(means) for _, means in there]}; expected the same")
+    total = sum(count for count, _ in there)
+    return {name: sum(count * float.fromhex(means[name]) for count, means in there) / total for name in names}

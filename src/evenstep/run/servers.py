@@ -1,0 +1,174 @@
+"""The servers of a run as one worker of a group sees them: which part is where, and how to reach it.
+
+The first server of the first server group is also where groups wait for each other (the *hub*).
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from evenstep.core.env import Place
+from evenstep.core.errors import MismatchError
+from evenstep.server.client import Client, connect
+from evenstep.server.recipes import Recipe
+
+__all__ = ["Servers"]
+
+_PREFIX = "model."  # what the run calls its model; the servers know the bare names
+
+
+class Servers:
+    """Where every part is.
+
+    Args:
+        place: Where the group stands.
+        parts: The names of each part's parameters.
+        server_of: Which server of a group has each part.
+        buffers: The names of all buffers; the first server of a group has them.
+        timeout_s: How long any wait may take.
+        look: Called from time to time by who waits for other groups; raises if waiting has become useless.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        parts: Sequence[Sequence[str]],
+        server_of: Sequence[int],
+        buffers: list[str],
+        timeout_s: float,
+        look: Callable[[], None],
+    ) -> None:
+        self._place, self._parts, self._server_of, self._buffers = place, parts, server_of, buffers
+        self._timeout_s, self._look = timeout_s, look
+        self._lock = threading.Lock()
+        self._clients: dict[int, Client] = {}
+        self._hub: Client | None = None
+
+    # ---- one part at a time: the courier ----
+
+    def send(self, part: int, version: int, update: Mapping[str, Tensor], options: list[dict[str, Any]] | None) -> None:
+        """Send the update of a part: a gradient with the optimizer's options, or without any a change to subtract."""
+        tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in update.items()}
+        if options is None:
+            self._client(part).update_parameters(tensors, kind="delta", timeout_s=self._timeout_s)
+        else:
+            self._client(part).update(tensors, sequence=version + 1, options=options, timeout_s=self._timeout_s)
+
+    def fetch(self, part: int) -> dict[str, Tensor]:
+        """The values of a part as its server has them now."""
+        names = [name.removeprefix(_PREFIX) for name in self._parts[part]]
+        return _named(self._client(part).get_parameters(names, timeout_s=self._timeout_s))
+
+    def _client(self, part: int) -> Client:
+        with self._lock:
+            if part not in self._clients:
+                server = self._place.servers[self._place.server_group][self._server_of[part]]
+                name = f"group {self._place.group}, part {part}"
+                self._clients[part] = self._connect(server["memory"], name)
+            return self._clients[part]
+
+    def close(self) -> None:
+        """End the connections of the courier."""
+        with self._lock:
+            for client in self._clients.values():
+                client.close()
+            self._clients = {}
+
+    # ---- everything at once: the first worker of a group, between steps ----
+
+    def _names(self, server: int) -> list[str]:
+        held = [name for part, names in enumerate(self._parts) for name in names if self._server_of[part] == server]
+        return held + (self._buffers if server == 0 else [])
+
+    def _reader(self, group: int, server: int) -> Client:
+        url = self._place.servers[group][server]["tcp"]
+        return self._connect(url, f"group {self._place.group}", register=False)
+
+    def _connect(self, url: str, name: str, *, register: bool = True) -> Client:
+        return connect(url, worker=name, token=self._place.token, timeout_s=self._timeout_s, register=register)
+
+    def put(self, state: Mapping[str, Tensor], recipe: Recipe | None) -> None:
+        """Give every server of every server group its parts, unless it has them."""
+        if recipe is not None:
+            bare = [[name.removeprefix(_PREFIX) for name in group["names"]] for group in recipe["groups"]]
+            groups = [{**group, "names": names} for group, names in zip(recipe["groups"], bare, strict=True)]
+            recipe = {**recipe, "groups": groups}
+        buffers = [name.removeprefix(_PREFIX) for name in self._buffers]
+        for group, servers in enumerate(self._place.servers):
+            for server in range(len(servers)):
+                with self._reader(group, server) as client:
+                    if client.status()["owner"] is None:
+                        held = {name.removeprefix(_PREFIX): state[name] for name in self._names(server)}
+                        client.put_parameters(held, buffers=buffers if server == 0 else (), optimizer=recipe)
+
+    def everything(self, group: int) -> dict[str, Tensor]:
+        """What a server group has."""
+        found: dict[str, Tensor] = {}
+        for server in range(len(self._place.servers[group])):
+            with self._reader(group, server) as client:
+                found |= _named(client.get_parameters())
+        return found
+
+    def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What the optimizers of the first server group keep, by the run's names."""
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        for server in range(len(self._place.servers[0])):
+            with self._reader(0, server) as client:
+                found = client.optimizer_state()
+            tensors |= {_state_name(name): tensor for name, tensor in found[0].items()}
+            values |= {_state_name(name): value for name, value in found[1].items()}
+        return tensors, values
+
+    def put_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give the first server of the first group new values of buffers."""
+        if buffers:
+            named = {name.removeprefix(_PREFIX): tensor for name, tensor in buffers.items()}
+            url = self._place.servers[0][0]["tcp"]
+            with self._connect(url, f"group {self._place.group}, buffers") as client:
+                client.update_parameters(named, kind="peer", buffers=list(named))  # by the server, lock or not
+
+    def flush(self) -> None:
+        """Have the servers of this group tell all others of their updates."""
+        if len(self._place.servers) > 1:
+            for server in range(len(self._place.servers[self._place.server_group])):
+                with self._reader(self._place.server_group, server) as client:
+                    client.flush(self._timeout_s)
+
+    def meet(self, tag: str, value: Any = None) -> dict[str, Any]:
+        """Wait for all groups; return what each left."""
+        if self._hub is None:
+            self._hub = self._reader(0, 0)
+        return self._hub.meet(tag, value, self._place.groups, self._timeout_s, self._look)
+
+    def compare_models(self, state: Mapping[str, Tensor]) -> None:
+        """Wait for all groups, and see that they have the same model.
+
+        Raises:
+            MismatchError: They do not.
+        """
+        mine = [[name, f"{tuple(t.shape)} {t.dtype}"] for name, t in state.items() if name.startswith(_PREFIX)]
+        for group, theirs in self.meet("all have joined", mine).items():
+            for here, there in zip([*mine, None], [*theirs, None], strict=False):
+                if here != there:
+                    raise MismatchError(
+                        f"{group} prepares {there or 'nothing more'} where group {self._place.group} prepares "
+                        f"{here or 'nothing more'}: all groups must build the same model"
+                    )
+
+    def leave(self) -> None:
+        """End the connection to the hub."""
+        if self._hub is not None:
+            self._hub.close()
+            self._hub = None
+
+
+def _named(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {_PREFIX + name: value for name, value in values.items()}
+
+
+def _state_name(name: str) -> str:
+    """optimizer.NAME.KEY -> optimizer.model.NAME.KEY."""
+    return f"optimizer.{_PREFIX}{name.removeprefix('optimizer.')}"
