@@ -14,7 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -91,6 +91,7 @@ class Client:
         worker: What this worker calls itself.
         staleness: What the server says; see `ParameterServer`.
         version: The newest version that this client has heard of.
+        place: Which of several servers this one is: [number, of how many, of which set, whether parameters are cut].
     """
 
     def __init__(self, url: str, open_channel: Callable[[], Channel], worker: str | None, timeout_s: float) -> None:
@@ -103,6 +104,8 @@ class Client:
         self._channel: Channel | None = None
         self._lock = threading.RLock()
         self._sequence = 0
+        self._session = secrets.token_hex(8)  # tells this life of the worker from others under its name
+        self.place: list[Any] = [0, 1, "", True]
         self._registered = False
         self._locked = True
         self._lost = False
@@ -110,7 +113,7 @@ class Client:
         self._over = threading.Event()
         self._beat: threading.Thread | None = None
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -226,21 +229,31 @@ class Client:
             self._await_turn(deadline)
             self._sequence += 1
             fields: Fields = {"worker": self.worker, "sequence": self._sequence, "kind": kind, **more}
+            fields["session"] = self._session
             if base is not None:
                 fields["base"] = base
-            packed = self._compressor.pack(tensors)
+            return self._deliver(fields, self._compressor.pack(tensors), deadline)
+
+    def _deliver(self, fields: Fields, packed: Mapping[str, Tensor], deadline: float) -> Fields:
+        """Send an update, and again if the server has lost it, until it is applied."""
+        sequence, again = fields["sequence"], True
+        while again:
             reply = self._call(
                 lambda channel: channel.push("update", {**fields, "wait_s": _patience(deadline)}, packed),
                 deadline, register=True,
             )  # fmt: skip
-            while reply.get("pending"):
+            again = False
+            while reply.get("pending") and not again:
                 if time.monotonic() >= deadline:
-                    raise UnreachableError(
-                        f"update {self._sequence} of '{self.worker}' waits for other workers in vain"
-                    )
-                reply = self._wait(deadline, sequence=self._sequence)
-            self.version = max(self.version, reply["version"])
-            return reply
+                    raise UnreachableError(f"update {sequence} of '{self.worker}' waits for other workers in vain")
+                try:
+                    reply = self._wait(deadline, sequence=sequence)
+                except RefusedError as error:
+                    if error.status != 404:
+                        raise
+                    again = True  # it was started anew meanwhile, and knows only what had been applied
+        self.version = max(self.version, reply["version"])
+        return reply
 
     def _await_turn(self, deadline: float) -> None:
         """Wait until this worker is not too far ahead."""
@@ -342,8 +355,9 @@ class Client:
             self._call(lambda _: None, register=True)
 
     def _introduce(self, channel: Channel) -> None:
-        reply = channel.ask("register", {"worker": self.worker})
+        reply = channel.ask("register", {"worker": self.worker, "session": self._session})
         self._registered = True
+        self.place = reply["place"]
         self._sequence = max(self._sequence, reply["sequence"])
         self.staleness, self._locked, self.version = reply["staleness"], reply["lock"], reply["version"]
         if self._beat is None:
@@ -359,7 +373,7 @@ class Client:
             try:
                 channel = channel or self._open_channel()
                 if self._registered:
-                    channel.ask("register", {"worker": self.worker})
+                    channel.ask("register", {"worker": self.worker, "session": self._session})
             except (OSError, RefusedError):
                 if channel is not None:
                     channel.close()
