@@ -76,12 +76,14 @@ def test_an_update_is_applied_while_backward_still_runs(expected, server):
     def watch(run, model):
         def in_the_middle(_):
             """Between the last layer and the others, backward goes on when the server has the last one's update."""
-            assert processes.until(lambda: server.store.versions["last.weight"] > seen_so_far(), 10)
-            assert server.store.versions["first.weight"] == before["first"], "which is yet to come"
+            assert processes.until(lambda: server.store.state.versions["last.weight"] > seen_so_far(), 10)
+            assert server.store.state.versions["first.weight"] == before["first"], "which is yet to come"
             seen.append(run.version)
 
         def between(hidden):
-            before.update(first=server.store.versions["first.weight"], last=server.store.versions["last.weight"])
+            before.update(
+                first=server.store.state.versions["first.weight"], last=server.store.state.versions["last.weight"]
+            )
             hidden.register_hook(in_the_middle)
 
         before = {}

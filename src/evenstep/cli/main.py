@@ -137,6 +137,9 @@ def _add_server(server: argparse.ArgumentParser) -> None:
         "--snapshot-every", metavar="N", type=int, default=1000, help="updates between two (default: 1000)"
     )
     server.add_argument("--durable", action="store_true", help="acknowledge an update when it is on the disk")
+    server.add_argument(
+        "--servers", metavar="N", type=int, default=1, help="processes that share the parameters, on the next ports"
+    )
     server.add_argument("--lease", metavar="SECONDS", type=float, default=30.0, help="drop a worker silent for so long")
     server.add_argument("--reject-nonfinite", action="store_true", help="refuse updates with infinities or NaN")
     server.add_argument(
@@ -150,6 +153,10 @@ def _server(options: argparse.Namespace) -> int:
         raise ConfigError(f"--staleness {options.staleness}, expected a whole number, or none")
     if options.threads < 1:
         raise ConfigError(f"--threads {options.threads}, expected a whole number above 0")
+    if options.servers > 1 and options.threads > 1:
+        raise ConfigError(
+            f"--threads {options.threads}, expected 1: each of --servers {options.servers} has one thread"
+        )
     path = options.model.rpartition(":")[0]
     if not Path(path or options.model).is_file():
         raise ConfigError(

@@ -29,7 +29,8 @@ from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
 from evenstep.plan import tree
 from evenstep.plan.placement import cut
-from evenstep.server.client import Client, connect
+from evenstep.server.client import Client
+from evenstep.server.connecting import connect
 
 __all__ = ["ServedEngine", "Through"]
 

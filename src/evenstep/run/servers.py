@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evenstep.core.env import Place
 from evenstep.core.errors import MismatchError
+from evenstep.server import between
 from evenstep.server.client import Client, connect
 from evenstep.server.recipes import Recipe
 
@@ -101,7 +102,7 @@ class Servers:
                 with self._reader(group, server) as client:
                     if client.status()["owner"] is None:
                         held = {name.removeprefix(_PREFIX): state[name] for name in self._names(server)}
-                        client.put_parameters(held, buffers=buffers if server == 0 else (), optimizer=recipe)
+                        between.put(client, held, buffers=buffers if server == 0 else (), optimizer=recipe)
 
     def everything(self, group: int) -> dict[str, Tensor]:
         """What a server group has."""
@@ -117,7 +118,7 @@ class Servers:
         values: dict[str, Any] = {}
         for server in range(len(self._place.servers[0])):
             with self._reader(0, server) as client:
-                found = client.optimizer_state()
+                found = between.optimizer_state(client)
             tensors |= {_state_name(name): tensor for name, tensor in found[0].items()}
             values |= {_state_name(name): value for name, value in found[1].items()}
         return tensors, values
@@ -135,13 +136,13 @@ class Servers:
         if len(self._place.servers) > 1:
             for server in range(len(self._place.servers[self._place.server_group])):
                 with self._reader(self._place.server_group, server) as client:
-                    client.flush(self._timeout_s)
+                    between.flush(client, self._timeout_s)
 
     def meet(self, tag: str, value: Any = None) -> dict[str, Any]:
         """Wait for all groups; return what each left."""
         if self._hub is None:
             self._hub = self._reader(0, 0)
-        return self._hub.meet(tag, value, self._place.groups, self._timeout_s, self._look)
+        return between.meet(self._hub, tag, value, self._place.groups, self._timeout_s, self._look)
 
     def compare_models(self, state: Mapping[str, Tensor]) -> None:
         """Wait for all groups, and see that they have the same model.

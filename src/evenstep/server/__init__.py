@@ -8,8 +8,9 @@ with ParameterServer(model, torch.optim.SGD(model.parameters(), 0.1), staleness=
     version = client.update_parameters(gradients)
 """
 
-from evenstep.server.client import Client, connect
+from evenstep.server.client import Client
 from evenstep.server.config import ServerConfig
+from evenstep.server.connecting import connect
 from evenstep.server.server import ParameterServer
 from evenstep.server.service import Limits
 

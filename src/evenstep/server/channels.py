@@ -31,6 +31,10 @@ _ROUTES = {
     "update": ("POST", "/update"),
     "wait": ("GET", "/wait"),
     "status": ("GET", "/status"),
+    "slice": ("GET", "/slice"),
+    "stage": ("POST", "/stage"),
+    "order": ("POST", "/order"),
+    "pause": ("POST", "/pause"),
 }
 
 

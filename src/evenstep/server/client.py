@@ -14,7 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -23,14 +23,12 @@ from evenstep.core.errors import ConfigError, RefusedError, UnreachableError
 from evenstep.server.channels import Channel, Fields, HttpChannel, TcpChannel
 from evenstep.server.compress import Compressor
 from evenstep.server.memory import MemoryChannel
-from evenstep.server.recipes import Recipe
 
 __all__ = ["Client", "connect"]
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
 _ASK_AGAIN_S = 5.0  # the server answers a longer wait with "not yet"
-_LOOK_S = 0.5
 _SILENCE_S = 60.0
 log = logging.getLogger("evenstep.server")
 
@@ -93,6 +91,7 @@ class Client:
         worker: What this worker calls itself.
         staleness: What the server says; see `ParameterServer`.
         version: The newest version that this client has heard of.
+        place: Which of several servers this one is: [number, of how many, of which set, whether parameters are cut].
     """
 
     def __init__(self, url: str, open_channel: Callable[[], Channel], worker: str | None, timeout_s: float) -> None:
@@ -105,6 +104,8 @@ class Client:
         self._channel: Channel | None = None
         self._lock = threading.RLock()
         self._sequence = 0
+        self._session = secrets.token_hex(8)  # tells this life of the worker from others under its name
+        self.place: list[Any] = [0, 1, "", True]
         self._registered = False
         self._locked = True
         self._lost = False
@@ -112,7 +113,7 @@ class Client:
         self._over = threading.Event()
         self._beat: threading.Thread | None = None
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -167,12 +168,7 @@ class Client:
                 )
 
     def put_parameters(
-        self,
-        parameters: Mapping[str, Tensor],
-        *,
-        force: bool = False,
-        buffers: Iterable[str] = (),
-        optimizer: Recipe | None = None,
+        self, parameters: Mapping[str, Tensor], *, force: bool = False, buffers: Iterable[str] = ()
     ) -> int:
         """Give the parameters their values; return the version.
 
@@ -180,15 +176,12 @@ class Client:
             parameters: All of them.
             force: Replace values that are there.
             buffers: Which of them the optimizer does not train.
-            optimizer: What shall update them, as `recipes.describe` says it, if the server has no optimizer.
 
         Raises:
             RefusedError: They have values already, and `force` is not set.
         """
         tensors = {name: value.detach().cpu().contiguous() for name, value in parameters.items()}
-        fields: Fields = {"worker": self.worker, "force": force, "buffers": list(buffers)}
-        if optimizer is not None:
-            fields["optimizer"] = optimizer
+        fields = {"worker": self.worker, "force": force, "buffers": list(buffers)}
         return int(self._call(lambda channel: channel.push("put", fields, tensors))["version"])
 
     def update_parameters(
@@ -236,21 +229,31 @@ class Client:
             self._await_turn(deadline)
             self._sequence += 1
             fields: Fields = {"worker": self.worker, "sequence": self._sequence, "kind": kind, **more}
+            fields["session"] = self._session
             if base is not None:
                 fields["base"] = base
-            packed = self._compressor.pack(tensors)
+            return self._deliver(fields, self._compressor.pack(tensors), deadline)
+
+    def _deliver(self, fields: Fields, packed: Mapping[str, Tensor], deadline: float) -> Fields:
+        """Send an update, and again if the server has lost it, until it is applied."""
+        sequence, again = fields["sequence"], True
+        while again:
             reply = self._call(
                 lambda channel: channel.push("update", {**fields, "wait_s": _patience(deadline)}, packed),
                 deadline, register=True,
             )  # fmt: skip
-            while reply.get("pending"):
+            again = False
+            while reply.get("pending") and not again:
                 if time.monotonic() >= deadline:
-                    raise UnreachableError(
-                        f"update {self._sequence} of '{self.worker}' waits for other workers in vain"
-                    )
-                reply = self._wait(deadline, sequence=self._sequence)
-            self.version = max(self.version, reply["version"])
-            return reply
+                    raise UnreachableError(f"update {sequence} of '{self.worker}' waits for other workers in vain")
+                try:
+                    reply = self._wait(deadline, sequence=sequence)
+                except RefusedError as error:
+                    if error.status != 404:
+                        raise
+                    again = True  # it was started anew meanwhile, and knows only what had been applied
+        self.version = max(self.version, reply["version"])
+        return reply
 
     def _await_turn(self, deadline: float) -> None:
         """Wait until this worker is not too far ahead."""
@@ -281,54 +284,6 @@ class Client:
         """Wait until the parameters have at least a version; return theirs."""
         self.get_parameters([], min_version=version, timeout_s=timeout_s)
         return self.version
-
-    def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state of the server's optimizer: tensors, and plain values, as `optimizer.PARAMETER.KEY`. Not in memory://."""
-        reply, tensors = self._call(lambda channel: channel.pull({"optimizer": True}, None))
-        return tensors, reply["values"]
-
-    def meet(
-        self,
-        tag: str,
-        value: Any,
-        count: int,
-        timeout_s: float | None = None,
-        look: Callable[[], None] = lambda: None,
-    ) -> dict[str, Any]:
-        """Leave a value (as JSON), wait until so many clients have come to this meeting, and return what each left.
-
-        Args:
-            tag: Which meeting.
-            value: What to leave; of one that comes twice, the first counts.
-            count: How many have to come.
-            timeout_s: How long to wait.
-            look: Called from time to time; may raise.
-
-        Raises:
-            UnreachableError: Some did not come in time, or the server is gone.
-        """
-        deadline = self._deadline(timeout_s)
-        fields: Fields = {"worker": self.worker, "tag": tag, "value": value, "count": count}
-        while True:
-            look()
-            fields["wait_s"] = min(_patience(deadline), _LOOK_S)
-            reply = self._call(lambda channel: channel.ask("meet", fields), deadline)
-            if not reply.get("pending"):
-                found: dict[str, Any] = reply["found"]
-                return found
-            if time.monotonic() >= deadline:
-                raise UnreachableError(f"'{tag}': only {', '.join(reply['here'])} of {count} came in time")
-
-    def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until the server has told all other servers of what it was told so far.
-
-        Raises:
-            UnreachableError: That did not come about in time.
-        """
-        deadline = self._deadline(timeout_s)
-        while self._call(lambda channel: channel.ask("flush", {"wait_s": _patience(deadline)}), deadline)["pending"]:
-            if time.monotonic() >= deadline:
-                raise UnreachableError(f"the server {self.url} could not tell the others of all updates in time")
 
     def status(self) -> Fields:
         """Everything that the server shows of itself."""
@@ -400,8 +355,9 @@ class Client:
             self._call(lambda _: None, register=True)
 
     def _introduce(self, channel: Channel) -> None:
-        reply = channel.ask("register", {"worker": self.worker})
+        reply = channel.ask("register", {"worker": self.worker, "session": self._session})
         self._registered = True
+        self.place = reply["place"]
         self._sequence = max(self._sequence, reply["sequence"])
         self.staleness, self._locked, self.version = reply["staleness"], reply["lock"], reply["version"]
         if self._beat is None:
@@ -417,7 +373,7 @@ class Client:
             try:
                 channel = channel or self._open_channel()
                 if self._registered:
-                    channel.ask("register", {"worker": self.worker})
+                    channel.ask("register", {"worker": self.worker, "session": self._session})
             except (OSError, RefusedError):
                 if channel is not None:
                     channel.close()

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evenstep.core.errors import ConfigError
+from evenstep.server.options import Options
 from evenstep.server.service import Limits
-from evenstep.server.store import Options
 
 __all__ = ["TRANSPORTS", "ServerConfig"]
 
+MAX_SERVERS = 64
 TRANSPORTS = ("http", "tcp", "memory")
 
 
@@ -30,6 +31,7 @@ class ServerConfig:
         directory: Where snapshots go; a server that finds one there goes on from it.
         snapshot_every: Updates between two snapshots.
         durable: Write every update to a log, and have it on the disk, before it is acknowledged.
+        servers: How many processes share the parameters; each has its own transports, on the next ports.
         lease_s: After how long without a sign of life a worker is dropped.
         reject_nonfinite: Refuse updates that hold an infinity or NaN.
         limits: What strangers may cost.
@@ -50,6 +52,7 @@ class ServerConfig:
     directory: str | Path | None = None
     snapshot_every: int = 1000
     durable: bool = False
+    servers: int = 1
     lease_s: float = 30.0
     reject_nonfinite: bool = False
     limits: Limits = field(default_factory=Limits)
@@ -61,6 +64,8 @@ class ServerConfig:
             raise ConfigError(f"transports={self.transports!r}, expected some of {', '.join(TRANSPORTS)}")
         if not isinstance(self.port, int) or not 0 <= self.port < 65535:
             raise ConfigError(f"port={self.port!r}, expected a number from 0 to 65534")
+        if not isinstance(self.servers, int) or not 1 <= self.servers <= MAX_SERVERS:
+            raise ConfigError(f"servers={self.servers!r}, expected a whole number from 1 to {MAX_SERVERS}")
         if self.snapshot_every < 1:
             raise ConfigError(f"snapshot_every={self.snapshot_every!r}, expected a whole number above 0")
         if self.durable and self.directory is None:

@@ -1,15 +1,15 @@
 """What survives: snapshots of the whole state, and a log of every update since.
 
 A directory holds `server.json`, which is replaced atomically and last, and names a file with the tensors and the log
-that goes on from it. The log has one record for every update that was applied: what the optimizer was given, and whose
-update it was. With `durable`, a record is on the disk before the update counts, so to read the log back through the
-same optimizer is to have the same state, and to know every retry. A torn record at the end was never acknowledged.
+that goes on from it (`records.py`). With `durable`, a record is on the disk before what it says counts, so to read the
+log back through the same optimizer is to have the same state, and to know every retry. A torn record at the end was
+never acknowledged. Of several servers each writes its log in any case, so that one that was killed comes back with all
+that the others know of; only `durable` waits for the disk, and so survives the machine.
 """
 
 import json
 import logging
 import os
-import struct
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evenstep.core.errors import CheckpointError, RefusedError
+from evenstep.server import records
+from evenstep.server.follower import Follower, Staged
 from evenstep.server.recipes import state_of
-from evenstep.server.store import Applied, Store
-from evenstep.server.wire import LENGTH_BYTES, Head, Spec, encode, head_length
+from evenstep.server.slices import Slices
+from evenstep.server.state import Applied
+from evenstep.server.store import Decided, Store
+from evenstep.server.wire import Spec
 from evenstep.server.workers import Acknowledged
 
 __all__ = ["Keeper"]
 
 _FORMAT = 1
-_RECORD = struct.Struct("<4sIQI")  # magic, bytes of facts, bytes of tensors, checksum
-_MAGIC = b"EVLG"
-_PIECES = 512
+_BEFORE = "log-before"  # what is staged before anything was put
 log = logging.getLogger("evenstep.server")
 
 
@@ -70,11 +72,13 @@ class Keeper:
             facts = self._read()
             if facts is not None:
                 self._load(facts)
-                self._replay(self._directory / facts["log"])
+            self._replay(self._directory / (_BEFORE if facts is None else facts["log"]))
             self._quiet = False
             if self._store.layout is not None:
                 self._write()
-            if self._durable:
+            elif isinstance(self._store, Follower):
+                self._log = self._fresh_log(self._directory / _BEFORE)
+            if self._durable or self._store.place.count > 1:
                 self._store.journal = self
 
     def snapshot(self) -> None:
@@ -107,7 +111,7 @@ class Keeper:
     def _write(self) -> None:
         """Write a snapshot. The caller holds the store's lock."""
         store, directory = self._store, self._directory
-        tensors, values = state_of(store.optimizer, store.parameters)
+        tensors, values = state_of(store.optimizer, store.state.parameters)
         tensors |= {f"parameter.{name}": tensor for name, tensor in store.tensors().items()}
         stem = f"{store.version:012}"
         state, path = directory / f"state-{stem}.safetensors", directory / f"log-{stem}"
@@ -118,19 +122,22 @@ class Keeper:
             _sync(partial)
             checksum = _checksum(partial)
             os.replace(partial, state)
-            fresh_log = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fresh_log = self._fresh_log(path)
             facts = {
                 "format": _FORMAT,
                 "version": store.version,
-                "versions": store.versions,
+                "versions": store.state.versions,
                 "owner": store.owner,
-                "buffers": sorted(store.buffers),
+                "buffers": sorted(store.state.buffers),
                 "acknowledged": {
                     worker: [last.sequence, last.version, last.notes]
                     for worker, last in store.workers.acknowledged.items()
                 },
                 "values": values,
                 "groups": _groups(store),
+                "place": [store.place.index, store.place.count, store.place.name],
+                "layout": store.slices.text.decode() if store.slices is not None else None,
+                "decided": list(store.decided),
                 "state": state.name,
                 "crc32": checksum,
                 "log": path.name,
@@ -151,6 +158,20 @@ class Keeper:
                 os.close(fresh_log)
         self._at = store.version
 
+    def _fresh_log(self, path: Path) -> int:
+        """An empty log, but for what is staged and not decided yet."""
+        partial = path.with_suffix(".partial")  # the log that is in use may have the same name
+        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            waiting = self._store.staged if isinstance(self._store, Follower) else {}
+            for (worker, session), staged in waiting.items():
+                records.write(fd, records.of_staged(worker, session, staged), sync=self._durable)
+            os.replace(partial, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
     def _read(self) -> dict[str, Any] | None:
         path = self._directory / "server.json"
         try:
@@ -161,6 +182,11 @@ class Keeper:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if facts.get("format") != _FORMAT:
             raise CheckpointError(f"{path} has format {facts.get('format')!r}, expected {_FORMAT}")
+        here, there = [self._store.place.index, self._store.place.count], facts.get("place", [0, 1])[:2]
+        if here != there:
+            raise CheckpointError(
+                f"{path} is of server {there[0]} of {there[1]}, expected {self._store.place}; start as many as then"
+            )
         return facts
 
     def _load(self, facts: dict[str, Any]) -> None:
@@ -175,7 +201,9 @@ class Keeper:
             name: tensors[f"parameter.{name}"] for name in facts["versions"] if f"parameter.{name}" in tensors
         }
         if store.layout is None:
-            store._initialise(parameters, facts["owner"], {}, frozenset(facts["buffers"]), None)
+            place = store.place
+            slices = Slices.read(facts["layout"], place.count, split=place.split) if facts.get("layout") else None
+            store._initialise(parameters, facts["owner"], {}, facts["buffers"], slices)
         try:
             assert store.layout is not None, "it was put"
             store.layout.check_whole({name: Spec.of(tensor) for name, tensor in parameters.items()})
@@ -184,36 +212,29 @@ class Keeper:
         for name, tensor in store.tensors().items():
             tensor.copy_(parameters[name])
         _restore_optimizer(store, tensors, facts["values"], facts["groups"])
-        store.version, store.versions, store.owner = facts["version"], facts["versions"], facts["owner"]
+        state = store.state
+        state.version, state.versions, state.owner = facts["version"], facts["versions"], facts["owner"]
+        store.decided.extend(records.to_decided({"version": v, "who": who}) for v, who in facts.get("decided", []))
         for worker, (sequence, version, notes) in facts["acknowledged"].items():
             store.workers.acknowledged[worker] = Acknowledged(sequence, version, notes)
 
     # ---- the log ----
 
     def append(self, applied: Applied) -> None:
-        """Write an update down, and wait until it is on the disk."""
-        assert self._log is not None, "there is a snapshot, and so a log"
-        facts = {
-            "kind": applied.kind,
-            "version": applied.version,
-            "sequences": dict(applied.sequences),
-            "notes": applied.notes,
-            "buffers": list(applied.buffers),
-        }
-        text = json.dumps(facts).encode()
-        parts = [memoryview(text), *encode({**applied.tensors, **applied.buffers})]
-        checksum = 0
-        for part in parts:
-            checksum = zlib.crc32(part, checksum)
-        head = _RECORD.pack(_MAGIC, len(text), sum(len(part) for part in parts[1:]), checksum)
-        left = [memoryview(head), *parts]
-        while left:
-            written = os.writev(self._log, left[:_PIECES])
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
-        os.fdatasync(self._log)
+        """Write an update down; with `durable`, wait until it is on the disk."""
+        self._append(records.of_applied(applied))
+
+    def stage(self, worker: str, session: str, staged: Staged) -> None:
+        """Likewise, an update that is not decided yet."""
+        self._append(records.of_staged(worker, session, staged))
+
+    def follow(self, decision: Decided) -> None:
+        """Likewise, a decision."""
+        self._append(records.of_decided(decision))
+
+    def _append(self, record: records.Record) -> None:
+        assert self._log is not None, "there is a log as soon as there is anything to write"
+        records.write(self._log, record, sync=self._durable)
 
     def _replay(self, path: Path) -> None:
         """Apply what the log holds, up to where it was torn."""
@@ -221,31 +242,16 @@ class Keeper:
             data = path.read_bytes()
         except FileNotFoundError:
             return
-        at = 0
-        while (found := _record(data, at)) is not None:
-            facts, tensors, at = found
-            if facts["version"] <= self._store.version:
-                continue
-            buffers = {name: tensors.pop(name) for name in facts["buffers"]}
-            self._store.apply(
-                Applied(facts["kind"], facts["version"], tensors, buffers, facts["sequences"], facts["notes"])
-            )
-
-
-def _record(data: bytes, at: int) -> tuple[dict[str, Any], dict[str, Tensor], int] | None:
-    """The record at a place, and where the next one begins; None if there is none, or it is torn."""
-    begin = at + _RECORD.size
-    if begin > len(data):
-        return None
-    magic, text_bytes, body_bytes, checksum = _RECORD.unpack_from(data, at)
-    end = begin + text_bytes + body_bytes
-    if magic != _MAGIC or end > len(data) or zlib.crc32(memoryview(data)[begin:end]) != checksum:
-        return None
-    facts = json.loads(data[begin : begin + text_bytes])
-    body = memoryview(data)[begin + text_bytes : end]
-    head_bytes = LENGTH_BYTES + head_length(body[:LENGTH_BYTES], len(body))
-    head = Head.parse(body[LENGTH_BYTES:head_bytes], len(body) - head_bytes)
-    return facts, head.tensors(bytearray(body[head_bytes:] or b"\0")), end
+        store = self._store
+        for facts, tensors in records.records(data):
+            if isinstance(store, Follower) and facts["kind"] == "staged":
+                who, staged = records.to_staged((facts, tensors), store.place)
+                store.staged[who] = staged
+            elif isinstance(store, Follower) and facts["kind"] == "decided":
+                if facts["version"] > store.version or store.layout is None:
+                    store.carry_out(records.to_decided(facts))
+            elif facts["version"] > store.version:
+                store.apply(records.to_applied((facts, tensors)))
 
 
 def _groups(store: Store) -> list[dict[str, Any]]:
@@ -260,7 +266,7 @@ def _restore_optimizer(
 ) -> None:
     if store.optimizer is None:
         return
-    for name, parameter in store.parameters.items():
+    for name, parameter in store.state.parameters.items():
         head = f"optimizer.{name}."
         state = {k.removeprefix(head): v for k, v in {**tensors, **values}.items() if k.startswith(head)}
         state = {key: value for key, value in state.items() if "." not in key}

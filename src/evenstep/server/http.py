@@ -36,6 +36,7 @@ _HEADER_BYTES = 32 << 10
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _NUMBERS = ("min_version", "since", "sequence", "samples", "base", "shards")
 _JSON = ("names", "spans", "buffers", "note", "wait_s", "force", "bfloat16", "versions")
+_OF_SEVERAL = ("staged", "order", "alive", "layout", "on")
 log = logging.getLogger("evenstep.server")
 
 
@@ -101,6 +102,10 @@ class HttpServer:
                 Route("/leave", self._plain("leave"), methods=["POST"]),
                 Route("/wait", self._plain("wait")),
                 Route("/status", self._plain("status")),
+                Route("/slice", self._plain("slice")),
+                Route("/stage", self._tensors("", "stage"), methods=["POST"]),
+                Route("/order", self._plain("order"), methods=["POST"]),
+                Route("/pause", self._plain("pause"), methods=["POST"]),
                 Route("/metrics", self._guarded(self._metrics)),
                 Route("/openapi.json", self._api),
             ]
@@ -324,14 +329,14 @@ def _fields(request: Request) -> dict[str, Any]:
     """Query parameters as fields; numbers and lists are JSON, and a list of names may be `a,b`."""
     fields: dict[str, Any] = {}
     for key, text in request.query_params.items():
-        if key in _NUMBERS or key in _JSON:
+        if key in _NUMBERS or key in _JSON or key in _OF_SEVERAL:
             try:
                 fields[key] = json.loads(text)
             except (ValueError, RecursionError):
                 if key not in ("names", "buffers"):
                     raise RefusedError(f"{key}={text[:40]!r} is no JSON") from None
                 fields[key] = text.split(",")
-        elif key in ("worker", "kind"):
+        elif key in ("worker", "kind", "session"):
             fields[key] = text
         else:
             raise RefusedError(f"there is no parameter {key[:40]!r}; /openapi.json names those there are")

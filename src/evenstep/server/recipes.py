@@ -94,20 +94,23 @@ def build(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     known = inspect.signature(kind).parameters  # some options count, and are checked, only as arguments
     first = {key: value for key, value in made[0].items() if key in known and key != "params"} if made else {}
     try:
-        return kind(made, **first)  # type: ignore[call-arg]  # every subclass has defaults of its own
+        return kind(made, **first)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RefusedError(f"torch.optim.{kind.__name__} cannot be made: {error}") from error
 
 
 def check_options(optimizer: Optimizer | None, options: Any) -> None:
-    """See that new options fit to an optimizer.
+    """See that new options, if there are any, fit to an optimizer that was made from a recipe.
 
     Raises:
         RefusedError: They do not.
     """
-    groups = optimizer.param_groups if optimizer is not None else []
-    if not isinstance(options, list) or len(options) != len(groups):
-        raise RefusedError(f"options for {len(groups)} groups of parameters are expected")
+    if options is None:
+        return
+    if optimizer is None:
+        raise RefusedError("options come with the updates of an optimizer that was put as a recipe", 409)
+    if not isinstance(options, list) or len(options) != len(optimizer.param_groups):
+        raise RefusedError(f"options for {len(optimizer.param_groups)} groups of parameters are expected")
     for given in options:  # a scheduler may have added some of its own
         if not isinstance(given, dict) or "params" in given or not all(map(_is_plain, given.values())):
             raise RefusedError(f"{str(given)[:60]!r} are no options of an optimizer: expected plain values")

@@ -76,7 +76,7 @@ class Replica:
         self._over = False
         self._idle = False  # whether all that the last look found is with everybody
         store.after_put = self._begin
-        store.on_peer = self._absorb
+        store.state.on_peer = self._absorb
         store.flush = self.flush
         self._thread = threading.Thread(target=self._run, name="evenstep-replica", daemon=True)
         self._thread.start()
@@ -85,7 +85,7 @@ class Replica:
         return {
             name: tensor
             for name, tensor in self._store.tensors().items()
-            if name not in self._store.buffers and tensor.dtype.is_floating_point
+            if name not in self._store.state.buffers and tensor.dtype.is_floating_point
         }
 
     def _begin(self) -> None:

@@ -5,11 +5,7 @@ import json
 import logging
 import secrets
 import signal
-import socket
-import ssl
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -18,36 +14,41 @@ from torch.optim import Optimizer
 
 from evenstep.core.errors import ConfigError
 from evenstep.server.config import ServerConfig
-from evenstep.server.connections import Connections
-from evenstep.server.durable import Keeper
-from evenstep.server.memory import MemoryServer
-from evenstep.server.service import Service
+from evenstep.server.fleet import Fleet
+from evenstep.server.single import SingleServer
+from evenstep.server.state import MakeOptimizer
 from evenstep.server.store import Store
 
-__all__ = ["ParameterServer"]
+__all__ = ["JsonLines", "ParameterServer"]
 
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
-_SOCKET_BYTES = 4 << 20
+_LOOK_S = 0.5
 
 
-class _Transport(Protocol):
+class _Host(Protocol):
+    urls: dict[str, str]
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
     def close(self) -> None: ...
+    def check(self) -> None: ...
 
 
 class ParameterServer:
     """Keeps the parameters of a model, updates them, and serves them over HTTP, raw sockets and shared memory.
 
-    It runs in threads of this process. A context manager: starts, and stops.
+    It runs in threads of this process; with `servers=2` or more, in so many processes, each with a slice of the
+    parameters, which are gone when this one is. A context manager: starts, and stops.
 
     Args:
-        model: Whose parameters and buffers to serve; they live in the server's memory from now on. None: the first
-            client puts them.
+        model: Whose parameters and buffers to serve; they live in the server's memory from now on. With several
+            servers the model gets their values back when they are closed. None: the first client puts them.
         optimizer: Steps on the gradients that come: one over the model's parameters, or a function that makes one
             from a list of parameters. None: only deltas are taken.
         **options: See `ServerConfig`.
 
     Raises:
         ConfigError: An option makes no sense.
+        UnsupportedError: The optimizer sees all parameters at once, and there are several servers.
         CheckpointError: The directory holds a snapshot that is torn, or of another model.
     """
 
@@ -64,25 +65,24 @@ class ParameterServer:
         if token is None and not self.config.on_loopback:
             token = secrets.token_urlsafe(24)
         self.token = token
-        made = (lambda _: optimizer) if isinstance(optimizer, Optimizer) else optimizer
-        self.store = Store(self.config.options(), made)
-        self._keeper = None
-        if self.config.directory is not None:
-            self._keeper = Keeper(
-                self.store, Path(self.config.directory), self.config.snapshot_every, self.config.durable
-            )
-        if model is not None:
-            parameters = dict(model.named_parameters())
-            buffers = dict(model.named_buffers())
-            tensors = {name: tensor.detach().cpu() for name, tensor in {**parameters, **buffers}.items()}
-            self.store.put(tensors, "the server", parameters=parameters, buffers=buffers)
-        if self._keeper is not None:
-            self._keeper.restore()
-        self._service = Service(self.store, self.config.limits, token)
-        self._transports: list[_Transport] = []
-        self._ports: dict[str, int] = {}
-        self._name = f"evenstep-{secrets.token_hex(8)}"
-        self.urls: dict[str, str] = {}
+        kind = SingleServer if self.config.servers == 1 else Fleet
+        self._host: _Host = kind(self.config, token, (model, optimizer))
+
+    @property
+    def store(self) -> Store:
+        """The state of the server.
+
+        Raises:
+            ConfigError: There are several, in other processes.
+        """
+        if not isinstance(self._host, SingleServer):
+            raise ConfigError("several servers are other processes; ask them: connect(server.url).status()")
+        return self._host.store
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """The address for each transport; those of several servers are joined by commas. Empty if not started."""
+        return self._host.urls
 
     @property
     def url(self) -> str:
@@ -101,90 +101,22 @@ class ParameterServer:
         Raises:
             ConfigError: An address cannot be had, a certificate cannot be read, or `evenstep[server]` is missing.
         """
-        if self._transports:
-            return
-        self._hurry(False)
-        try:
-            for name in self.config.transports:
-                self._start(name)
-        except BaseException:
-            self.stop()
-            raise
-
-    def _start(self, name: str) -> None:
-        secure = "s" if self.config.certfile else ""
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        if name == "memory":
-            self._transports.append(MemoryServer(self._service, self._name))
-            self.urls[name] = f"memory://{self._name}"
-            return
-        context = self._context() if secure else None
-        beside_http = name == "tcp" and "http" in self.config.transports and self.config.port > 0
-        wanted = self.config.port + int(beside_http)
-        listener = self._listen(self._ports.get(name, wanted))
-        self._ports[name] = port = listener.getsockname()[1]
-        if name == "tcp":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            self._transports.append(Connections(self._service, listener, "tcp", context))
-        else:
-            self._transports.append(self._http(listener))
-        self.urls[name] = f"{name}{secure}://{host}:{port}"
-
-    def _http(self, listener: socket.socket) -> _Transport:
-        try:
-            from evenstep.server.http import HttpServer  # here: it needs packages that not everyone has
-        except ImportError as error:
-            listener.close()
-            raise ConfigError(
-                f"HTTP needs {error.name}: pip install 'evenstep[server]', or say transports=('tcp', 'memory')"
-            ) from error
-        hosts = frozenset({"127.0.0.1", "localhost", "::1", self.config.host}) if self.config.on_loopback else None
-        return HttpServer(self._service, listener, self.config.certfile, self.config.keyfile, hosts)
-
-    def _context(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(str(self.config.certfile), self.config.keyfile)
-        except OSError as error:
-            raise ConfigError(f"the certificate {self.config.certfile} cannot be used: {error}") from error
-        return context
-
-    def _listen(self, port: int) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio looks for it
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((self.config.host, port))
-            listener.listen(512)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(f"{self.config.host}:{port} cannot be had: {error.strerror or error}") from error
-        return listener
+        self._host.start()
 
     def stop(self) -> None:
         """End all connections. The state stays, and clients that try again find it after the next `start`."""
-        self._hurry(True)
-        for transport in self._transports:
-            transport.close()
-        self._transports = []
-        self.urls = {}
-        if self._keeper is not None:
-            self._keeper.snapshot()
-
-    def _hurry(self, hurried: bool) -> None:
-        self.store.hurry(hurried)
-        self._service.meetings.hurry(hurried)
+        self._host.stop()
 
     def close(self) -> None:
         """Stop for good: the model's parameters become ordinary memory again."""
-        self.stop()
-        if self._keeper is not None:
-            self._keeper.close()
-        self.store.close()
+        self._host.close()
 
     def run(self) -> None:
-        """Serve in the foreground until SIGINT or SIGTERM. Prints the addresses, and the token if one was made."""
+        """Serve in the foreground until SIGINT or SIGTERM. Prints the addresses, and the token if one was made.
+
+        Raises:
+            ServerError: One of several servers died, and cannot be started again where it was.
+        """
         over = threading.Event()
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         for number in before:
@@ -195,7 +127,8 @@ class ParameterServer:
                 print(f"evenstep: serving at {url}", flush=True)
             if self.token is not None and self.config.token is None:
                 print(f"evenstep: token {self.token}", flush=True)
-            over.wait()
+            while not over.wait(_LOOK_S):
+                self._host.check()
         finally:
             self.close()
             for number, handler in before.items():

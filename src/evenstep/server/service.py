@@ -20,17 +20,23 @@ from typing import Any
 import torch
 
 from evenstep.core.errors import RefusedError
+from evenstep.server import together
 from evenstep.server.images import Image
 from evenstep.server.incoming import Incoming, integer
 from evenstep.server.meetings import Meetings
 from evenstep.server.recipes import state_of
+from evenstep.server.rounds import Contribution
+from evenstep.server.slices import LAYOUT
 from evenstep.server.store import Pending, Store, View
 from evenstep.server.wire import Head, Layout, encode, fresh
 
 __all__ = ["VERBS", "Call", "Limits", "Reply", "Service"]
 
-VERBS = ("register", "leave", "put", "get", "update", "wait", "changed", "status", "meet", "flush")
-_WITH_TENSORS = ("put", "update")
+VERBS = (
+    "register", "leave", "put", "get", "update", "wait", "changed", "status", "slice", "stage", "order", "pause",
+    "meet", "flush",
+)  # fmt: skip
+_WITH_TENSORS = ("put", "update", "stage")
 _MAX_NAME = 200
 _MAX_MEETING = 256
 _CHECKED = 256
@@ -209,15 +215,21 @@ class Call:
             RefusedError: They are not what this request may carry.
         """
         layout = self._store.layout
-        if self.verb == "put":
+        if self.verb != "stage":
+            together.check_alone(self._store, self._fields)
+        if self._puts:
             if layout is not None:
-                if not self._fields.get("force"):
+                if not self._fields.get("force") and not together.is_again(self._store, self._fields):
                     raise RefusedError(f"the parameters were put by '{self._store.owner}' already", 409)
-                layout.check_whole(head.specs)
+                layout.check_whole({name: spec for name, spec in head.specs.items() if name != LAYOUT})
         else:
             if layout is None:
                 raise RefusedError("nothing was put yet, so there is nothing to update", 409)
             self._incoming = self._service.incoming(layout, self._fields, head)
+
+    @property
+    def _puts(self) -> bool:
+        return self.verb == "put" or (self.verb == "stage" and self._fields.get("kind") == "put")
 
     def expect(self, head: Head) -> memoryview:
         """Check what the tensors will be; return a writable buffer for their data. May block until there is room.
@@ -260,7 +272,11 @@ class Call:
             "update": self._update,
             "wait": self._wait,
             "changed": self._changed,
-            "status": lambda: Reply(self._store.status()),
+            "status": self._status,
+            "slice": self._slice,
+            "stage": self._stage,
+            "order": lambda: Reply(together.order(self._store, self._fields, self._wait_s())),
+            "pause": lambda: Reply(together.pause(self._store, self._fields)),
             "meet": self._meet,
             "flush": self._flush,
         }
@@ -298,7 +314,7 @@ class Call:
 
     def _register(self) -> Reply:
         worker = self._worker()
-        self._store.register(worker)
+        self._store.register(worker, together.session_of(self._fields))
         last = self._store.workers.acknowledged.get(worker)
         options = self._store.options
         return Reply(
@@ -308,8 +324,17 @@ class Call:
                 "lock": options.lock,
                 "lease_s": options.lease_s,
                 "version": self._store.version,
+                **together.about(self._store),
             }
         )
+
+    def _status(self) -> Reply:
+        return Reply({**self._store.status(), "requests": dict(self._service.counts), **together.about(self._store)})
+
+    def _slice(self) -> Reply:
+        slices = self._store.slices
+        layout = slices.layout.packed() if slices is not None and self._fields.get("layout") else None
+        return Reply({**together.about(self._store), "layout": layout})
 
     def _leave(self) -> Reply:
         self._store.leave(self._worker())
@@ -321,9 +346,21 @@ class Call:
         if not isinstance(buffers, list) or not all(name in self._head.specs for name in buffers):
             raise RefusedError("buffers is no list of tensors that were put")
         tensors = self._head.tensors(self._data)
-        force, recipe = bool(self._fields.get("force")), self._fields.get("optimizer")
-        version = self._store.put(tensors, self._worker(), force=force, buffers=buffers, recipe=recipe)
+        slices = together.slices_of(self._store, tensors)
+        version = self._store.put(
+            tensors, self._worker(), force=bool(self._fields.get("force")), buffers=buffers, slices=slices,
+            sequence=integer(self._fields, "sequence", 0), session=together.session_of(self._fields),
+            recipe=self._fields.get("optimizer"),
+        )  # fmt: skip
         return Reply({"version": version})
+
+    def _stage(self) -> Reply:
+        assert self._head is not None, "run has looked"
+        tensors = self._head.tensors(self._data)
+        if self._in_others_memory:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # it is held until it is decided
+        part = Contribution(tensors) if self._incoming is None else self._incoming.contribution(tensors)
+        return Reply(together.stage(self._store, self._worker(), self._fields, part))
 
     def _get(self) -> Reply:
         fields = self._fields
@@ -356,7 +393,7 @@ class Call:
         if self._fields.get("place_only"):
             raise RefusedError("the optimizer's state lies in no shared memory; ask for it over tcp")
         with self._store.exclusively():
-            tensors, values = state_of(self._store.optimizer, self._store.parameters)
+            tensors, values = state_of(self._store.optimizer, self._store.state.parameters)
             reply = Reply({"version": self._store.version, "values": values})
             reply.parts = encode({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
         return reply
@@ -384,7 +421,10 @@ class Call:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # it is held until the update is made
         part = self._incoming.contribution(tensors)
         sequence = integer(fields, "sequence", 0, 1)
-        found = self._store.update(self._worker(), sequence, str(kind), part, base=base, wait_s=self._wait_s())
+        found = self._store.update(
+            self._worker(), sequence, str(kind), part, base=base, wait_s=self._wait_s(),
+            session=together.session_of(fields),
+        )  # fmt: skip
         return self._acknowledgement(found)
 
     def _wait(self) -> Reply:

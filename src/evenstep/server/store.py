@@ -1,4 +1,4 @@
-"""The state of a parameter server and its verbs, without any transport.
+"""A parameter server's verbs, without any transport.
 
 The parameters have a version: how many updates they have had. Every parameter has the version at which it changed last.
 All verbs may be called from any thread. A verb that has to wait takes `wait_s` and says so when that is over; nobody
@@ -10,6 +10,8 @@ What `staleness` means:
   nodes for all shards of a run; it is applied when all are there.
 - s: a worker's update is applied at once, but refused while it would bring the worker more than s ahead of the slowest.
 - None: applied at once.
+
+Of several servers (`slices.py`) the first decides what is applied in which order; `follower.py` is the others.
 """
 
 import logging
@@ -20,80 +22,31 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evenstep.core.errors import ConfigError, RefusedError, ServerError
-from evenstep.server.images import Image, Images
-from evenstep.server.recipes import Recipe, build, check_options, set_options
+from evenstep.core.errors import RefusedError, ServerError
+from evenstep.server import status
+from evenstep.server.checks import check_contribution
+from evenstep.server.images import Image
+from evenstep.server.options import Options
+from evenstep.server.recipes import Recipe
 from evenstep.server.rounds import Contribution, Round, Tensors
+from evenstep.server.slices import Place, Slices
+from evenstep.server.state import Applied, MakeOptimizer, State
 from evenstep.server.wire import Layout, Spec
 from evenstep.server.workers import Acknowledged, Workers
 
-__all__ = ["Applied", "Journal", "Options", "Pending", "Store", "View"]
+__all__ = ["Applied", "Decided", "Journal", "Options", "Pending", "Store", "View"]
 
-KINDS = ("gradient", "delta", "peer")
+Decided = tuple[int, dict[str, tuple[int, str]]]
+"""A version, and of which updates it was made: {worker: (sequence number, session)}."""
+
 log = logging.getLogger("evenstep.server")
 _HISTORY = 512
+_DECISIONS = 1024  # more than there can be updates under way
 _READERS_S = 1.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a store behaves.
-
-    Attributes:
-        staleness: 0, s or None; see the module.
-        lock: False: clients in shared memory change the parameters themselves, without asking.
-        workers: How many workers there must be at least before a synchronous update is complete.
-        lease_s: After how long without a sign of life a worker is dropped.
-        reject_nonfinite: Refuse gradients and deltas that hold an infinity or NaN.
-    """
-
-    staleness: int | None = 0
-    lock: bool = True
-    workers: int = 1
-    lease_s: float = 30.0
-    reject_nonfinite: bool = False
-
-    def __post_init__(self) -> None:
-        """Check.
-
-        Raises:
-            ConfigError: A value makes no sense.
-        """
-        if self.staleness is not None and (not isinstance(self.staleness, int) or self.staleness < 0):
-            raise ConfigError(f"staleness={self.staleness!r}, expected 0, a number of updates, or None")
-        if not self.lock and self.staleness is not None:
-            raise ConfigError("lock=False lets everyone change the parameters at any time; it needs staleness=None")
-        if not isinstance(self.workers, int) or self.workers < 1:
-            raise ConfigError(f"workers={self.workers!r}, expected a whole number above 0")
-        if not self.lease_s > 0:
-            raise ConfigError(f"lease_s={self.lease_s!r}, expected a number of seconds above 0")
-
-
-@dataclass(frozen=True)
-class Applied:
-    """An update that changed the parameters, as a journal keeps it.
-
-    Attributes:
-        kind: "gradient"; "delta"; or "peer", a delta that another server tells.
-        version: The version it made.
-        tensors: What the optimizer was given, or what was subtracted.
-        buffers: New values of what the optimizer does not train.
-        sequences: Whose updates these were.
-        notes: What the contributors had to say.
-        options: What the optimizer shall step with; None: as before.
-    """
-
-    kind: str
-    version: int
-    tensors: Tensors
-    buffers: Tensors
-    sequences: Mapping[str, int]
-    notes: list[Any]
-    options: list[dict[str, Any]] | None = None
+_PAUSE_S = 1.0
 
 
 class Journal(Protocol):
@@ -145,40 +98,60 @@ class Store:
         options: How it behaves.
         optimizer: Makes the optimizer from the parameters when they are put. None: only deltas can be applied.
         clock: Seconds, for leases and the history.
+        place: Which of several servers this is.
+
+    Attributes:
+        slices: How the parameters lie over the servers, if there are several and they were put.
+        decided: The last updates, for the servers that follow this one.
     """
 
     def __init__(
         self,
         options: Options,
-        optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        optimizer: MakeOptimizer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        place: Place = Place(),  # noqa: B008  # a frozen value
     ) -> None:
-        self.options = options
-        self._make_optimizer = optimizer
-        self._by_recipe = False
-        self.takes_recipes = True
+        self.options, self.place = options, place
         self._clock = clock
         self._changed = threading.Condition(threading.Lock())
-        self._images: Images | None = None
-        self.layout: Layout | None = None
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.optimizer: Optimizer | None = None
-        self.buffers: frozenset[str] = frozenset()
-        self.version = 0
-        self.versions: dict[str, int] = {}
-        self.owner: str | None = None
+        self.state = State(optimizer)
+        self.slices: Slices | None = None
         self.workers = Workers(options.lease_s)
         self.journal: Journal | None = None
         self.after_put: Callable[[], None] = lambda: None
         self.after_update: Callable[[], None] = lambda: None
-        self.on_peer: Callable[[Tensors], None] = lambda _: None
         self.flush: Callable[[float], bool] = lambda _: True
+        self.takes_recipes = True
         self._round = Round()
         self._sequences: dict[str, int] = {}  # of the contributions to the round
+        self._sessions: dict[str, str] = {}  # who sent them
         self._broken: str | None = None
         self._hurried = False
+        self._paused_until = 0.0
+        self.decided: deque[Decided] = deque(maxlen=_DECISIONS)
         self.history: deque[tuple[float, int]] = deque(maxlen=_HISTORY)
         self.events: deque[tuple[float, str]] = deque(maxlen=_HISTORY)
+
+    @property
+    def layout(self) -> Layout | None:
+        """What the parameters are; None until they are put."""
+        return self.state.layout
+
+    @property
+    def version(self) -> int:
+        """How many updates there were."""
+        return self.state.version
+
+    @property
+    def owner(self) -> str | None:
+        """Who put the parameters."""
+        return self.state.owner
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """What steps on gradients."""
+        return self.state.optimizer
 
     # ---- put and get ----
 
@@ -190,6 +163,9 @@ class Store:
         force: bool = False,
         parameters: Mapping[str, nn.Parameter] | None = None,
         buffers: Iterable[str] = (),
+        slices: Slices | None = None,
+        sequence: int = 0,
+        session: str = "",
         recipe: Recipe | None = None,
     ) -> int:
         """Give the parameters their values. The first to do so is their owner.
@@ -200,6 +176,9 @@ class Store:
             force: Replace values that are there.
             parameters: The objects that an optimizer knows already; their memory becomes the store's.
             buffers: Which of the tensors the optimizer does not train.
+            slices: How all parameters lie over the servers, if there are several.
+            sequence: The number that the other servers know this by.
+            session: Likewise.
             recipe: Which optimizer shall update them, if the store was made without one.
 
         Returns:
@@ -209,18 +188,24 @@ class Store:
             RefusedError: They have values already, or the replacement is of other names, shapes or dtypes.
         """
         with self._changed:
+            sequences, sessions = ({worker: sequence}, {worker: session}) if sequence else ({}, {})
+            if (done := self.decided_as(worker, sequence, session)) is not None:
+                return done
             if self.layout is None:
-                if recipe is not None and (self._make_optimizer is not None or not self.takes_recipes):
+                if recipe is not None and (self.state.make_optimizer is not None or not self.takes_recipes):
                     raise RefusedError("this server has an optimizer, or keeps snapshots: it takes no recipe", 409)
-                return self._initialise(tensors, worker, dict(parameters or {}), frozenset(buffers), recipe)
+                self._initialise(tensors, worker, dict(parameters or {}), buffers, slices, recipe)
+                self._decide(0, sequences, sessions)
+                self.after_put()
+                return 0
             if not force:
                 raise RefusedError(
                     f"the parameters were put by '{self.owner}' already; force=True replaces them (and ?force=1)", 409
                 )
             self.layout.check_whole({name: Spec.of(tensor) for name, tensor in tensors.items()})
             self._check_sound()
-            applied = Applied("put", self.version + 1, tensors, {}, {}, [])
-            self._commit(applied)
+            self._await_resumption()
+            self._commit(Applied("put", self.version + 1, tensors, {}, sequences, [], sessions))
             self._tell(f"'{worker}' replaced the parameters")
             return self.version
 
@@ -228,37 +213,19 @@ class Store:
         self,
         tensors: Tensors,
         worker: str,
-        given: dict[str, nn.Parameter],
-        buffers: frozenset[str],
-        recipe: Recipe | None,
-    ) -> int:
-        if not tensors:
+        given: Mapping[str, nn.Parameter],
+        buffers: Iterable[str],
+        slices: Slices | None,
+        recipe: Recipe | None = None,
+    ) -> None:
+        if not tensors and slices is None:
             raise RefusedError("put without any parameter; expected at least one")
-        specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
-        images = Images(specs)
-        for name, tensor in tensors.items():
-            images.current.tensors[name].copy_(tensor.detach())
-        trained = {
-            name: given.get(
-                name, nn.Parameter(images.current.tensors[name], requires_grad=spec.dtype.is_floating_point)
-            )
-            for name, spec in specs.items()
-            if name not in buffers
-        }
-        for name, parameter in trained.items():
-            parameter.data = images.current.tensors[name]
-        if recipe is not None:
-            self.optimizer, self._by_recipe = build(recipe, trained), True
-        elif self._make_optimizer is not None:
-            self.optimizer = self._make_optimizer([p for p in trained.values() if p.requires_grad])
-        self._images, self.layout, self.parameters, self.buffers = images, Layout(specs), trained, buffers
-        self.versions = dict.fromkeys(specs, 0)
-        self.owner = worker
+        self.state.initialise(tensors, worker, given, buffers, recipe)
+        self.slices = slices
         self.history.append((self._clock(), 0))
-        self._tell(f"'{worker}' put {len(specs)} parameters, {self.layout.num_bytes} bytes")
-        self.after_put()
+        assert self.layout is not None, "it was just made"
+        self._tell(f"'{worker}' put {len(self.layout.specs)} parameters, {self.layout.num_bytes} bytes")
         self._changed.notify_all()
-        return self.version
 
     def get(
         self, names: Iterable[str] | None = None, *, min_version: int = 0, since: int | None = None, wait_s: float = 0.0
@@ -281,27 +248,36 @@ class Store:
             if not self._wait(lambda: self.layout is not None and self.version >= min_version, wait_s):
                 return None
             assert self.layout is not None, "we waited for it"
-            assert self._images is not None, "it is there with the layout"
+            assert self.state.images is not None, "it is there with the layout"
             wanted = list(self.layout.specs) if names is None else list(dict.fromkeys(names))
             for name in wanted:
                 self.layout.find(name)
+            versions = self.state.versions
             if since is not None:
-                wanted = [name for name in wanted if self.versions[name] > since]
-            image = self._images.hold()
+                wanted = [name for name in wanted if versions[name] > since]
+            image = self.state.images.hold()
             tensors = {name: image.tensors[name] for name in wanted}
-            return View(self, image, tensors, {name: self.versions[name] for name in wanted}, self.version)
+            return View(self, image, tensors, {name: versions[name] for name in wanted}, self.version)
 
     def _release(self, image: Image) -> None:
         with self._changed:
-            if self._images is not None:
-                self._images.release(image)
+            if self.state.images is not None:
+                self.state.images.release(image)
                 if not image.readers:
                     self._changed.notify_all()
 
     # ---- update ----
 
     def update(
-        self, worker: str, sequence: int, kind: str, part: Contribution, *, base: int | None = None, wait_s: float = 0.0
+        self,
+        worker: str,
+        sequence: int,
+        kind: str,
+        part: Contribution,
+        *,
+        base: int | None = None,
+        wait_s: float = 0.0,
+        session: str = "",
     ) -> Acknowledged | Pending:
         """Apply a worker's update once, however often it is sent.
 
@@ -312,21 +288,28 @@ class Store:
             part: What. The tensors were checked against the layout; their memory is the store's from now on.
             base: Which version it was computed from, if the worker says so.
             wait_s: How long to wait for the other workers of a synchronous update.
+            session: Which life of the worker this is.
 
         Raises:
             RefusedError: It cannot be applied; nothing has changed.
         """
         with self._changed:
-            if (
-                self._images is not None
-            ):  # rather wait for a reader than take memory for one more copy; but not for long
-                self._changed.wait_for(self._images.has_room, _READERS_S)
+            self._await_readers()
+            self._await_resumption()
             self._expire()
             repeated = self._repeated(worker, sequence)
             if repeated is None:
-                self._check_update(worker, kind, part, base)
-                self._take(worker, sequence, kind, part)
+                self._check_sound()
+                self.workers.see(worker, self._clock())
+                check_contribution(self.state, kind, part, finite=self.options.reject_nonfinite)
+                self._check_turn(worker, kind, part, base)
+                self._take(worker, sequence, kind, part, session)
             return self._settle(worker, sequence, wait_s)
+
+    def _await_readers(self) -> None:
+        """Rather wait for a reader than take memory for one more copy; but not for long."""
+        if self.state.images is not None:
+            self._changed.wait_for(self.state.images.has_room, _READERS_S)
 
     def wait(self, worker: str, sequence: int, wait_s: float = 0.0) -> Acknowledged | Pending:
         """Wait for an update that was taken in.
@@ -367,27 +350,11 @@ class Store:
             f"worker '{worker}' sends update {sequence} after {last.sequence}; sequence numbers only grow", 409
         )
 
-    def _check_update(self, worker: str, kind: str, part: Contribution, base: int | None) -> None:
-        self._check_sound()
-        self.workers.see(worker, self._clock())
-        if self.layout is None:
-            raise RefusedError("nothing was put yet, so there is nothing to update", 409)
-        if kind not in KINDS:
-            raise RefusedError(f"an update of kind {kind[:40]!r}, expected one of {', '.join(KINDS)}")
-        if kind == "gradient" and self.optimizer is None:
-            raise RefusedError('this server has no optimizer; send deltas (kind="delta")', 409)
-        if part.options is not None:
-            if not self._by_recipe or self.options.staleness == 0:
-                raise RefusedError("options come with the updates of an optimizer that was put as a recipe", 409)
-            check_options(self.optimizer, part.options)
-        self._check_names(part)
-        if self.options.reject_nonfinite:
-            self._check_finite(part)
-        self._check_turn(worker, kind, part, base)
-
     def _check_turn(self, worker: str, kind: str, part: Contribution, base: int | None) -> None:
         staleness = self.options.staleness
         if staleness == 0:
+            if part.options is not None:
+                raise RefusedError("a synchronous update is of several workers, so none can bring options", 409)
             if base is not None and base != self.version:
                 raise RefusedError(
                     f"worker '{worker}' sends an update of version {base} but the parameters are at {self.version}", 409
@@ -402,35 +369,17 @@ class Store:
                 f"worker '{worker}' would be more than {staleness} ahead of the slowest; wait for your turn first", 409
             )
 
-    def _check_names(self, part: Contribution) -> None:
-        """What is trained can have a gradient, the rest a new value, each of its own dtype and shape."""
-        assert self.layout is not None, "the caller has looked"
-        groups = [(part.tensors, False), (part.buffers, True), *((held, False) for _, held in part.nodes)]
-        for tensors, buffers in groups:
-            for name, tensor in tensors.items():
-                self.layout.check(name, Spec.of(tensor))
-                if (name in self.buffers) != buffers:
-                    raise RefusedError(f"'{name}' is {'no' if buffers else 'a'} buffer")
-                if not buffers and not self.parameters[name].requires_grad:
-                    raise RefusedError(f"'{name}' is not trained, so it takes no update")
-
-    def _check_finite(self, part: Contribution) -> None:
-        for tensors in (part.tensors, part.buffers, *(held for _, held in part.nodes)):
-            for name, tensor in tensors.items():
-                if not bool(torch.isfinite(tensor).all()):
-                    raise RefusedError(f"the update of '{name}' holds a number that is not finite", 422)
-
-    def _take(self, worker: str, sequence: int, kind: str, part: Contribution) -> None:
+    def _take(self, worker: str, sequence: int, kind: str, part: Contribution, session: str) -> None:
         if self.options.staleness == 0:
             self._round.add(worker, kind, part)
-            self._sequences[worker] = sequence
+            self._sequences[worker], self._sessions[worker] = sequence, session
             self._complete()
         else:
-            notes = [part.note]
-            applied = Applied(
-                kind, self.version + 1, part.tensors, part.buffers, {worker: sequence}, notes, part.options
+            sequences, sessions = {worker: sequence}, {worker: session}
+            notes, options = [part.note], part.options
+            self._commit(
+                Applied(kind, self.version + 1, part.tensors, part.buffers, sequences, notes, sessions, options)
             )
-            self._commit(applied)
 
     def _complete(self) -> None:
         """Apply the synchronous update if all are there."""
@@ -442,11 +391,11 @@ class Store:
             covered = everyone and len(self._round.parts) >= self.options.workers
         if not covered:
             return
-        round_, sequences = self._round, self._sequences
-        self._round, self._sequences = Round(), {}
+        round_, sequences, sessions = self._round, self._sequences, self._sessions
+        self._round, self._sequences, self._sessions = Round(), {}, {}
         kind = round_.kind or "gradient"
         total, buffers = round_.total(), round_.buffers()
-        self._commit(Applied(kind, self.version + 1, total, buffers, sequences, round_.notes()))
+        self._commit(Applied(kind, self.version + 1, total, buffers, sequences, round_.notes(), sessions))
 
     def _settle(self, worker: str, sequence: int, wait_s: float) -> Acknowledged | Pending:
         """Wait until an update that was taken in counts."""
@@ -461,63 +410,32 @@ class Store:
 
     def _commit(self, applied: Applied) -> None:
         """Write an update down, then make it count."""
+        self._write_down(lambda journal: journal.append(applied))
+        self.apply(applied)
+        self.after_update()
+
+    def _write_down(self, write: Callable[[Any], None]) -> None:
         if self.journal is not None:
             try:
-                self.journal.append(applied)
+                write(self.journal)
             except OSError as error:
                 self._broken = f"the log cannot be written: {error.strerror}"
                 self._changed.notify_all()
                 raise ServerError(self._broken) from error
-        self.apply(applied)
-        self.after_update()
 
     def apply(self, applied: Applied) -> None:
         """Change the parameters. For the store itself, and for what reads a log back before anybody is served."""
-        assert self._images is not None, "there is something to update"
         try:
-            self._bind(self._images.writable() if self.options.lock else self._images.current)
-            with torch.no_grad():
-                self._change(applied)
+            self.state.apply(applied, locked=self.options.lock)
         except Exception as error:
             self._broken = f"the optimizer failed at version {self.version}: {error}"
             self._changed.notify_all()
             raise ServerError(self._broken) from error
-        self.version = applied.version
-        self.versions.update(dict.fromkeys([*applied.tensors, *applied.buffers], self.version))
         for worker, sequence in applied.sequences.items():
-            self.workers.acknowledge(worker, sequence, self.version, applied.notes)
+            self.workers.acknowledge(worker, sequence, self.version, applied.notes, counts=applied.kind != "put")
+        self._decide(self.version, applied.sequences, applied.sessions)
         self.history.append((self._clock(), self.version))
         self._changed.notify_all()
-
-    def _bind(self, image: Image) -> None:
-        for name, parameter in self.parameters.items():
-            if parameter.data_ptr() != image.tensors[name].data_ptr():
-                parameter.data = image.tensors[name]
-
-    def _change(self, applied: Applied) -> None:
-        assert self._images is not None, "the caller has looked"
-        values = self._images.current.tensors
-        for name, value in applied.buffers.items():
-            values[name].copy_(value)
-        if applied.kind == "put":
-            for name, value in applied.tensors.items():
-                values[name].copy_(value)
-        elif applied.kind in ("delta", "peer"):
-            for name, delta in applied.tensors.items():
-                values[name].sub_(delta)
-            if applied.kind == "peer":
-                self.on_peer(applied.tensors)
-        else:
-            assert self.optimizer is not None, "it was checked"
-            if applied.options is not None:
-                set_options(self.optimizer, applied.options)
-            for name, gradient in applied.tensors.items():
-                self.parameters[name].grad = gradient
-            try:
-                self.optimizer.step()
-            finally:
-                for name in applied.tensors:
-                    self.parameters[name].grad = None
 
     def changed_elsewhere(self, worker: str, names: Iterable[str]) -> int:
         """A client in shared memory has changed parameters by itself (`lock=False`): count it."""
@@ -525,22 +443,54 @@ class Store:
             self.workers.see(worker, self._clock())
             if self.options.lock or self.layout is None:
                 raise RefusedError("only a server with lock=False lets clients change parameters by themselves", 409)
-            self.version += 1
+            self.state.version += 1
             for name in names:
                 self.layout.find(name)
-                self.versions[name] = self.version
+                self.state.versions[name] = self.version
             last = self.workers.acknowledged.get(worker)
             self.workers.acknowledge(worker, last.sequence if last else 0, self.version, [])
             self.history.append((self._clock(), self.version))
             self._changed.notify_all()
             return self.version
 
+    # ---- for the servers that follow, and for those who read from all ----
+
+    def _decide(self, version: int, sequences: Mapping[str, int], sessions: Mapping[str, str]) -> None:
+        if self.place.count > 1 and sequences:
+            self.decided.append((version, {w: (s, sessions.get(w, "")) for w, s in sequences.items()}))
+
+    def decided_since(self, version: int) -> tuple[list[Decided], list[str]]:
+        """What was applied after a version (-1: from the first put on), in order; and who is registered now."""
+        with self._changed:
+            return [entry for entry in self.decided if entry[0] > version], list(self.workers.registered)
+
+    def decided_as(self, worker: str, sequence: int, session: str) -> int | None:
+        """Which version a put has made that is sent again; None if it is the first time."""
+        return next((v for v, who in self.decided if who.get(worker) == (sequence, session)), None)
+
+    def pause(self, on: bool) -> int:
+        """Apply nothing for a moment, so that somebody can read the same version from all servers; or go on.
+
+        It ends by itself: nobody who reads slowly, or dies, holds up the others for long.
+        """
+        with self._changed:
+            self._paused_until = time.monotonic() + _PAUSE_S if on else 0.0
+            self._changed.notify_all()
+            return self.version
+
+    def _await_resumption(self) -> None:
+        while (left := self._paused_until - time.monotonic()) > 0:
+            self._changed.wait(left)
+
     # ---- workers ----
 
-    def register(self, worker: str) -> None:
-        """A worker begins, or shows that it lives."""
+    def register(self, worker: str, session: str = "") -> None:
+        """A worker begins, or shows that it lives. A new life of it takes back what the last one left unfinished."""
         with self._changed:
             self._expire()
+            if session and self._sessions.get(worker, session) != session:
+                self._round.parts.pop(worker, None)
+                del self._sequences[worker], self._sessions[worker]
             if self.workers.register(worker, self._clock()):
                 self._tell(f"worker '{worker}' registered")
                 self._changed.notify_all()
@@ -616,34 +566,9 @@ class Store:
         with self._changed:
             self._expire()
             now = self._clock()
-            specs = self.layout.specs if self.layout is not None else {}
             return {
-                "version": self.version,
-                "staleness": self.options.staleness,
-                "lock": self.options.lock,
-                "owner": self.owner,
-                "optimizer": type(self.optimizer).__name__ if self.optimizer is not None else None,
-                "num_bytes": self.layout.num_bytes if self.layout is not None else 0,
-                "copies": self._images.count if self._images is not None else 0,
-                "parameters": {
-                    name: {
-                        "dtype": str(spec.dtype).removeprefix("torch."),
-                        "shape": list(spec.shape),
-                        "version": self.versions[name],
-                        "buffer": name in self.buffers,
-                    }
-                    for name, spec in specs.items()
-                },
-                "workers": [
-                    {
-                        "name": worker.name,
-                        "updates": worker.updates,
-                        "lag": self.version - worker.base_version,
-                        "last_seen_s": round(now - worker.seen_s, 3),
-                        "in_this_update": worker.name in self._sequences,
-                    }
-                    for worker in self.workers.registered.values()
-                ],
+                **status.of_parameters(self.state, self.options),
+                "workers": status.of_workers(self.workers.registered.values(), self.version, now, self._sequences),
                 "history": [[round(at - now, 3), version] for at, version in self.history],
                 "events": [[round(at - now, 3), text] for at, text in self.events],
                 "broken": self._broken,
@@ -651,7 +576,7 @@ class Store:
 
     def tensors(self) -> dict[str, Tensor]:
         """The current values. Only while nobody updates."""
-        return dict(self._images.current.tensors) if self._images is not None else {}
+        return self.state.tensors()
 
     def exclusively(self) -> threading.Condition:
         """The lock, for what must see the whole state at one moment."""
@@ -660,8 +585,4 @@ class Store:
     def close(self) -> None:
         """Give the parameters ordinary memory, and let go of the images."""
         with self._changed:
-            if self._images is not None:
-                for parameter in self.parameters.values():
-                    parameter.data = parameter.data.clone()
-                self._images.close()
-                self._images = None
+            self.state.close()

@@ -110,13 +110,13 @@ class Workers:
         others = min((w.updates for w in self.registered.values() if w.name != name), default=own + 1)
         return own + 1 - min(others, own + 1) > staleness
 
-    def acknowledge(self, name: str, sequence: int, version: int, notes: list[Any]) -> None:
-        """An update was applied."""
+    def acknowledge(self, name: str, sequence: int, version: int, notes: list[Any], *, counts: bool = True) -> None:
+        """An update was applied; or, if it does not count as one, the parameters were put."""
         self.acknowledged[name] = Acknowledged(sequence, version, notes)
         self.acknowledged.move_to_end(name)
         while len(self.acknowledged) > _REMEMBERED:
             self.acknowledged.popitem(last=False)
         worker = self.registered.get(name)
-        if worker is not None:
+        if worker is not None and counts:
             worker.updates += 1
             worker.base_version = version

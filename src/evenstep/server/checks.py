@@ -1,0 +1,44 @@
+"""Whether an update may be applied to some parameters, before anything is changed."""
+
+import torch
+
+from evenstep.core.errors import RefusedError
+from evenstep.server.recipes import check_options
+from evenstep.server.rounds import Contribution
+from evenstep.server.state import State
+from evenstep.server.wire import Spec
+
+__all__ = ["KINDS", "check_contribution"]
+
+KINDS = ("gradient", "delta", "peer")
+
+
+def check_contribution(state: State, kind: str, part: Contribution, *, finite: bool) -> None:
+    """See that an update fits the parameters.
+
+    Args:
+        state: The parameters.
+        kind: "gradient"; "delta"; or "peer", a delta that another server tells.
+        part: The update.
+        finite: Whether every number must be finite.
+
+    Raises:
+        RefusedError: It does not.
+    """
+    if state.layout is None:
+        raise RefusedError("nothing was put yet, so there is nothing to update", 409)
+    if kind not in KINDS:
+        raise RefusedError(f"an update of kind {kind[:40]!r}, expected one of {', '.join(KINDS)}")
+    if kind == "gradient" and state.optimizer is None:
+        raise RefusedError('this server has no optimizer; send deltas (kind="delta")', 409)
+    check_options(state.optimizer if state.by_recipe else None, part.options)
+    groups = [(part.tensors, False), (part.buffers, True), *((held, False) for _, held in part.nodes)]
+    for tensors, buffers in groups:
+        for name, tensor in tensors.items():
+            state.layout.check(name, Spec.of(tensor))
+            if (name in state.buffers) != buffers:
+                raise RefusedError(f"'{name}' is {'no' if buffers else 'a'} buffer")
+            if not buffers and not state.parameters[name].requires_grad:
+                raise RefusedError(f"'{name}' is not trained, so it takes no update")
+            if finite and not bool(torch.isfinite(tensor).all()):
+                raise RefusedError(f"the update of '{name}' holds a number that is not finite", 422)

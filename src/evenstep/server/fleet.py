@@ -1,0 +1,205 @@
+"""Several servers in processes of their own, as seen from the process that started them."""
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenstep.core import errors
+from evenstep.core.errors import CheckpointError, EvenstepError, ServerError
+from evenstep.server.config import ServerConfig
+from evenstep.server.connecting import connect
+from evenstep.server.elementwise import can_split
+from evenstep.server.nursery import Line, become, live
+from evenstep.server.several import SeveralClient
+from evenstep.server.single import Origin
+from evenstep.server.slices import Place
+
+__all__ = ["Fleet"]
+
+_READY_S = 120.0  # how long servers may take to start: they may have a long log to read back
+_END_S = 30.0
+
+
+class Fleet:
+    """Several servers. They are started by `start`, and live until `close`.
+
+    Args:
+        config: What each of them was asked to be.
+        token: What every request must bring.
+        origin: The model and its optimizer.
+
+    Raises:
+        UnsupportedError: The optimizer sees all parameters at once.
+        CheckpointError: The directory is of another number of servers.
+    """
+
+    def __init__(self, config: ServerConfig, token: str | None, origin: Origin) -> None:
+        self._config, self._token, self._origin = config, token, origin
+        name = secrets.token_hex(8) if config.directory is None else _name_in(Path(config.directory), config.servers)
+        self._set = Place(0, config.servers, name, can_split(origin[1]))
+        self._line: Line | None = None
+        self._pid = 0
+        self.urls: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Start them, or let them serve again; returns when clients can connect.
+
+        Raises:
+            ServerError: They cannot be started, or one misses updates that another has.
+        """
+        if self.urls:
+            return
+        if self._line is None:
+            self._fork()
+        else:
+            self._line.say({"do": "start"})
+        try:
+            found = self._gather("start")
+            urls = [found[n]["urls"] for n in range(self._config.servers)]
+            self.urls = {transport: ",".join(each[transport] for each in urls) for transport in urls[0]}
+            self._settle()
+        except BaseException:
+            self._end()
+            raise
+
+    def _fork(self) -> None:
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            become(lambda line: live(line, parent, self._config, self._token, self._origin, self._set), theirs)
+        theirs.close()
+        self._pid, self._line = pid, Line(ours)
+
+    def _gather(self, what: str) -> dict[int, dict[str, Any]]:
+        """Wait until every server has done something."""
+        assert self._line is not None, "they were started"
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + _READY_S
+        while len(found) < self._config.servers:
+            try:
+                said = self._line.hear(max(deadline - time.monotonic(), 0.01))
+            except TimeoutError:
+                raise ServerError(f"the servers did not {what} within {_READY_S:g} s") from None
+            if said is None:
+                raise ServerError(f"the servers ended before they could {what}; the log says why")
+            _raise_if_wrong(said)
+            if said.get("done") == what:
+                found[said["server"]] = said
+        return found
+
+    def _settle(self) -> None:
+        """See that they are all at one version: a server that was killed may have to be told what it missed."""
+        with self._client() as client:
+            if client.status()["owner"] is None:
+                return
+            try:
+                client.settle(10.0)
+            except errors.UnreachableError as error:
+                raise ServerError(
+                    f"{error}; the machine failed before it was on the disk: start from an older copy of the "
+                    "directory, or from the model, and use durable=True"
+                ) from error
+
+    def _client(self) -> SeveralClient:
+        client = connect(
+            next(reversed(self.urls.values())), token=self._token, register=False, cafile=self._config.certfile
+        )
+        assert isinstance(client, SeveralClient), "there are several"
+        return client
+
+    def check(self) -> None:
+        """See that they are all there.
+
+        Raises:
+            ServerError: One died, and all ended.
+        """
+        if self._line is None or not self.urls:
+            return
+        while select.select([self._line.stream], [], [], 0)[0]:
+            said = self._line.hear(1.0)
+            if said is None:
+                raise ServerError("the servers ended; the log says why")
+            _raise_if_wrong(said)
+
+    def stop(self) -> None:
+        """They serve nobody any more, but keep their state and addresses."""
+        if self._line is None or not self.urls:
+            return
+        self.urls = {}
+        self._line.say({"do": "stop"})
+        self._gather("stop")
+
+    def close(self) -> None:
+        """End them; the model gets their values."""
+        try:
+            if self._line is not None and self._origin[0] is not None:
+                with contextlib.suppress(EvenstepError):  # they are gone: the model keeps the values that it had
+                    self.start()
+                    self._bring_back()
+        finally:
+            self._end()
+
+    def _bring_back(self) -> None:
+        model = self._origin[0]
+        assert model is not None, "the caller has looked"
+        with self._client() as client, torch.no_grad():
+            values = client.get_parameters(timeout_s=_END_S)
+            for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+                tensor.copy_(values[name])
+
+    def _end(self) -> None:
+        if self._line is None:
+            return
+        self.urls = {}
+        self._line.say({"do": "close"})
+        self._line.stream.shutdown(socket.SHUT_WR)
+        pidfd = os.pidfd_open(self._pid)
+        try:
+            if not select.select([pidfd], [], [], _END_S)[0]:
+                os.kill(self._pid, 9)
+        finally:
+            os.close(pidfd)
+            os.waitpid(self._pid, 0)
+            self._line.stream.close()
+            self._line = None
+
+
+def _raise_if_wrong(said: dict[str, Any]) -> None:
+    if "error" in said:
+        kind = getattr(errors, said["kind"], ServerError)
+        raise kind(said["error"])
+
+
+def _name_in(directory: Path, count: int) -> str:
+    """The name of the set of servers that a directory belongs to; a new one if there is none.
+
+    Raises:
+        CheckpointError: It belongs to another number of servers.
+    """
+    path = directory / "servers.json"
+    if (directory / "server.json").exists():
+        raise CheckpointError(f"{directory} holds the snapshot of one server, expected one of {count}; use servers=1")
+    try:
+        facts = json.loads(path.read_text())
+    except FileNotFoundError:
+        facts = {"name": secrets.token_hex(8), "count": count}
+        directory.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(facts))
+        os.replace(partial, path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if facts.get("count") != count:
+        raise CheckpointError(
+            f"{directory} is of {facts.get('count')} servers, expected {count}; start as many as then"
+        )
+    return str(facts["name"])

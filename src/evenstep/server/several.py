@@ -1,0 +1,391 @@
+"""A client of several servers that hold slices of one model; it looks and behaves like a client of one.
+
+An update goes to the followers, then to server 0, which decides, then the decision goes to the followers
+(`follower.py`). A get asks all servers at once; those that answer with an older version than another are asked again
+for the newer one. If updates come so fast that this does not end, server 0 is asked to pause for a moment.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from evenstep.core.errors import ConfigError, RefusedError, ServerError, UnreachableError
+from evenstep.server.channels import Channel, Fields
+from evenstep.server.client import Client
+from evenstep.server.compress import Compressor
+from evenstep.server.slices import LAYOUT, Slices
+from evenstep.server.wire import Layout, Spec
+
+__all__ = ["SeveralClient"]
+
+T = TypeVar("T")
+_TRIES = 4  # to read one version from all, before server 0 is asked to pause
+_SOON_S = 0.05  # how long a follower may lag behind before it is told what it missed
+_ASK_AGAIN_S = 5.0
+
+
+class SeveralClient(Client):
+    """A worker's connection to several servers. See `Client`.
+
+    Args:
+        clients: One for each server, in order; taken over.
+        compressor: What is done to updates before they are cut.
+        register: Whether to be counted among the workers.
+
+    Raises:
+        ConfigError: They are not all the servers of one set, in order.
+    """
+
+    def __init__(self, clients: Sequence[Client], compressor: Compressor, *, register: bool) -> None:
+        first = clients[0]
+        super().__init__(",".join(client.url for client in clients), _none, first.worker, first.timeout_s)
+        self._clients, self._leader, self._followers = list(clients), clients[0], list(clients[1:])
+        self._compressor = compressor
+        self._pool = ThreadPoolExecutor(len(clients), "evenstep-client")
+        self._slices: Slices | None = None
+        self._at = [-1] * len(clients)  # the versions that the servers are known to have
+        self._split = True
+        for client in clients:
+            client._session = self._session
+        try:
+            self._meet(register)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- who is there ----
+
+    def _meet(self, register: bool) -> None:
+        deadline = self._deadline(None)
+        if register:
+            self._each(lambda n, client: client._call(lambda _: None, deadline, register=True))
+        abouts = self._each(lambda n, client: client._call(lambda channel: channel.ask("slice", {}), deadline))
+        _check_places([client.url for client in self._clients], [about["place"] for about in abouts])
+        self._split = abouts[0]["place"][3]
+        if register:
+            self._registered = True
+            self._adopt_registration()
+
+    def _adopt_registration(self) -> None:
+        self._sequence = max(self._sequence, *(client._sequence for client in self._clients))
+        self.staleness, self._locked = self._leader.staleness, self._leader._locked
+        self.version = max(self.version, self._leader.version)
+
+    def _register(self) -> None:
+        self._each(lambda n, client: client._register())
+        self._registered = True
+        self._adopt_registration()
+
+    def _layout(self, deadline: float) -> Slices:
+        """How the parameters lie over the servers; waits until they were put."""
+        if self._slices is None:
+            self._leader.get_parameters([], timeout_s=deadline - time.monotonic())
+            ask = {"layout": True}
+            about = self._leader._call(lambda channel: channel.ask("slice", ask), deadline)
+            specs = Slices.unpack(about["layout"])
+            self._slices = Slices(Layout(specs), len(self._clients), split=self._split)
+            if self._slices.fingerprint != about["fingerprint"]:
+                raise ServerError(f"{self.url} cut the parameters otherwise than this client; use the same version")
+        return self._slices
+
+    # ---- the verbs ----
+
+    def get_parameters(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        min_version: int = 0,
+        since: int | None = None,
+        out: Mapping[str, Tensor] | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Tensor]:
+        """See `Client`."""
+        deadline = self._deadline(timeout_s)
+        slices = self._layout(deadline)
+        wanted = list(slices.layout.specs) if names is None else list(dict.fromkeys(names))
+        for name in wanted:
+            spec = slices.layout.find(name)
+            if out is not None and (name not in out or Spec.of(out[name]) != spec or not out[name].is_contiguous()):
+                have = Spec.of(out[name]) if name in out else "nothing"
+                raise ConfigError(f"out['{name}'] is {have}, expected a contiguous {spec}")
+        whole, pieces = slices.room(wanted, out)
+        with self._lock:
+            found = self._read(slices, wanted, pieces, min_version, since, deadline)
+        return whole if since is None else {name: whole[name] for name in wanted if name in found}
+
+    def _read(
+        self,
+        slices: Slices,
+        wanted: Sequence[str],
+        pieces: Sequence[dict[str, Tensor]],
+        min_version: int,
+        since: int | None,
+        deadline: float,
+    ) -> set[str]:
+        """Read the pieces of one version; return which parameters came."""
+        asked = [n for n in range(slices.count) if pieces[n] or not wanted]
+        came: dict[int, set[str]] = {}
+        late, wish = asked, min_version
+        for tries in range(1 << 30):
+            paused = tries >= _TRIES and self._locked
+            if paused:
+                wish = max(wish, self._pause(True, deadline))
+            try:
+                pull = partial(self._pull, pieces, wish, since, deadline, _SOON_S if tries else _ASK_AGAIN_S)
+                found = self._each(pull, late)
+            finally:
+                if paused:
+                    self._pause(False, deadline)
+            came.update(zip(late, found, strict=True))
+            newest = max(self._at[n] for n in asked)
+            late, wish = [n for n in asked if self._at[n] < newest], newest
+            if not late or not self._locked:
+                self.version = max(self.version, newest)
+                return {piece.parameter for n in asked for piece in slices.pieces[n] if piece.name in came[n]}
+        raise AssertionError("the loop ends by its deadline")
+
+    def _pull(
+        self,
+        wanted: Sequence[dict[str, Tensor]],
+        wish: int,
+        since: int | None,
+        deadline: float,
+        patience_s: float,
+        n: int,
+        client: Client,
+    ) -> set[str]:
+        """Read from one server what has at least a version; tell it what it missed, if it does not have it soon."""
+        pieces = wanted[n]
+        while True:
+            wait_s = max(min(deadline - time.monotonic(), patience_s), 0.0)
+            fields: Fields = {"names": list(pieces), "min_version": wish, "wait_s": wait_s}
+            if since is not None:
+                fields["since"] = since
+            if self._compressor.bfloat16:
+                fields["bfloat16"] = True
+            reply, found = client._call(lambda channel: self._fill(channel, fields, pieces), deadline)  # noqa: B023
+            self._at[n] = max(self._at[n], reply.get("version", 0))
+            if not reply.get("pending"):
+                return set(found)
+            if time.monotonic() >= deadline:
+                raise UnreachableError(
+                    f"version {wish} of the parameters did not come in time; the server is at {max(self._at)}"
+                )
+            if n:
+                self._spread(deadline, [n], patient=False)
+
+    def _fill(self, channel: Channel, fields: Fields, pieces: dict[str, Tensor]) -> tuple[Fields, dict[str, Tensor]]:
+        if not self._compressor.bfloat16:
+            return channel.pull(fields, pieces)
+        reply, found = channel.pull(fields, None)
+        return reply, {name: pieces[name].copy_(value) for name, value in found.items()}
+
+    def _pause(self, on: bool, deadline: float) -> int:
+        reply = self._leader._call(lambda channel: channel.ask("pause", {"on": on}), deadline)
+        return int(reply["version"])
+
+    def put_parameters(
+        self, parameters: Mapping[str, Tensor], *, force: bool = False, buffers: Iterable[str] = ()
+    ) -> int:
+        """See `Client`."""
+        deadline = self._deadline(None)
+        tensors = {name: value.detach().cpu().contiguous() for name, value in parameters.items()}
+        untrained = set(buffers)
+        slices = Slices(
+            Layout({name: Spec.of(value) for name, value in tensors.items()}), len(self._clients), split=self._split
+        )
+        text = torch.frombuffer(bytearray(slices.text), dtype=torch.uint8)
+        with self._lock:
+            self._sequence += 1
+            cut = [{**part, LAYOUT: text} for part in slices.cut(tensors)]
+            fields = [
+                {
+                    "worker": self.worker, "session": self._session, "sequence": self._sequence, "force": force,
+                    "buffers": [piece.name for piece in slices.pieces[n] if piece.parameter in untrained],
+                }
+                for n in range(slices.count)
+            ]  # fmt: skip
+            self._stage([{**each, "kind": "put"} for each in fields], cut, deadline)
+            put = {**fields[0], "staged": slices.count}
+            version = int(self._leader._call(lambda channel: channel.push("put", put, cut[0]), deadline)["version"])
+            self._spread(deadline)
+            self.version = max(self.version, version)
+            return version
+
+    def update(
+        self,
+        update: Mapping[str, Tensor],
+        *,
+        kind: str = "gradient",
+        base: int | None = None,
+        timeout_s: float | None = None,
+        **more: Any,
+    ) -> Fields:
+        """See `Client`."""
+        deadline = self._deadline(timeout_s)
+        with self._lock:
+            self._register()
+            tensors = {name: value.detach().cpu().contiguous() for name, value in update.items()}
+            if self._slices is None and self._leader.status()["owner"] is None:
+                raise RefusedError("nothing was put yet, so there is nothing to update", 409)
+            slices = self._layout(deadline)
+            if not self._locked and kind == "delta":
+                replies = self._each(lambda n, client: client._change(slices.cut(tensors)[n]))
+                self.version = max(self.version, *(reply["version"] for reply in replies))
+                return replies[0]
+            self._leader._await_turn(deadline)
+            buffers = list(more.pop("buffers", []))
+            cut = slices.cut(self._compressor.pack(tensors), nodes="shards" in more, buffers=buffers)
+            return self._update(slices, kind, base, cut, buffers, more, deadline)
+
+    def _update(
+        self,
+        slices: Slices,
+        kind: str,
+        base: int | None,
+        cut: list[dict[str, Tensor]],
+        buffers: list[str],
+        more: Fields,
+        deadline: float,
+    ) -> Fields:
+        self._sequence += 1
+        common = {"worker": self.worker, "session": self._session, "sequence": self._sequence, "kind": kind, **more}
+        fields = [{**common, "buffers": slices.names(n, buffers)} for n in range(slices.count)]
+        for each in fields[1:]:
+            each.pop("note", None)  # only server 0 answers with it
+        self._stage(fields, cut, deadline)
+        last: Fields = {**fields[0], "staged": slices.count, **({} if base is None else {"base": base})}
+        reply = self._leader._deliver(last, cut[0], deadline)
+        self.version = self._at[0] = max(self.version, reply["version"])
+        self._spread(deadline, restage=lambda: self._stage(fields, cut, deadline))
+        return reply
+
+    def _stage(self, fields: Sequence[Fields], cut: Sequence[dict[str, Tensor]], deadline: float) -> None:
+        """Have all followers keep an update."""
+
+        def stage(n: int, client: Client) -> None:
+            reply = client._call(
+                lambda channel: channel.push("stage", fields[n], cut[n]), deadline, register=self._registered
+            )
+            self._at[n] = max(self._at[n], int(reply["version"]))
+
+        self._each(stage, range(1, len(self._clients)))
+
+    def _spread(
+        self,
+        deadline: float,
+        which: Sequence[int] | None = None,
+        *,
+        restage: Callable[[], None] | None = None,
+        patient: bool = True,
+    ) -> bool:
+        """Tell followers what server 0 has decided, and wait until it is applied there.
+
+        Args:
+            deadline: How long to wait.
+            which: Which followers; all if None.
+            restage: Sends this client's own update again, should a follower have lost it.
+            patient: False: tell them once, and do not wait.
+
+        Returns:
+            Whether they have applied it.
+        """
+        late = list(range(1, len(self._clients))) if which is None else list(which)
+        while late:
+            since = min(self._at[n] for n in late)
+            said = self._leader._call(lambda channel: channel.ask("order", {"since": since}), deadline)  # noqa: B023
+            wait_s = max(min(deadline - time.monotonic(), _SOON_S * 4), 0.0) if patient else 0.0
+            told = {"order": said["order"], "alive": said["alive"], "wait_s": wait_s}
+
+            def tell(n: int, client: Client) -> bool:
+                reply = client._call(lambda channel: channel.ask("order", told), deadline)  # noqa: B023
+                self._at[n] = int(reply["version"])
+                return bool(reply.get("pending"))
+
+            late = [n for n, pending in zip(late, self._each(tell, late), strict=True) if pending]
+            if late and not patient:
+                return False
+            if late and time.monotonic() >= deadline:
+                raise UnreachableError(f"server {late[0]} of {self.url} misses an update that server 0 has applied")
+            if late and restage is not None:
+                restage()
+        return True
+
+    def settle(self, timeout_s: float) -> None:
+        """Bring all servers to the version of server 0.
+
+        Raises:
+            UnreachableError: One of them misses an update.
+        """
+        self._spread(self._deadline(timeout_s))
+
+    def status(self) -> Fields:
+        """Server 0's, with the parameters of all, and under "servers" what each says of itself."""
+        found = self._each(lambda n, client: client.status())
+        merged = {**found[0], "num_bytes": sum(status["num_bytes"] for status in found)}
+        merged["servers"] = [
+            {
+                "url": client.url,
+                **{key: status[key] for key in ("version", "num_bytes", "copies", "broken", "requests")},
+            }
+            for client, status in zip(self._clients, found, strict=True)
+        ]
+        merged["events"] = sorted(
+            [at, text if not n else f"server {n}: {text}"]
+            for n, status in enumerate(found)
+            for at, text in status["events"]
+        )
+        if merged["owner"] is not None:
+            merged["parameters"] = self._layout(self._deadline(None)).join(found)
+        return merged
+
+    def close(self) -> None:
+        """See `Client`."""
+        self._over.set()
+        for client in self._clients:
+            client.close()
+        self._pool.shutdown()
+
+    # ---- all at once ----
+
+    def _each(self, action: Callable[[int, Client], T], which: Iterable[int] | None = None) -> list[T]:
+        """Do something with several servers at once; in this thread with the first of them."""
+        first, *others = range(len(self._clients)) if which is None else which or [-1]
+        if first < 0:
+            return []
+        futures = [self._pool.submit(action, n, self._clients[n]) for n in others]
+        try:
+            found = [action(first, self._clients[first])]
+        finally:
+            errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [*found, *(future.result() for future in futures)]
+
+
+def _none() -> Channel:
+    raise AssertionError("the clients of the single servers have the channels")
+
+
+def _check_places(urls: Sequence[str], places: Sequence[Any]) -> None:
+    """See that these are all the servers of one set, in order.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    for url, (index, count, name, _) in zip(urls, places, strict=True):
+        if count == 1:
+            raise ConfigError(f"{url} holds a model alone; give its address alone, without {len(urls) - 1} others")
+        if count != len(urls):
+            raise ConfigError(f"{url} is server {index} of {count}, but {len(urls)} addresses were given; give all")
+        if name != places[0][2]:
+            raise ConfigError(f"{urls[0]} and {url} belong to different sets of servers; give those of one")
+    order = [place[0] for place in places]
+    if order != sorted(order) or len(set(order)) < len(order):
+        raise ConfigError(f"the addresses are of servers {order}, expected {sorted(set(range(len(urls))))} in order")

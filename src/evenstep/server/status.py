@@ -1,0 +1,50 @@
+"""Everything that people may want to see of a store, as JSON. The caller holds the store's lock."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from evenstep.server.options import Options
+from evenstep.server.state import State
+from evenstep.server.workers import Worker
+
+__all__ = ["of_parameters", "of_workers"]
+
+
+def of_parameters(state: State, options: Options) -> dict[str, Any]:
+    """What the parameters are."""
+    specs = state.layout.specs if state.layout is not None else {}
+    return {
+        "version": state.version,
+        "staleness": options.staleness,
+        "lock": options.lock,
+        "owner": state.owner,
+        "optimizer": type(state.optimizer).__name__ if state.optimizer is not None else None,
+        "num_bytes": state.layout.num_bytes if state.layout is not None else 0,
+        "copies": state.images.count if state.images is not None else 0,
+        "parameters": {
+            name: {
+                "dtype": str(spec.dtype).removeprefix("torch."),
+                "shape": list(spec.shape),
+                "version": state.versions[name],
+                "buffer": name in state.buffers,
+            }
+            for name, spec in specs.items()
+        },
+    }
+
+
+def of_workers(
+    workers: Iterable[Worker], version: int, now_s: float, contributed: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Who is registered, and how far each has come."""
+    here = set(contributed)
+    return [
+        {
+            "name": worker.name,
+            "updates": worker.updates,
+            "lag": version - worker.base_version,
+            "last_seen_s": round(now_s - worker.seen_s, 3),
+            "in_this_update": worker.name in here,
+        }
+        for worker in workers
+    ]
