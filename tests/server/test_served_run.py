@@ -27,7 +27,9 @@ def images(count=52):
 
 def build():
     torch.manual_seed(8)
-    return nn.Sequential(nn.Linear(12, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Dropout(0.2), nn.Linear(9, 4), Sometimes())
+    return nn.Sequential(
+        nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Dropout(0.2), nn.Linear(30, 4), Sometimes()
+    )
 
 
 class Sometimes(nn.Module):
@@ -68,7 +70,7 @@ def outcome(model, part):
 
 @contextmanager
 def serving(make, transport):
-    """A server in a process of its own, so that workers can be forked from this one."""
+    """A server in a process of its own (or several), so that workers can be forked from this one."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -109,11 +111,15 @@ def same(a, b):
         (3, "Adam", "tcp"),
         (3, "Adafactor", "memory"),
         (8, "Adam", "memory"),
+        (2, "Adam", "tcp,tcp"),
+        (3, "momentum", "memory,memory,memory"),
+        (2, "Adafactor", "tcp,tcp"),
     ],
 )
 def test_synchronous_updates_through_a_server_end_on_the_bits_of_a_run_without(num_workers, optimizer, transport):
     seen, state = train(optimizer)
-    with serving(server_of(optimizer, workers=num_workers), transport) as url:
+    servers, transport = transport.count(",") + 1, transport.partition(",")[0]
+    with serving(server_of(optimizer, workers=num_workers, servers=servers), transport) as url:
         for found in run_workers(num_workers, lambda _: train(optimizer, sync="server", server=url)):
             assert found[0] == seen, "every loss, metric and the evaluation"
             assert same(found[1], state)

@@ -22,8 +22,9 @@ from evenstep.server.several import SeveralClient
 from evenstep.server.single import Origin
 from evenstep.server.slices import Place
 
-__all__ = ["Fleet"]
+__all__ = ["Fleet", "check_directory"]
 
+_NAME = "servers.json"
 _READY_S = 120.0  # how long servers may take to start: they may have a long log to read back
 _END_S = 30.0
 
@@ -38,15 +39,18 @@ class Fleet:
 
     Raises:
         UnsupportedError: The optimizer sees all parameters at once.
-        CheckpointError: The directory is of another number of servers.
+        CheckpointError: The directory cannot be used.
     """
 
     def __init__(self, config: ServerConfig, token: str | None, origin: Origin) -> None:
         self._config, self._token, self._origin = config, token, origin
-        name = secrets.token_hex(8) if config.directory is None else _name_in(Path(config.directory), config.servers)
+        name = secrets.token_hex(8)
+        if config.directory is not None:
+            name = _name_in(Path(config.directory), config.servers)
         self._set = Place(0, config.servers, name, can_split(origin[1]))
         self._line: Line | None = None
         self._pid = 0
+        self._inside = ""  # how this process reaches them
         self.urls: dict[str, str] = {}
 
     def start(self) -> None:
@@ -64,7 +68,9 @@ class Fleet:
         try:
             found = self._gather("start")
             urls = [found[n]["urls"] for n in range(self._config.servers)]
-            self.urls = {transport: ",".join(each[transport] for each in urls) for transport in urls[0]}
+            joined = {transport: ",".join(each[transport] for each in urls) for transport in urls[0]}
+            self._inside = joined["memory"]
+            self.urls = {transport: joined[transport] for transport in self._config.transports}
             self._settle()
         except BaseException:
             self._end()
@@ -72,6 +78,9 @@ class Fleet:
 
     def _fork(self) -> None:
         ours, theirs = socket.socketpair()
+        if "http" in self._config.transports:
+            with contextlib.suppress(ImportError):  # it will be said
+                import evenstep.server.http  # noqa: F401  # once here, rather than in every server
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -110,9 +119,7 @@ class Fleet:
                 ) from error
 
     def _client(self) -> SeveralClient:
-        client = connect(
-            next(reversed(self.urls.values())), token=self._token, register=False, cafile=self._config.certfile
-        )
+        client = connect(self._inside, token=self._token, register=False)
         assert isinstance(client, SeveralClient), "there are several"
         return client
 
@@ -143,6 +150,7 @@ class Fleet:
         try:
             if self._line is not None and self._origin[0] is not None:
                 with contextlib.suppress(EvenstepError):  # they are gone: the model keeps the values that it had
+                    self.check()
                     self.start()
                     self._bring_back()
         finally:
@@ -179,27 +187,38 @@ def _raise_if_wrong(said: dict[str, Any]) -> None:
         raise kind(said["error"])
 
 
-def _name_in(directory: Path, count: int) -> str:
-    """The name of the set of servers that a directory belongs to; a new one if there is none.
+def check_directory(directory: Path, count: int) -> None:
+    """See that what a directory holds, if anything, is of as many servers.
 
     Raises:
-        CheckpointError: It belongs to another number of servers.
+        CheckpointError: It is of another number of them.
     """
-    path = directory / "servers.json"
+    found = None
     if (directory / "server.json").exists():
-        raise CheckpointError(f"{directory} holds the snapshot of one server, expected one of {count}; use servers=1")
+        found = 1
+    elif (directory / _NAME).exists():
+        found = _read(directory)["count"]
+    if found not in (None, count):
+        raise CheckpointError(f"{directory} is of {found} servers, expected {count}; start as many as then")
+
+
+def _read(directory: Path) -> dict[str, Any]:
     try:
-        facts = json.loads(path.read_text())
-    except FileNotFoundError:
-        facts = {"name": secrets.token_hex(8), "count": count}
-        directory.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(facts))
-        os.replace(partial, path)
+        facts: dict[str, Any] = json.loads((directory / _NAME).read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if facts.get("count") != count:
-        raise CheckpointError(
-            f"{directory} is of {facts.get('count')} servers, expected {count}; start as many as then"
-        )
-    return str(facts["name"])
+        raise CheckpointError(f"{directory / _NAME} cannot be read: {error}") from error
+    return facts
+
+
+def _name_in(directory: Path, count: int) -> str:
+    """The name of the set of servers that a directory belongs to; a new one if there is none."""
+    path = directory / _NAME
+    if not path.exists():
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps({"name": secrets.token_hex(8), "count": count}))
+            os.replace(partial, path)
+        except OSError as error:
+            raise CheckpointError(f"the directory {directory} cannot be written: {error.strerror}") from error
+    return str(_read(directory)["name"])

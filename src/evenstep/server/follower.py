@@ -61,7 +61,7 @@ class Follower(Store):
         self.staged: dict[tuple[str, str], Staged] = {}
 
     def stage(self, worker: str, session: str, staged: Staged) -> int:
-        """Keep an update; sending it again changes nothing. Returns the version of this server.
+        """Keep an update; sending it again changes nothing. Returns the version of this server, -1 if nothing was put.
 
         Raises:
             RefusedError: It could not be applied.
@@ -71,7 +71,7 @@ class Follower(Store):
             self._expire()
             last = self.workers.acknowledged.get(worker)
             if last is not None and last.sequence >= staged.sequence:
-                return self.version
+                return self._at
             self._check_staged(worker, staged)
             before = self.staged.get((worker, session))
             if before is None and len(self.staged) >= _MOST:
@@ -80,7 +80,7 @@ class Follower(Store):
                 self._write_down(lambda journal: journal.stage(worker, session, staged))
                 self.staged[worker, session] = staged
                 self._changed.notify_all()
-            return self.version
+            return self._at
 
     def _check_staged(self, worker: str, staged: Staged) -> None:
         if staged.kind != "put":

@@ -28,6 +28,7 @@ from evenstep.server.slices import Place
 
 __all__ = ["Line", "become", "live"]
 
+_SHORT_S = 0.2  # a server that lived for no longer is started again after a pause
 _LOOK_S = 0.5  # how often to look whether the user's process is still there
 log = logging.getLogger("evenstep.server")
 
@@ -43,6 +44,11 @@ class Line:
         """Send one; if nobody is there any more, it is lost."""
         with contextlib.suppress(OSError):
             self.stream.sendall(json.dumps(message).encode() + b"\n")
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another message has come with the last."""
+        return b"\n" in self._begun
 
     def hear(self, timeout_s: float | None = None) -> dict[str, Any] | None:
         """Wait for the next one; None if the other side is gone.
@@ -93,15 +99,17 @@ class _Server:
         pid: Its process.
         pidfd: Readable when it has ended.
         line: To talk to it.
-        ready: Whether it has served.
         known: Its ports and the name of its memory, once it had some.
+        ready: Whether it has served.
+        since_s: When it was started.
     """
 
     pid: int
     pidfd: int
     line: Line
+    known: dict[str, Any]
     ready: bool = False
-    known: dict[str, Any] = field(default_factory=dict)
+    since_s: float = field(default_factory=time.monotonic)
 
 
 class _Nursery:
@@ -145,7 +153,7 @@ class _Nursery:
                 os._exit(1)
             become(lambda line: _serve(line, config, self._token, self._origin, place, known, wanted), theirs)
         theirs.close()
-        server = _Server(pid, os.pidfd_open(pid), Line(ours), known=known)
+        server = _Server(pid, os.pidfd_open(pid), Line(ours), known)
         self._selector.register(ours, selectors.EVENT_READ, (index, "said"))
         self._selector.register(server.pidfd, selectors.EVENT_READ, (index, "ended"))
         return server
@@ -160,13 +168,13 @@ class _Nursery:
 
     def _look_at(self, index: int, what: str) -> None:
         server = self._servers[index]
-        said = server.line.hear() if what == "said" else None
-        if said is not None:
-            server.ready = True
+        while what == "said" and (said := server.line.hear()) is not None:
             if "name" in said:
+                server.ready = True
                 server.known = {"ports": said["ports"], "name": said["name"]}
             self._line.say({"server": index, **said})
-            return
+            if not server.line.has_more:
+                return
         self._selector.unregister(server.line.stream)
         self._selector.unregister(server.pidfd)
         _, status = os.waitpid(server.pid, 0)
@@ -177,6 +185,8 @@ class _Nursery:
         what_now = f"server {index} of {self._set.count} (pid {server.pid}) {how}"
         if server.ready and self._config.directory is not None:
             log.warning("%s; it is started again from its directory", what_now)
+            if time.monotonic() - server.since_s < _SHORT_S:
+                time.sleep(_SHORT_S)  # it may die again
             self._servers[index] = self._start(index, server.known)
             return
         remedy = (

@@ -6,6 +6,7 @@ import logging
 import secrets
 import signal
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from evenstep.core.errors import ConfigError
 from evenstep.server.config import ServerConfig
-from evenstep.server.fleet import Fleet
+from evenstep.server.fleet import Fleet, check_directory
 from evenstep.server.single import SingleServer
 from evenstep.server.state import MakeOptimizer
 from evenstep.server.store import Store
@@ -65,6 +66,8 @@ class ParameterServer:
         if token is None and not self.config.on_loopback:
             token = secrets.token_urlsafe(24)
         self.token = token
+        if self.config.directory is not None:
+            check_directory(Path(self.config.directory), self.config.servers)
         kind = SingleServer if self.config.servers == 1 else Fleet
         self._host: _Host = kind(self.config, token, (model, optimizer))
 

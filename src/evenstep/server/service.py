@@ -321,7 +321,6 @@ class Call:
             {
                 "sequence": last.sequence if last else 0,
                 "staleness": options.staleness,
-                "lock": options.lock,
                 "lease_s": options.lease_s,
                 "version": self._store.version,
                 **together.about(self._store),
@@ -459,4 +458,6 @@ class Call:
         reply: dict[str, Any] = {"version": found.version}
         if any(note is not None for note in found.notes):
             reply["notes"] = found.notes
+        if self._store.place.count > 1:
+            reply |= together.decided(self._store, self._fields)
         return Reply(reply)

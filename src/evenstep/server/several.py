@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -66,7 +67,7 @@ class SeveralClient(Client):
             self._each(lambda n, client: client._call(lambda _: None, deadline, register=True))
         abouts = self._each(lambda n, client: client._call(lambda channel: channel.ask("slice", {}), deadline))
         _check_places([client.url for client in self._clients], [about["place"] for about in abouts])
-        self._split = abouts[0]["place"][3]
+        self._split, self._locked = abouts[0]["place"][3], abouts[0]["lock"]
         if register:
             self._registered = True
             self._adopt_registration()
@@ -85,8 +86,7 @@ class SeveralClient(Client):
         """How the parameters lie over the servers; waits until they were put."""
         if self._slices is None:
             self._leader.get_parameters([], timeout_s=deadline - time.monotonic())
-            ask = {"layout": True}
-            about = self._leader._call(lambda channel: channel.ask("slice", ask), deadline)
+            about = self._ask("slice", deadline, layout=True)
             specs = Slices.unpack(about["layout"])
             self._slices = Slices(Layout(specs), len(self._clients), split=self._split)
             if self._slices.fingerprint != about["fingerprint"]:
@@ -131,12 +131,12 @@ class SeveralClient(Client):
         asked = [n for n in range(slices.count) if pieces[n] or not wanted]
         came: dict[int, set[str]] = {}
         late, wish = asked, min_version
-        for tries in range(1 << 30):
-            paused = tries >= _TRIES and self._locked
+        for tries in count():
+            paused = tries >= _TRIES
             if paused:
-                wish = max(wish, self._pause(True, deadline))
+                late, wish = asked, max(wish, self._pause(True, deadline))
             try:
-                pull = partial(self._pull, pieces, wish, since, deadline, _SOON_S if tries else _ASK_AGAIN_S)
+                pull = partial(self._pull, pieces, wish, since, deadline)
                 found = self._each(pull, late)
             finally:
                 if paused:
@@ -147,7 +147,9 @@ class SeveralClient(Client):
             if not late or not self._locked:
                 self.version = max(self.version, newest)
                 return {piece.parameter for n in asked for piece in slices.pieces[n] if piece.name in came[n]}
-        raise AssertionError("the loop ends by its deadline")
+            if time.monotonic() >= deadline:
+                break
+        raise UnreachableError(f"no version could be read from all of {self.url}: updates come too fast")
 
     def _pull(
         self,
@@ -155,12 +157,11 @@ class SeveralClient(Client):
         wish: int,
         since: int | None,
         deadline: float,
-        patience_s: float,
         n: int,
         client: Client,
     ) -> set[str]:
         """Read from one server what has at least a version; tell it what it missed, if it does not have it soon."""
-        pieces = wanted[n]
+        pieces, patience_s = wanted[n], _SOON_S if n else _ASK_AGAIN_S
         while True:
             wait_s = max(min(deadline - time.monotonic(), patience_s), 0.0)
             fields: Fields = {"names": list(pieces), "min_version": wish, "wait_s": wait_s}
@@ -169,15 +170,16 @@ class SeveralClient(Client):
             if self._compressor.bfloat16:
                 fields["bfloat16"] = True
             reply, found = client._call(lambda channel: self._fill(channel, fields, pieces), deadline)  # noqa: B023
-            self._at[n] = max(self._at[n], reply.get("version", 0))
             if not reply.get("pending"):
+                self._at[n] = int(reply["version"])
                 return set(found)
             if time.monotonic() >= deadline:
                 raise UnreachableError(
-                    f"version {wish} of the parameters did not come in time; the server is at {max(self._at)}"
+                    f"version {wish} of the parameters did not come in time; the server is at {reply['version']}"
                 )
             if n:
                 self._spread(deadline, [n], patient=False)
+                patience_s = min(2 * patience_s, _ASK_AGAIN_S)
 
     def _fill(self, channel: Channel, fields: Fields, pieces: dict[str, Tensor]) -> tuple[Fields, dict[str, Tensor]]:
         if not self._compressor.bfloat16:
@@ -186,8 +188,11 @@ class SeveralClient(Client):
         return reply, {name: pieces[name].copy_(value) for name, value in found.items()}
 
     def _pause(self, on: bool, deadline: float) -> int:
-        reply = self._leader._call(lambda channel: channel.ask("pause", {"on": on}), deadline)
-        return int(reply["version"])
+        return int(self._ask("pause", deadline, on=on)["version"])
+
+    def _ask(self, verb: str, deadline: float, **fields: Any) -> Fields:
+        """Ask server 0."""
+        return self._leader._call(lambda channel: channel.ask(verb, fields), deadline)
 
     def put_parameters(
         self, parameters: Mapping[str, Tensor], *, force: bool = False, buffers: Iterable[str] = ()
@@ -231,11 +236,12 @@ class SeveralClient(Client):
         with self._lock:
             self._register()
             tensors = {name: value.detach().cpu().contiguous() for name, value in update.items()}
-            if self._slices is None and self._leader.status()["owner"] is None:
+            if self._slices is None and self._ask("slice", deadline).get("fingerprint") is None:
                 raise RefusedError("nothing was put yet, so there is nothing to update", 409)
             slices = self._layout(deadline)
             if not self._locked and kind == "delta":
-                replies = self._each(lambda n, client: client._change(slices.cut(tensors)[n]))
+                parts = slices.cut(tensors)
+                replies = self._each(lambda n, client: client._change(parts[n]))
                 self.version = max(self.version, *(reply["version"] for reply in replies))
                 return replies[0]
             self._leader._await_turn(deadline)
@@ -259,10 +265,13 @@ class SeveralClient(Client):
         for each in fields[1:]:
             each.pop("note", None)  # only server 0 answers with it
         self._stage(fields, cut, deadline)
-        last: Fields = {**fields[0], "staged": slices.count, **({} if base is None else {"base": base})}
+        last: Fields = {**fields[0], "staged": slices.count, "since": min(self._at[1:])}
+        if base is not None:
+            last["base"] = base
         reply = self._leader._deliver(last, cut[0], deadline)
-        self.version = self._at[0] = max(self.version, reply["version"])
-        self._spread(deadline, restage=lambda: self._stage(fields, cut, deadline))
+        self.version = max(self.version, reply["version"])
+        said = {key: reply.pop(key) for key in ("newest", "order", "alive")}
+        self._spread(deadline, said=said, restage=lambda: self._stage(fields, cut, deadline))
         return reply
 
     def _stage(self, fields: Sequence[Fields], cut: Sequence[dict[str, Tensor]], deadline: float) -> None:
@@ -272,7 +281,7 @@ class SeveralClient(Client):
             reply = client._call(
                 lambda channel: channel.push("stage", fields[n], cut[n]), deadline, register=self._registered
             )
-            self._at[n] = max(self._at[n], int(reply["version"]))
+            self._at[n] = int(reply["version"])
 
         self._each(stage, range(1, len(self._clients)))
 
@@ -281,6 +290,7 @@ class SeveralClient(Client):
         deadline: float,
         which: Sequence[int] | None = None,
         *,
+        said: Fields | None = None,
         restage: Callable[[], None] | None = None,
         patient: bool = True,
     ) -> bool:
@@ -289,6 +299,7 @@ class SeveralClient(Client):
         Args:
             deadline: How long to wait.
             which: Which followers; all if None.
+            said: What server 0 has said already.
             restage: Sends this client's own update again, should a follower have lost it.
             patient: False: tell them once, and do not wait.
 
@@ -297,17 +308,17 @@ class SeveralClient(Client):
         """
         late = list(range(1, len(self._clients))) if which is None else list(which)
         while late:
-            since = min(self._at[n] for n in late)
-            said = self._leader._call(lambda channel: channel.ask("order", {"since": since}), deadline)  # noqa: B023
+            said = said or self._ask("order", deadline, since=min(self._at[n] for n in late))
             wait_s = max(min(deadline - time.monotonic(), _SOON_S * 4), 0.0) if patient else 0.0
-            told = {"order": said["order"], "alive": said["alive"], "wait_s": wait_s}
+            newest, told = int(said["newest"]), {"order": said["order"], "alive": said["alive"], "wait_s": wait_s}
 
             def tell(n: int, client: Client) -> bool:
                 reply = client._call(lambda channel: channel.ask("order", told), deadline)  # noqa: B023
                 self._at[n] = int(reply["version"])
-                return bool(reply.get("pending"))
+                return self._at[n] < newest  # noqa: B023
 
-            late = [n for n, pending in zip(late, self._each(tell, late), strict=True) if pending]
+            late = [n for n, behind in zip(late, self._each(tell, late), strict=True) if behind]
+            said = None
             if late and not patient:
                 return False
             if late and time.monotonic() >= deadline:
@@ -379,11 +390,13 @@ def _check_places(urls: Sequence[str], places: Sequence[Any]) -> None:
     Raises:
         ConfigError: They are not.
     """
-    for url, (index, count, name, _) in zip(urls, places, strict=True):
-        if count == 1:
+    for url, (index, num_servers, name, _) in zip(urls, places, strict=True):
+        if num_servers == 1:
             raise ConfigError(f"{url} holds a model alone; give its address alone, without {len(urls) - 1} others")
-        if count != len(urls):
-            raise ConfigError(f"{url} is server {index} of {count}, but {len(urls)} addresses were given; give all")
+        if num_servers != len(urls):
+            raise ConfigError(
+                f"{url} is server {index} of {num_servers}, but {len(urls)} addresses were given; give all"
+            )
         if name != places[0][2]:
             raise ConfigError(f"{urls[0]} and {url} belong to different sets of servers; give those of one")
     order = [place[0] for place in places]

@@ -110,6 +110,8 @@ class SingleServer:
         try:
             for name in self.config.transports:
                 self._start(name)
+            if self._place.count > 1 and "memory" not in self.config.transports:
+                self._start("memory")  # for the process that started them
         except BaseException:
             self.stop()
             raise

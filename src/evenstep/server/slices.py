@@ -267,6 +267,5 @@ class Slices:
                 **entries[0],
                 "shape": list(spec.shape),
                 "version": min(entry["version"] for entry in entries),
-                "servers": [server for server, _ in self.places[name]],
             }
         return found

@@ -459,10 +459,11 @@ class Store:
         if self.place.count > 1 and sequences:
             self.decided.append((version, {w: (s, sessions.get(w, "")) for w, s in sequences.items()}))
 
-    def decided_since(self, version: int) -> tuple[list[Decided], list[str]]:
-        """What was applied after a version (-1: from the first put on), in order; and who is registered now."""
+    def decided_since(self, version: int) -> tuple[int, list[Decided], list[str]]:
+        """The version; what was applied after another (-1: from the first put on), in order; who is registered now."""
         with self._changed:
-            return [entry for entry in self.decided if entry[0] > version], list(self.workers.registered)
+            since = [entry for entry in self.decided if entry[0] > version]
+            return self.version, since, list(self.workers.registered)
 
     def decided_as(self, worker: str, sequence: int, session: str) -> int | None:
         """Which version a put has made that is sent again; None if it is the first time."""

@@ -19,7 +19,7 @@ from evenstep.server.slices import LAYOUT, Slices
 from evenstep.server.store import Decided, Store
 from evenstep.server.wire import Spec, bytes_of
 
-__all__ = ["about", "check_alone", "is_again", "order", "pause", "session_of", "slices_of", "stage"]
+__all__ = ["about", "check_alone", "decided", "is_again", "order", "pause", "session_of", "slices_of", "stage"]
 
 _MAX_SESSION = 64
 
@@ -27,7 +27,10 @@ _MAX_SESSION = 64
 def about(store: Store) -> dict[str, Any]:
     """Which of several servers a store is; what a client checks before it trusts a list of addresses."""
     place, slices = store.place, store.slices
-    found: dict[str, Any] = {"place": [place.index, place.count, place.name, place.split]}
+    found: dict[str, Any] = {
+        "place": [place.index, place.count, place.name, place.split],
+        "lock": store.options.lock,
+    }
     if slices is not None:
         found["fingerprint"] = slices.fingerprint
     return found
@@ -110,14 +113,18 @@ def order(store: Store, fields: Mapping[str, Any], wait_s: float) -> dict[str, A
         RefusedError: The fields make no sense.
     """
     if not store.place.follows:
-        since = integer(fields, "since", -1, -1)
-        decisions, alive = store.decided_since(since)
-        return {"order": decisions, "alive": alive}
+        return decided(store, fields)
     decisions, alive = _decisions(fields.get("order")), fields.get("alive", [])
     if not isinstance(alive, list):
         raise RefusedError("alive is no list of workers")
     version, done = _follower(store).follow(decisions, frozenset(map(str, alive)), wait_s)
     return {"version": version} if done else {"version": version, "pending": True, "status": 202}
+
+
+def decided(store: Store, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What server 0 has decided since a version."""
+    version, decisions, alive = store.decided_since(integer(fields, "since", -1, -1))
+    return {"newest": version, "order": decisions, "alive": alive}
 
 
 def pause(store: Store, fields: Mapping[str, Any]) -> dict[str, Any]:
