@@ -38,7 +38,7 @@ SCRIPT = """
         def function(part):
             return F.cross_entropy(model(part[0]), part[1]), {"id": part[2]}
 
-        for epoch in range(3):
+        for epoch in range(2):
             for batch in run.batches(data, batch_size=9):
                 run.step(batch, function, clip_norm=0.5 if epoch == 1 else None)
                 scheduler.step()
@@ -103,13 +103,11 @@ def progress(done):
 @pytest.mark.parametrize(
     ("point", "visit", "worker"),
     [
-        ("forward", 40, 0),
-        ("backward", 10, 1),
+        ("backward", 5, 1),
         ("before update", 5, 0),
         ("after update", 5, 1),
         ("inside commit", 8, 0),
         ("after commit", 9, 0),
-        ("after commit", 24, 1),
     ],
 )
 def test_whoever_dies_every_update_counts_once(script, tmp_path, without_servers, point, visit, worker):
@@ -122,7 +120,7 @@ def test_whoever_dies_every_update_counts_once(script, tmp_path, without_servers
 
 
 def test_a_group_can_be_scaled_while_it_runs(script, tmp_path, without_servers):
-    faults = [Fault("scale", "forward", 9, workers=3), Fault("scale", "forward", 30, workers=1)]
+    faults = [Fault("scale", "forward", 9, workers=3), Fault("scale", "forward", 20, workers=1)]
     variables = plant(faults, tmp_path / "faults")
     done = cli_run("run", "-n", "2", "--servers", "2", script(training()), variables=variables)
     assert struck(tmp_path / "faults") == [0, 1]
@@ -153,9 +151,9 @@ def test_groups_see_every_sample_once_and_end_on_one_model(script, options, says
     for mine in of_all:
         assert mine[0] == of_all[0][0], "metrics, evaluation and prediction are the same in all groups"
         assert mine[2] == of_all[0][2], "and so are the final weights"
-    assert sum(int(mine[1].removeprefix("steps ")) for mine in of_all) == 3 * 6, "as many updates as batches"
+    assert sum(int(mine[1].removeprefix("steps ")) for mine in of_all) == 2 * 6, "as many updates as batches"
     shown = [line for line in done.stderr.splitlines() if line.startswith("epoch")]
-    assert [line[:23] for line in shown] == ["epoch 1/1  6 steps  los"] * 3, done.stderr
+    assert [line[:23] for line in shown] == ["epoch 1/1  6 steps  los"] * 2, done.stderr
 
 
 # ---- how it fails ----
@@ -193,7 +191,7 @@ def parent(pid):
 @pytest.mark.parametrize("pause", ["0.05", "0.2 * run.group * (run.version == 3)"])  # in steps; waiting for the other
 def test_a_signal_stops_all_groups_after_their_steps(script, pause):
     after = f"print('there', flush=True); import time; time.sleep({pause})"
-    path = script(training(after).replace("range(3)", "range(99)"))
+    path = script(training(after).replace("range(2)", "range(99)"))
     with Cli("run", "--framework", "downpour", "--workers-per-group", "1", path) as cli:
         cli.until_it_says("there", 6)
         cli.kill(signal.SIGTERM)
@@ -205,7 +203,7 @@ def test_a_signal_stops_all_groups_after_their_steps(script, pause):
 
 def test_when_the_launcher_is_killed_nobody_is_left(script):
     path = script(
-        training("print('there', flush=True); import time; time.sleep(0.05)").replace("range(3)", "range(99)")
+        training("print('there', flush=True); import time; time.sleep(0.05)").replace("range(2)", "range(99)")
     )
     with Cli("run", "--framework", "downpour", "--workers-per-group", "1", path) as cli:
         cli.until_it_says("there", 4)
@@ -217,15 +215,17 @@ def test_when_the_launcher_is_killed_nobody_is_left(script):
 
 
 @pytest.mark.parametrize(
-    ("options", "body", "says"),
+    ("options", "says"),
     [
-        (["--groups", "7", "--servers", "1", "--workers-per-group", "1"], "", "7 groups but only 6 batches of 9"),
-        (["--servers", "9", "-n", "1"], "", "9 servers in a group but the model has only 5 layers"),
-        (["--servers", "1", "-n", "1"], "run.save('x')", "run.save would see this group only"),
-        (["--servers", "1", "-n", "1"], "evenstep.Run(server='http://x:1', sync='server')", "say one of them"),
+        (["--framework", "sandblaster", "--groups", "2"], "--groups 2 contradicts --framework sandblaster"),
+        (["-n", "2", "--groups", "2"], "with groups say --workers-per-group only"),
+        (["-n", "2", "--framework", "downpour"], "-n 2 with 2 groups: say --workers-per-group instead"),
+        (["--servers", "1", "--resume"], "--resume with servers"),
+        (["--groups", "2", "--workers-per-group", "5", "--shards", "4"], "5 workers but only 4 shards"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(script, options, body, says):
-    done = cli_run("run", *options, script(training(body or "pass")), timeout_s=30)
-    assert done.code in (2, 3)
-    assert says in done.stderr.splitlines()[-1]
+def test_what_contradicts_itself_is_one_sentence(script, options, says):
+    done = cli_run("run", *options, script("pass"))
+    assert done.code == 2
+    (line,) = done.stderr.splitlines()
+    assert says in line

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import evenstep
 import processes
-from evenstep.core.errors import UnsupportedError
+from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.run.arrivals import Awaited
 from evenstep.run.progress import Merger, Progress
 from evenstep.server import ParameterServer
@@ -164,6 +165,39 @@ def test_a_parameter_that_nobody_waited_for_is_an_error(server):
 
     with pytest.raises(UnsupportedError, match=r"'model.last.weight' through a reference kept outside of the model"):
         train(prepared, step)
+
+
+def test_what_would_see_one_group_only_is_refused(server):
+    with evenstep.Run(quiet=True) as run:
+        run.prepare(net := Net(), torch.optim.SGD(net.parameters(), 0.1))
+        for name, call in {
+            "save": lambda: run.save("x"),
+            "load": lambda: run.load("x"),
+            "edit": lambda: run.edit(lambda: None),
+            "checkpoint": lambda: run.checkpoint("x", every=1),
+            "exchange": lambda: run.exchange("x", lambda _: torch.ones(2)),
+        }.items():
+            with pytest.raises(UnsupportedError, match=f"run.{name} would see this group only"):
+                call()
+        with pytest.raises(UnsupportedError, match="one model with one optimizer"):
+            run.prepare(nn.Linear(1, 1))
+
+
+def test_what_cannot_be_is_one_sentence(server, monkeypatch):
+    with pytest.raises(ConfigError, match=r"the command line starts servers, but the script says Run\(server='http"):
+        evenstep.Run(server="http://x:1", sync="server")
+    here = json.loads(os.environ["EVENSTEP_PLACE"])
+    monkeypatch.setenv("EVENSTEP_PLACE", json.dumps({**here, "groups": 4}))
+    run = evenstep.Run(quiet=True)
+    with pytest.raises(ConfigError, match="4 groups but only 3 batches of 10"), run:
+        next(run.batches(data(), 10))
+    monkeypatch.setenv("EVENSTEP_PLACE", json.dumps({**here, "servers": [[server.urls] * 4]}))
+    run = evenstep.Run(quiet=True)
+    with pytest.raises(ConfigError, match=r"4 servers .* only 3 layers with parameters"), run:
+        run.prepare(net := Net(), torch.optim.SGD(net.parameters(), 0.1))
+    monkeypatch.setenv("EVENSTEP_PLACE", "{}")
+    with pytest.raises(ConfigError, match="EVENSTEP_PLACE makes no sense"):
+        evenstep.Run()
 
 
 def test_awaited_parameters_are_a_dict_like_any_other():

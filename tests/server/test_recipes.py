@@ -61,7 +61,8 @@ def test_what_is_no_recipe_is_refused():
         describe(Mine(model.parameters(), 0.1), named(model))
     with pytest.raises(UnsupportedError, match="no plain value"):
         describe(torch.optim.Adam(model.parameters(), torch.tensor(0.1)), named(model))
-    for recipe in ("SGD", {"class": "Optimizer", "groups": []}, {"class": "__doc__", "groups": []}, {"class": "SGD"}):
+    kinds = [{"class": kind, "groups": []} for kind in ("Optimizer", "__doc__", "LBFGS", "lr_scheduler")]
+    for recipe in ("SGD", {"class": "SGD"}, *kinds):
         with pytest.raises(RefusedError, match="describes no optimizer"):
             build(recipe, {})
     with pytest.raises(RefusedError, match="cannot be made: Invalid learning rate"):

@@ -107,7 +107,7 @@ class _Conductor:
         for server in self._servers:
             with suppress(KeyError):
                 self._selector.unregister(server.pidfd)
-            server.stop()
+            server.stop(at_once=self._failed is not None)  # then others may be gone whom it would still tell things
 
     # ---- starting ----
 

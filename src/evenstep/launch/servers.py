@@ -53,11 +53,11 @@ class ServerProcess:
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         return f"server {self.number} {how}, and its parameters are gone"
 
-    def stop(self) -> None:
-        """End it: by its own will, or after a while without."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End it: by its own will, or after a while, or at once, without."""
         os.close(self.control)
         if self.pid:
-            if not select.select([self.pidfd], [], [], _STOP_S)[0]:
+            if at_once or not select.select([self.pidfd], [], [], _STOP_S)[0]:
                 os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         os.close(self.pidfd)

@@ -353,7 +353,7 @@ class Run:
         num_workers = self._num_workers_at_start() if batch_per_worker else None
         if num_workers is not None:
             plan = replace(plan, batch_size=batch_size * num_workers)
-        if not plan.numbers:
+        if plan.num_batches < self.num_groups:
             raise ConfigError(
                 f"{self.num_groups} groups but only {plan.num_batches} batches of {plan.batch_size} in an epoch: every "
                 "group needs one; use a smaller batch_size, or fewer groups"

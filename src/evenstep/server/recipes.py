@@ -18,6 +18,7 @@ __all__ = ["Recipe", "build", "check_options", "describe", "set_options", "state
 Recipe = dict[str, Any]
 """{"class": "SGD", "groups": [{"names": [...], option: value, ...}]}"""
 
+_UNUSABLE = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)  # none; calls the model; wants sparse gradients
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -47,7 +48,8 @@ def describe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
                 )
         groups.append({"names": [names[id(p)] for p in group["params"]], **options})
     recipe = {"class": kind.__name__, "groups": groups}
-    _check_fresh(optimizer, recipe, names)
+    if optimizer.state:
+        _check_fresh(optimizer, recipe, names)
     return recipe
 
 
@@ -81,7 +83,7 @@ def build(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     groups = recipe.get("groups") if isinstance(recipe, dict) else None
     if (
         not (isinstance(kind, type) and issubclass(kind, Optimizer))
-        or kind is Optimizer
+        or kind in _UNUSABLE
         or not isinstance(groups, list)
     ):
         raise RefusedError(f"{str(recipe)[:60]!r} describes no optimizer of torch.optim")
