@@ -30,6 +30,7 @@ class Environment:
         timeout_s: How long any wait for another worker may take, if the launcher's command line says so.
         resume: Whether to go on from the newest checkpoint.
         faults: Where a test has planted faults for this process.
+        job: Tells the job of a launcher from others; None: there is no launcher.
     """
 
     worker: int = 0
@@ -44,6 +45,7 @@ class Environment:
     timeout_s: float | None = None
     resume: bool = False
     faults: Path | None = None
+    job: str | None = None
 
 
 def _number(name: str, divisor: int = 1) -> Any:
@@ -72,6 +74,7 @@ def read() -> Environment:
         "timeout_s": _number("EVENSTEP_STEP_TIMEOUT_MS", 1000),
         "resume": bool(_number("EVENSTEP_RESUME")),
         "faults": Path(faults) if faults else None,
+        "job": os.environ.get("EVENSTEP_JOB"),
     }
     worker = _number("EVENSTEP_WORKER")
     if worker is not None:
@@ -108,6 +111,7 @@ def worker_variables(
     supervised: bool = False,
     timeout_s: float | None = None,
     resume: bool = False,
+    job: str | None = None,
 ) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
     variables = {
@@ -122,6 +126,8 @@ def worker_variables(
         variables["EVENSTEP_SUPERVISED"] = "1"
     if timeout_s is not None:
         variables["EVENSTEP_STEP_TIMEOUT_MS"] = str(round(1000 * timeout_s))
+    if job is not None:
+        variables["EVENSTEP_JOB"] = job
     if resume:
         variables["EVENSTEP_RESUME"] = "1"
     return variables

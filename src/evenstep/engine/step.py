@@ -201,11 +201,15 @@ class Engine:
         sums = pair.gradients.finish()
         norm = self._clip(work.where, sums, pair, clip_norm, clip_value)
         points.reach("before update")
-        news = pair.update(sums)
+        news = self._update(pair, sums)
         if self.group.rank == 0:
             self.models.publish_buffers()
         points.reach("after update")
         return Entry(kind, [float(outcome.loss), outcome.metrics, norm, self._share_news(work, pair, news)])
+
+    def _update(self, pair: Pair, sums: dict[int, Tensor | None]) -> News:
+        """Change what this worker owns; return what is new in the optimizer's state."""
+        return pair.update(sums)
 
     def _share_news(self, work: Work, pair: Pair, mine: News) -> News:
         """Everyone has updated; what is new in the optimizer's state is in the segment then."""
@@ -294,6 +298,10 @@ class Engine:
         for gradient in gradients.values():
             gradient.mul_(scale.to(gradient.device))
         return float(total)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds."""
+        return self.state.tensors()
 
     def whole(self) -> AbstractContextManager[None]:
         """While this is open, the shards of this worker are those it has when everyone evaluates together."""

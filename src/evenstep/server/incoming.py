@@ -52,6 +52,7 @@ class Incoming:
         buffers: Which tensors are new values of buffers.
         samples: How many samples a mean is over.
         note: For all who take part.
+        options: For the optimizer.
         places: Which node and parameter each tensor belongs to, as `check` found it.
     """
 
@@ -61,6 +62,7 @@ class Incoming:
     buffers: frozenset[str]
     samples: int
     note: Any
+    options: Any = None
     places: Mapping[str, Place] = field(default_factory=dict)
 
     @classmethod
@@ -81,7 +83,7 @@ class Incoming:
         samples = integer(fields, "samples", 1, 0)
         if len(str(fields.get("note", ""))) > MAX_NOTE:
             raise RefusedError(f"the note is longer than {MAX_NOTE} characters", 413)
-        return cls(layout, spans, num_shards, frozenset(buffers), samples, fields.get("note"))
+        return cls(layout, spans, num_shards, frozenset(buffers), samples, fields.get("note"), fields.get("options"))
 
     def check(self, head: Head) -> dict[str, Place]:
         """See that every tensor of a message is one that it may carry; return which one.
@@ -140,7 +142,7 @@ class Incoming:
             tensor = tensors[name] if name in tensors else _dense(name, expected, tensors)
             held = buffers if parameter in self.buffers else means if span is None else nodes[span]
             held[parameter] = tensor.to(expected.dtype)
-        return Contribution(means, self.samples, list(nodes.items()), self.num_shards, buffers, self.note)
+        return Contribution(means, self.samples, list(nodes.items()), self.num_shards, buffers, self.note, self.options)
 
 
 def _narrower(spec: Spec) -> tuple[torch.dtype, ...]:

@@ -35,6 +35,7 @@ class Contribution:
         num_shards: K, if these are tree nodes.
         buffers: New values of what the optimizer does not train.
         note: Anything as JSON, which all contributors of the round get back.
+        options: What the optimizer shall step with from now on; None: as before.
     """
 
     tensors: Tensors = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Contribution:
     num_shards: int | None = None
     buffers: Tensors = field(default_factory=dict)
     note: Any = None
+    options: Any = None
 
 
 class Round:
@@ -67,6 +69,9 @@ class Round:
                     "workers must send the same",
                     409,
                 )
+        told = [other.options for other in self.parts.values() if other.options is not None]
+        if told and part.options is not None and part.options != told[0]:
+            raise RefusedError(f"worker '{worker}' sends other options for the optimizer than the others", 409)
         taken = {span for other in self.parts.values() for span, _ in other.nodes}
         for first, end in (span for span, _ in part.nodes):
             if any(first < stop and start < end for start, stop in taken):
@@ -127,6 +132,10 @@ class Round:
     def buffers(self) -> dict[str, Tensor]:
         """New values of what the optimizer does not train."""
         return {name: value for part in self.parts.values() for name, value in part.buffers.items()}
+
+    def options(self) -> Any:
+        """What the optimizer shall step with, if anybody said so."""
+        return next((part.options for part in self.parts.values() if part.options is not None), None)
 
     def notes(self) -> list[Any]:
         """What the contributors had to say, in the order of their shards or names."""

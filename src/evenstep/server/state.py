@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from evenstep.server.hyperparameters import set_options
 from evenstep.server.images import Image, Images
 from evenstep.server.rounds import Tensors
 from evenstep.server.wire import Layout, Spec
@@ -31,8 +32,9 @@ class Applied:
         tensors: What the optimizer was given, what was subtracted, or the new values.
         buffers: New values of what the optimizer does not train.
         sequences: Whose updates these were.
-        sessions: Which life of each worker sent them, where it said so.
         notes: What the contributors had to say.
+        options: What the optimizer shall step with from now on; None: as before.
+        sessions: Which life of each worker sent them, where it said so.
     """
 
     kind: str
@@ -41,6 +43,7 @@ class Applied:
     buffers: Tensors
     sequences: Mapping[str, int]
     notes: list[Any]
+    options: Any = None
     sessions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -134,6 +137,8 @@ class State:
                 values[name].sub_(delta)
         else:
             assert self.optimizer is not None, "it was checked"
+            if applied.options is not None:
+                set_options(self.optimizer, applied.options)
             for name, gradient in applied.tensors.items():
                 self.parameters[name].grad = gradient
             try:

@@ -184,7 +184,7 @@ class Store:
         """
         with self._changed:
             sequences, sessions = ({worker: sequence}, {worker: session}) if sequence else ({}, {})
-            if (done := self.decided_as(worker, sequence, session)) is not None:
+            if (done := self.decided_as(worker, sequence)) is not None:
                 return done
             if self.layout is None:
                 self._initialise(tensors, worker, dict(parameters or {}), buffers, slices)
@@ -198,7 +198,7 @@ class Store:
             self.layout.check_whole({name: Spec.of(tensor) for name, tensor in tensors.items()})
             self._check_sound()
             self._await_resumption()
-            self._commit(Applied("put", self.version + 1, tensors, {}, sequences, [], sessions))
+            self._commit(Applied("put", self.version + 1, tensors, {}, sequences, [], sessions=sessions))
             self._tell(f"'{worker}' replaced the parameters")
             return self.version
 
@@ -365,8 +365,12 @@ class Store:
             self._sequences[worker], self._sessions[worker] = sequence, session
             self._complete()
         else:
-            sequences, sessions = {worker: sequence}, {worker: session}
-            self._commit(Applied(kind, self.version + 1, part.tensors, part.buffers, sequences, [part.note], sessions))
+            version, sequences, sessions = self.version + 1, {worker: sequence}, {worker: session}
+            self._commit(
+                Applied(
+                    kind, version, part.tensors, part.buffers, sequences, [part.note], part.options, sessions=sessions
+                )
+            )
 
     def _complete(self) -> None:
         """Apply the synchronous update if all are there."""
@@ -382,7 +386,8 @@ class Store:
         self._round, self._sequences, self._sessions = Round(), {}, {}
         kind = round_.kind or "gradient"
         total, buffers = round_.total(), round_.buffers()
-        self._commit(Applied(kind, self.version + 1, total, buffers, sequences, round_.notes(), sessions))
+        notes, options = round_.notes(), round_.options()
+        self._commit(Applied(kind, self.version + 1, total, buffers, sequences, notes, options, sessions=sessions))
 
     def _settle(self, worker: str, sequence: int, wait_s: float) -> Acknowledged | Pending:
         """Wait until an update that was taken in counts."""
@@ -452,9 +457,9 @@ class Store:
             since = [entry for entry in self.decided if entry[0] > version]
             return self.version, since, list(self.workers.registered)
 
-    def decided_as(self, worker: str, sequence: int, session: str) -> int | None:
+    def decided_as(self, worker: str, sequence: int) -> int | None:
         """Which version a put has made that is sent again; None if it is the first time."""
-        return next((v for v, who in self.decided if who.get(worker) == (sequence, session)), None)
+        return next((v for v, who in self.decided if worker in who and who[worker][0] == sequence), None)
 
     def pause(self, on: bool) -> int:
         """Apply nothing for a moment, so that somebody can read the same version from all servers; or go on.

@@ -66,7 +66,7 @@ def check_alone(store: Store, fields: Mapping[str, Any]) -> None:
 def is_again(store: Store, fields: Mapping[str, Any]) -> bool:
     """Whether this put was done before, and only the answer was lost."""
     worker, sequence = str(fields.get("worker")), integer(fields, "sequence", 0)
-    return sequence > 0 and store.decided_as(worker, sequence, session_of(fields)) is not None
+    return sequence > 0 and store.decided_as(worker, sequence) is not None
 
 
 def slices_of(store: Store, tensors: dict[str, Tensor]) -> Slices | None:
