@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from evenstep.core.errors import RefusedError
 from evenstep.server.checks import check_contribution
+from evenstep.server.decisions import Decided
 from evenstep.server.options import Options
 from evenstep.server.rounds import Contribution, Round
 from evenstep.server.slices import Place, Slices
 from evenstep.server.state import Applied, MakeOptimizer
-from evenstep.server.store import Decided, Store
+from evenstep.server.store import Store
 from evenstep.server.wire import Spec
 
 __all__ = ["Follower", "Staged"]

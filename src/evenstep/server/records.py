@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from evenstep.server.decisions import Decided
 from evenstep.server.follower import Staged
 from evenstep.server.rounds import Contribution
 from evenstep.server.slices import Place, Slices
 from evenstep.server.state import Applied
-from evenstep.server.store import Decided
 from evenstep.server.wire import LENGTH_BYTES, Head, encode, head_length
 
 __all__ = [
