@@ -171,7 +171,6 @@ def test_what_would_see_one_group_only_is_refused(server):
     with evenstep.Run(quiet=True) as run:
         run.prepare(net := Net(), torch.optim.SGD(net.parameters(), 0.1))
         for name, call in {
-            "save": lambda: run.save("x"),
             "load": lambda: run.load("x"),
             "edit": lambda: run.edit(lambda: None),
             "checkpoint": lambda: run.checkpoint("x", every=1),
@@ -181,6 +180,20 @@ def test_what_would_see_one_group_only_is_refused(server):
                 call()
         with pytest.raises(UnsupportedError, match="one model with one optimizer"):
             run.prepare(nn.Linear(1, 1))
+
+
+def test_what_is_saved_are_the_weights_that_the_servers_have(server, monkeypatch, tmp_path):
+    with evenstep.Run(shards=1, seed=3, quiet=True) as run:
+        run.prepare(net := Net(), torch.optim.Adam(net.parameters(), 0.01))
+        for batch in run.batches(data(), 10):
+            run.step(batch, lambda part: F.cross_entropy(net(part[0]), part[1]))
+        run.save(tmp_path / "saved")
+    monkeypatch.delenv("EVENSTEP_PLACE")
+    with evenstep.Run(shards=1, seed=3, quiet=True) as run:
+        run.prepare(other := Net(), torch.optim.Adam(other.parameters(), 0.01))
+        run.load(tmp_path / "saved")
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in net.state_dict().items())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in server.store.tensors().items())
 
 
 def test_what_cannot_be_is_one_sentence(server, monkeypatch):

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import evenstep
-from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.core.errors import ConfigError, RefusedError, UnsupportedError
 from evenstep.native import core
 from evenstep.server import ParameterServer, connect
 from workers import run_workers
@@ -128,6 +129,67 @@ def test_synchronous_updates_through_a_server_end_on_the_bits_of_a_run_without(n
             assert client.version == 6
 
 
+@pytest.mark.parametrize(("aggregate", "messages"), [(True, 6), (False, 18)])
+def test_workers_of_one_machine_send_one_message_for_all(aggregate, messages):
+    seen, state = train("Adam")
+    with serving(server_of("Adam", workers=1 if aggregate else 3), "tcp") as url:
+        options = {"sync": "server", "server": url, "aggregate": aggregate}
+        for found in run_workers(3, lambda _: train("Adam", **options)):
+            assert found[0] == seen
+            assert same(found[1], state)
+        with connect(url, register=False) as client:
+            assert client.version == 0
+            status = client.status()
+            assert (status["version"], status["requests"]["update"]) == (6, messages)
+
+
+def spanning(**options):
+    """What only workers that meet can do: batch norm over all, clipping, exchanges, edits; and a scheduler."""
+    with evenstep.Run(shards=8, seed=3, quiet=True, **options) as run:
+        model = build()
+        model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), 0.01))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        for number, batch in enumerate(run.batches(images(), batch_size=18, epochs=2)):
+            run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]), clip_norm=0.5)
+            scheduler.step()
+            if number == 2:
+                run.edit(lambda: model[0].weight.clamp_(-0.2, 0.2))
+        total = run.exchange("x", lambda shard: torch.tensor([float(shard)]))
+        return float(total), {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_workers_that_aggregate_can_do_all_that_workers_do(servers):
+    def make(transports):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        return ParameterServer(model, optimizer, transports=transports, servers=servers)
+
+    total, state = spanning()
+    with serving(make, "tcp") as url:
+        for found in run_workers(2, lambda _: spanning(sync="server", server=url)):
+            assert found[0] == total
+            assert same(found[1], state)
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+def test_a_scheduler_of_the_worker_moves_the_servers_learning_rate(aggregate):
+    def train(**options):
+        with evenstep.Run(shards=4, quiet=True, **options) as run:
+            model = build()
+            model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), sync_batchnorm=False)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            for batch in run.batches(images(), batch_size=18):
+                run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+                scheduler.step()
+            return {name: value.clone() for name, value in model.state_dict().items()}
+
+    expected, net = train(), build()
+    with ParameterServer(net, torch.optim.SGD(net.parameters(), 0.1), transports=("tcp",)) as server:
+        assert same(train(sync="server", server=server.url, aggregate=aggregate), expected)
+        assert server.store.optimizer.param_groups[0]["lr"] == 0.1 * 0.5 * 0.5, "that of the last step"
+
+
 def test_the_first_worker_puts_the_model_where_the_server_has_none():
     seen, state = train("Adam")
     make = lambda transports: ParameterServer(None, OPTIMIZERS["Adam"], workers=2, transports=transports)  # noqa: E731
@@ -185,9 +247,8 @@ def test_what_would_see_this_worker_only_is_refused(tmp_path):
         evenstep.Run(sync="server", server=server.url, staleness=None, quiet=True) as run,
     ):
         model = build()
-        model, optimizer = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
+        model, _ = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
         calls = {
-            "save": lambda: run.save(tmp_path),
             "load": lambda: run.load(tmp_path),
             "checkpoint": lambda: run.checkpoint(tmp_path, every=1),
             "exchange": lambda: run.exchange("x", lambda _: torch.ones(2)),
@@ -198,6 +259,8 @@ def test_what_would_see_this_worker_only_is_refused(tmp_path):
                 call()
         batch = next(run.batches(images(), 18))
         run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
-        optimizer.param_groups[0]["lr"] = 0.5
-        with pytest.raises(UnsupportedError, match="the server steps with its own"):
-            run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+        run.save(tmp_path / "saved")
+        saved = load_file(next((tmp_path / "saved").glob("*.safetensors")))
+        assert same({name.removeprefix("model."): value for name, value in saved.items()}, model.state_dict())
+        with pytest.raises(RefusedError, match="expected options for each"):
+            run._engine.client.update({}, options=[])

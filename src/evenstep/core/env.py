@@ -59,6 +59,7 @@ class Environment:
         resume: Whether to go on from the newest checkpoint.
         faults: Where a test has planted faults for this process.
         place: Where the group of this worker stands, if there are groups and servers.
+        job: Tells the job of a launcher from others; None: there is no launcher.
     """
 
     worker: int = 0
@@ -74,6 +75,7 @@ class Environment:
     resume: bool = False
     faults: Path | None = None
     place: Place | None = None
+    job: str | None = None
 
 
 def _number(name: str, divisor: int = 1) -> Any:
@@ -103,6 +105,7 @@ def read() -> Environment:
         "resume": bool(_number("EVENSTEP_RESUME")),
         "faults": Path(faults) if faults else None,
         "place": _place(os.environ.get("EVENSTEP_PLACE")),
+        "job": os.environ.get("EVENSTEP_JOB"),
     }
     worker = _number("EVENSTEP_WORKER")
     if worker is not None:
@@ -150,6 +153,7 @@ def worker_variables(
     supervised: bool = False,
     timeout_s: float | None = None,
     resume: bool = False,
+    job: str | None = None,
 ) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
     variables = {
@@ -164,6 +168,8 @@ def worker_variables(
         variables["EVENSTEP_SUPERVISED"] = "1"
     if timeout_s is not None:
         variables["EVENSTEP_STEP_TIMEOUT_MS"] = str(round(1000 * timeout_s))
+    if job is not None:
+        variables["EVENSTEP_JOB"] = job
     if resume:
         variables["EVENSTEP_RESUME"] = "1"
     return variables

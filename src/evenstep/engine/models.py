@@ -102,6 +102,11 @@ class Models:
         """Remember the buffers as shard 0 left them; they are what the step will commit."""
         self._kept = {name: buffer.clone() for name, buffer in buffers.items()}
 
+    @property
+    def kept_buffers(self) -> dict[str, Tensor]:
+        """The buffers as shard 0 left them, if it was computed here: what the step will commit."""
+        return self._kept or {}
+
     def take_buffers(self) -> dict[str, Tensor]:
         """The buffers as shard 0 left them, if it was computed here, for whoever commits them instead of us."""
         kept, self._kept = self._kept or {}, None

@@ -300,6 +300,10 @@ class Engine:
             gradient.mul_(scale.to(gradient.device))
         return float(total)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds."""
+        return self.state.tensors()
+
     def whole(self) -> AbstractContextManager[None]:
         """While this is open, the shards of this worker are those it has when everyone evaluates together."""
         return nullcontext()

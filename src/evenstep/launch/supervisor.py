@@ -10,6 +10,7 @@ Workers die with it (the kernel sees to that), and the segment has no name, so n
 
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -85,6 +86,7 @@ class Job:
 class _Supervisor:
     def __init__(self, job: Job, console: Console) -> None:
         self._job, self._console = job, console
+        self._name = secrets.token_hex(4)
         self._segment = Segment.create(MAX_SHARDS)
         self._board = Board(self._segment)
         self._selector = selectors.DefaultSelector()
@@ -114,11 +116,13 @@ class _Supervisor:
             "committed": self._on_committed,
             "silent": self._on_silent,
             "slow": lambda _, event: console.say(event["slow"]),
+            "says": lambda _, event: console.say(event["says"]),
             "stopped": self._on_stopped,
             "closed": self._on_closed,
             "ended": self._on_ended,
             "fingerprint": lambda _, event: console.note_fingerprint(event["operation"], event["fingerprint"]),
             "error": self._on_error,
+            "final": self._on_final,
         }
 
     # ---- the one loop ----
@@ -218,6 +222,7 @@ class _Supervisor:
             supervised=True,
             timeout_s=self._job.step_timeout_s,
             resume=self._job.resume,
+            job=self._name,
         )
         if self._job.place is not None:
             variables |= self._job.place.variables()
@@ -253,7 +258,7 @@ class _Supervisor:
             self._form()
         elif self._stop_signal is not None:
             self._lose(worker)
-        elif worker.replaying and not worker.closed and worker.code >= 0 and self._others(worker):
+        elif worker.replaying and not (worker.closed or worker.final) and worker.code >= 0 and self._others(worker):
             self._console.say(f"{worker.describe_end()} before it had caught up; the others go on without it")
             self._console.show_error(worker.error)
             self._wanted = min(self._wanted, len(self._others(worker)))
@@ -275,7 +280,7 @@ class _Supervisor:
             return False
         again = self._failed_at == committed
         self._failed_at = committed
-        return worker.hopeless or worker.mistake or not self._stepped or again or worker.closed
+        return worker.final or worker.hopeless or worker.mistake or not self._stepped or again or worker.closed
 
     def _lose(self, worker: WorkerProcess) -> None:
         """Go on without a worker, and start another one in its place."""
@@ -484,7 +489,7 @@ class _Supervisor:
         for other in self._others(worker):
             if other.waits:  # nobody will call it any more
                 other.signal(signal.SIGTERM)
-        self._deadline = time.monotonic() + _GRACE_S
+        self._deadline = time.monotonic() + (0 if worker.final else _GRACE_S)
 
     # ---- what workers say ----
 
@@ -537,6 +542,9 @@ class _Supervisor:
         worker.error, worker.mistake = event["error"], event.get("mistake", False)
         worker.hopeless = event.get("hopeless", False)
         self._console.log_error(worker.number, event["error"])
+
+    def _on_final(self, worker: WorkerProcess, _: Event) -> None:
+        worker.final = True
 
     def _on_committed(self, _: WorkerProcess, event: Event) -> None:
         self._stepped = True

@@ -30,6 +30,7 @@ class WorkerProcess:
         code: Its exit code, or minus the signal that killed it; None while it lives.
         error: What it said of its own end.
         mistake: That is one sentence to the user, who needs no traceback.
+        final: Without it the others cannot go on either.
         hopeless: It would fail again: nobody shall replace it.
         pending: The beginnings of lines, by stream.
     """
@@ -50,6 +51,7 @@ class WorkerProcess:
     code: int | None = None
     error: str | None = None
     mistake: bool = False
+    final: bool = False
     hopeless: bool = False
     pending: dict[str, bytes] = field(default_factory=dict)
 

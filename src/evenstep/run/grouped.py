@@ -34,6 +34,7 @@ from evenstep.plan.groups import parts_of
 from evenstep.plan.placement import balance
 from evenstep.run.arrivals import Arrivals, Awaited
 from evenstep.run.courier import Courier, Line
+from evenstep.run.served import options_of
 from evenstep.run.servers import Servers
 from evenstep.server.recipes import Recipe, describe
 
@@ -220,7 +221,7 @@ class GroupedEngine(Engine):
         assert courier is not None, "there is a pair, so something was prepared"
         early = self.place.lock and clip_norm is None and clip_value is None  # a norm needs all gradients first
         self._gradients.send = self._hand_over if early else None
-        self._options = pair.hyperparameters()
+        self._options = options_of(pair)
         outcome = super().step(samples, function, pair, clip_norm, clip_value)
         self._arrivals.version = self.version
         if self.ledger.took_part:

@@ -31,6 +31,7 @@ from evenstep.exchange.journal import Entry
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.plan.placement import cut
 from evenstep.run import checkpoint
+from evenstep.run.aggregated import AggregatedEngine
 from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
 from evenstep.run.grouped import GroupedEngine
@@ -69,6 +70,8 @@ class Run:
         update_every: Batches between two updates, or "epoch". With more than one batch each worker trains by itself in
             between, with the optimizer that it prepares, and sends what that changed; the server needs none then.
         token: For the server.
+        aggregate: Whether the workers of this machine add up their gradients and send one update, so that they are one
+            worker to the server. None: if `staleness` is 0 and every batch is an update: then it changes no bit.
 
     Attributes:
         worker: The number of this worker in its group, 0 for the first.
@@ -95,6 +98,7 @@ class Run:
         staleness: int | None = 0,
         update_every: int | Literal["epoch"] = 1,
         token: str | None = None,
+        aggregate: bool | None = None,
     ) -> None:
         self._env = environment.read()
         self.config = RunConfig.resolve(
@@ -108,7 +112,7 @@ class Run:
             on_nondeterminism=on_nondeterminism,
         )
         _check_device(self.config.device)
-        through = Through(sync, server, staleness, update_every, token)
+        through = Through(sync, server, staleness, update_every, token, aggregate)
         through.check()
         place = self._env.place
         if place is not None and through.server is not None:
@@ -116,9 +120,10 @@ class Run:
                 f"the command line starts servers, but the script says Run(server={server!r}): say one of them"
             )
         self.group, self.num_groups = (place.group, place.groups) if place is not None else (0, 1)
-        self._ledger = (join if through.server is None else alone)(self._env, self.config.timeout_s)
+        self._apart = apart = through.server is not None and not through.together
+        self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
         self._group = self._ledger.group
-        self.worker = self._group.worker if through.server is None else self._env.worker
+        self.worker = self._env.worker if apart else self._group.worker
         self._tracked: dict[str, Any] = {}
         self._position: dict[str, int] | None = None  # where the loaded checkpoint was
         self._epochs = 0  # that were asked for so far
@@ -135,8 +140,14 @@ class Run:
             self._engine: Engine = GroupedEngine(self.config, self._ledger, place)
         elif through.server is None:
             self._engine = Engine(self.config, self._ledger)
+        elif through.together:
+            try:
+                self._engine = AggregatedEngine(self.config, self._ledger, through)
+            except BaseException:
+                self._close_group()
+                raise
         else:
-            self._engine = ServedEngine(self.config, self._ledger, through, self._env.worker, self._env.num_workers)
+            self._engine = ServedEngine(self.config, self._ledger, through, self._env)
         self._closed = False
         self._group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
         try:
@@ -146,7 +157,7 @@ class Run:
             self._tell_others()
             self._release()
             raise
-        if not self.config.quiet and not (through.server is not None and self.worker > 0):
+        if not self.config.quiet and not (apart and self.worker > 0):
             self._display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
         seed_all(seed)
 
@@ -226,6 +237,11 @@ class Run:
         Raises:
             UnsupportedError: It is such a run.
         """
+        if isinstance(self._engine, AggregatedEngine) and what in ("load", "checkpoint"):
+            raise UnsupportedError(
+                f"run.{what} in a run with sync='server' would need the optimizer's state, which is the server's: it "
+                "keeps and restores it by --directory, --snapshot-every and --durable"
+            )
         if isinstance(self._engine, ServedEngine):
             raise UnsupportedError(
                 f"run.{what} in a run with sync='server' would see this worker only: the parameters are the server's, "
@@ -252,7 +268,12 @@ class Run:
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._engine.close()
-        if (self._env.num_workers == 1 and self._env.segment_fd is None) or isinstance(self._engine, ServedEngine):
+        self._close_group()
+
+    def _close_group(self) -> None:
+        """Let go of the segment, unless another run of this process may go on in it."""
+        alone_here = self._env.num_workers == 1 and self._env.segment_fd is None
+        if alone_here or self._apart:
             self._group.close()
 
     # ---- what a user calls ----
@@ -677,19 +698,25 @@ class Run:
         self._tracked[name] = value
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint (worker 0; the others wait). All workers must call this alike, between steps."""
-        self._refuse_served("save")
+        """Write a checkpoint (worker 0; the others wait). All workers must call this alike, between steps.
+
+        Through a server, it holds the server's parameters, and not the state of its optimizer; workers that send
+        updates on their own do not wait. Several groups wait for each other, and the first writes.
+        """
+        tag = f"save {self._meetings}"
 
         def attempt() -> Entry:
             failure = None
-            if self._group.rank == 0:
+            self._engine.level(tag)
+            if self._group.rank == 0 and self.group == 0 and not (self._apart and self.worker > 0):
                 try:
-                    checkpoint.write(Path(path), self._engine.state.tensors(), self._facts())
+                    checkpoint.write(Path(path), self._engine.tensors(), self._facts())
                 except CheckpointError as error:
                     failure = str(error)
             return Entry("save", self._group.gather_json("save", failure)[0])
 
         failure = self._perform("save", attempt, lambda entry, _: entry.value)
+        self._meetings += 1
         if failure is not None:
             raise CheckpointError(failure)
 

@@ -6,6 +6,10 @@ A worker computes its share of the shards of every batch, as in any run. What ha
   the fixed tree, as an owner does in a run without a server, and steps: the parameters are equal to the bit.
 - else: it sends the mean gradient over its own samples, and goes on with what the server has then.
 - every so many batches or every epoch: it trains by itself with its own optimizer, and sends what that changed.
+
+A worker that died and is started again by the launcher runs its script from the beginning. Asynchronously, the updates
+that its earlier life has sent are left out: it goes on with the batch after them, from the server's parameters. A
+synchronous update needs what died with the worker, so the run ends with a sentence (`aggregated.py` has none of this).
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
+from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError, MismatchError, UnsupportedError
+from evenstep.core.events import send
 from evenstep.engine.compute import Samples, ShardResult, StepFunction, Work
 from evenstep.engine.gradients import Gradients
 from evenstep.engine.pair import Pair
@@ -32,9 +38,11 @@ from evenstep.plan.placement import cut
 from evenstep.server.client import Client
 from evenstep.server.connecting import connect
 
-__all__ = ["ServedEngine", "Through"]
+__all__ = ["PREFIX", "ServedEngine", "Through", "options_of"]
 
-_PREFIX = "model."  # what the run calls its first model; the server knows the bare names
+_sent_before: dict[str, int] = {}  # what earlier lives of this process's workers have sent, by name
+
+PREFIX = "model."  # what the run calls its first model; the server knows the bare names
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class Through:
         staleness: What the server was started with.
         update_every: Batches between two updates, or "epoch".
         token: For the server.
+        aggregate: Whether the workers of this machine send one update together; None: if they are synchronous.
     """
 
     sync: str = "exchange"
@@ -54,6 +63,7 @@ class Through:
     staleness: int | None = 0
     update_every: int | str = 1
     token: str | None = None
+    aggregate: bool | None = None
 
     def check(self) -> None:
         """See that it makes sense.
@@ -70,6 +80,35 @@ class Through:
             raise ConfigError(f"update_every={every!r}, expected a number of batches above 0, or 'epoch'")
         if every != 1 and self.server is None:
             raise ConfigError(f'update_every={every!r} is for sync="server": without a server every batch is an update')
+        if self.aggregate is not None and self.server is None:
+            raise ConfigError(
+                f'aggregate={self.aggregate!r} is for sync="server": without a server all add up together'
+            )
+        if self.aggregate and every != 1:
+            raise ConfigError(f"aggregate=True sends the update of every batch; update_every={every!r} does not")
+
+    @property
+    def together(self) -> bool:
+        """Whether the workers of this machine are one worker to the server."""
+        wanted = self.aggregate if self.aggregate is not None else self.staleness == 0 and self.update_every == 1
+        return self.server is not None and wanted
+
+    def connect(self, worker: str, timeout_s: float) -> Client:
+        """Connect to the server.
+
+        Raises:
+            ConfigError: It has another staleness.
+            UnreachableError: Nobody is there.
+        """
+        assert self.server is not None, "it goes with sync"
+        client = connect(self.server, worker=worker, token=self.token, timeout_s=timeout_s)
+        if client.staleness != self.staleness:
+            client.close()
+            raise ConfigError(
+                f"the server at {self.server} has staleness {client.staleness} but the script says "
+                f"Run(staleness={self.staleness}); it decides what the arithmetic is, so both must say the same"
+            )
+        return client
 
 
 class NodeGradients(Gradients):
@@ -102,6 +141,11 @@ class NodeGradients(Gradients):
             found.append((span, held))
         return found
 
+    def finish(self) -> dict[int, Tensor | None]:
+        """The sums over this worker's shards alone, from left to right."""
+        found = _added(self.nodes())
+        return {i: found.get(i) for i in range(len(self._like))}
+
 
 class ServedEngine(Engine):
     """The engine of a worker that trains through a server.
@@ -110,40 +154,49 @@ class ServedEngine(Engine):
         config: Of the run.
         ledger: Of a group of one.
         through: Which server, and how.
-        worker: The number of this worker.
-        num_workers: How many there are.
+        env: Which worker this is, of how many.
 
     Raises:
         ConfigError: The server has another staleness.
         UnreachableError: Nobody is there.
+        UnsupportedError: This worker was started again, and synchronous updates need what it had.
     """
 
-    def __init__(self, config: RunConfig, ledger: Ledger, through: Through, worker: int, num_workers: int) -> None:
-        self._hyperparameters: dict[int, list[dict[str, Any]]] = {}  # as they were at the first step
-        assert through.server is not None, "the caller has looked"
+    def __init__(self, config: RunConfig, ledger: Ledger, through: Through, env: Environment) -> None:
+        self._options: list[dict[str, Any]] = []  # as the server knows them
+        worker, num_workers = env.worker, env.num_workers
         self._through, self._worker, self._num_workers = through, worker, num_workers
         self._local = through.update_every != 1
         self._own = cut(config.shards, num_workers)[worker]
         self._since: dict[str, Tensor] = {}  # what the server had when this worker began to train by itself
         self._steps = 0
-        self._timeout_s = config.timeout_s
+        self._last: list[Any] = [0.0, {}]  # the results of the last step, or of the last that an earlier life has sent
         try:
-            self.client = self._connect(through.server)
+            self.client = through.connect(_name(env), config.timeout_s)
+            self._left_out = self._look_back(env)
         except BaseException:
             ledger.group.close()
             raise
         super().__init__(config, ledger)
 
-    def _connect(self, url: str) -> Client:
-        through = self._through
-        client = connect(url, worker=f"worker-{self._worker}", token=through.token, timeout_s=self._timeout_s)
-        if client.staleness != through.staleness:
-            client.close()
-            raise ConfigError(
-                f"the server at {through.server} has staleness {client.staleness} but the script says "
-                f"Run(staleness={through.staleness}); it decides what the arithmetic is, so both must say the same"
+    def _look_back(self, env: Environment) -> int:
+        """How many updates an earlier life of this worker has sent, which the script will come to again."""
+        if env.job is None or env.events_fd is None:  # nobody starts it again
+            return 0
+        before = _sent_before.setdefault(self.client.worker, self.client.sequence)
+        if before and self._through.staleness == 0:
+            self.client.close()
+            send(env.events_fd, {"final": True})
+            raise UnsupportedError(
+                f"worker {env.worker} died after {before} updates and was started again, but synchronous updates need "
+                "what it had; start the run again, or use aggregate=True, where it would have been replaced"
             )
-        return client
+        if before:
+            reply = self.client.last_update()
+            self._last = reply["notes"][0]["last"]
+            said = f"worker {env.worker} is back: the {before} updates that it has sent are left out"
+            send(env.events_fd, {"says": said})
+        return before
 
     def _replan(self, spans: list[tuple[int, int]] | None = None) -> None:
         super()._replan([self._own])
@@ -173,16 +226,16 @@ class ServedEngine(Engine):
             )
         super().prepare(model, optimizer)
         for pair in self.pairs:
-            if not self._local:
-                pair.gradients = NodeGradients(self.group, pair.names, pair.parameters, self.config.shards)
-                pair.gradients.replan([self._own])
+            self._options = options_of(pair)
+            pair.gradients = NodeGradients(self.group, pair.names, pair.parameters, self.config.shards)
+            pair.gradients.replan([self._own])
         self._join()
 
     def _join(self) -> None:
-        state = {name.removeprefix(_PREFIX): tensor for name, tensor in self.state.tensors().items()}
+        state = {name.removeprefix(PREFIX): tensor for name, tensor in self.state.tensors().items()}
         state = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer")}
         if self._worker == 0 and self.client.status()["owner"] is None:
-            buffers = [name.removeprefix(_PREFIX) for name in self.models.slots.buffers]
+            buffers = [name.removeprefix(PREFIX) for name in self.models.slots.buffers]
             self.client.put_parameters(state, buffers=buffers)
         theirs = self.client.get_parameters()
         here = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
@@ -195,11 +248,11 @@ class ServedEngine(Engine):
 
     def _take_over(self, values: dict[str, Tensor]) -> None:
         """Put the server's values in place of ours."""
-        entries = [self.state.entries[_PREFIX + name] for name in values]
+        entries = [self.state.entries[PREFIX + name] for name in values]
         with torch.no_grad():
             self.state.save(entries)
             for entry in entries:
-                entry.live.copy_(values[entry.name.removeprefix(_PREFIX)])
+                entry.live.copy_(values[entry.name.removeprefix(PREFIX)])
             self._pull()
         if self._local:
             self._since = {name: tensor.clone() for name, tensor in values.items()}
@@ -216,15 +269,14 @@ class ServedEngine(Engine):
         sizes = list(samples.sizes)
         if self._local or self.client.staleness != 0:  # a mean over this worker's samples
             sizes = [size if k in self.mine else 0 for k, size in enumerate(sizes)]
+        if self._left_out or (self._local and not any(sizes)):
+            return Entry(kind, [*self._last, None, []])
         if self._local:
             mine = _Some(samples, sizes)
             return super()._try(kind, mine, function, pair, clip_norm, clip_value)
         if clip_norm is not None or clip_value is not None:
-            raise UnsupportedError("gradients are added up on the server, so they cannot be clipped here")
-        if pair.hyperparameters() != self._hyperparameters.setdefault(id(pair), pair.hyperparameters()):
             raise UnsupportedError(
-                "the options of the optimizer were changed (by a scheduler?), but the server steps with its own; leave "
-                "them as they were, or train with update_every=n, where each worker steps by itself"
+                "gradients are added up on the server, so they cannot be clipped here; with aggregate=True they can"
             )
         parts = {k: samples.part(k) for k in self.mine if sizes[k]}
         work = Work(self.version, parts, sizes, samples.name, function, pair)
@@ -232,16 +284,20 @@ class ServedEngine(Engine):
         results = self.compute.run(work) if parts else {}
         pair.gradients.end_backward()
         notes = self._send(work, results)
-        loss, metrics = _means(notes, sizes)
-        return Entry(kind, [loss, metrics, None, []])
+        pair.stepped_elsewhere()
+        outcome = list(_means(notes, sizes)) if any(sizes) else self._last  # it may have no sample of a short batch
+        return Entry(kind, [*outcome, None, []])
 
     def _send(self, work: Work, results: dict[int, ShardResult]) -> list[Any]:
         """Send the gradients, and take over what the server makes of them."""
         gradients = work.pair.gradients
         assert isinstance(gradients, NodeGradients), "prepare has put it there"
-        names = [name.removeprefix(_PREFIX) for name in work.pair.names]
-        note = {"batch": [work.samples, list(work.sizes)], "results": {k: _pack(r) for k, r in results.items()}}
-        buffers = {name.removeprefix(_PREFIX): t for name, t in self.models.take_buffers().items()}
+        names = [name.removeprefix(PREFIX) for name in work.pair.names]
+        packed = {k: _pack(r) for k, r in results.items()}
+        note: dict[str, Any] = {"batch": [work.samples, list(work.sizes)], "results": packed}
+        if self.client.staleness != 0:
+            note["last"] = list(_means([note], work.sizes)) if packed else self._last
+        buffers = {name.removeprefix(PREFIX): t for name, t in self.models.take_buffers().items()}
         more: dict[str, Any] = {"note": note, "buffers": list(buffers)}
         update: dict[str, Tensor] = dict(buffers)
         nodes = gradients.nodes()
@@ -256,7 +312,10 @@ class ServedEngine(Engine):
         else:
             update |= {names[i]: total for i, total in _added(nodes).items()}
             more["samples"] = sum(work.sizes)
+        if (options := options_of(work.pair)) != self._options:
+            more["options"] = options
         reply = self.client.update(update, timeout_s=self.config.timeout_s, **more)
+        self._options = options
         notes: list[Any] = reply["notes"]
         if any(other["batch"] != note["batch"] for other in notes):
             raise MismatchError(f"workers sent updates of different batches at version {work.version}: {notes}"[:1000])
@@ -267,26 +326,35 @@ class ServedEngine(Engine):
         """A step is committed: send what this worker has changed by itself, if it is time."""
         self._steps += 1
         if isinstance(self._through.update_every, int) and self._steps % self._through.update_every == 0:
-            self._send_changes()
+            self._updated()
 
     def end_of_epoch(self) -> None:
         """As above, at the end of an epoch."""
         if self._through.update_every == "epoch":
+            self._updated()
+
+    def _updated(self) -> None:
+        """The time of an update has come: it is sent, or was by an earlier life."""
+        if self._left_out:
+            self._left_out -= 1
+            _sent_before[self.client.worker] -= 1
+        elif self._local:
             self._send_changes()
 
     def _send_changes(self) -> None:
-        names = [name.removeprefix(_PREFIX) for name in self.models.slots.parameters]
-        now = {name: self.state.entries[_PREFIX + name].live for name in names}
+        names = [name.removeprefix(PREFIX) for name in self.models.slots.parameters]
+        now = {name: self.state.entries[PREFIX + name].live for name in names}
         changes = {name: self._since[name] - now[name] for name in names if self._is_trained(name)}
         buffers = {}
         if 0 in self.mine:
-            buffers = {n.removeprefix(_PREFIX): self.state.entries[n].live for n in self.models.slots.buffers}
-        version = self.client.update_parameters({**changes, **buffers}, kind="delta", buffers=list(buffers))
+            buffers = {n.removeprefix(PREFIX): self.state.entries[n].live for n in self.models.slots.buffers}
+        note = {"last": self._last}
+        version = self.client.update_parameters({**changes, **buffers}, kind="delta", buffers=list(buffers), note=note)
         self._take_over(self.client.get_parameters(min_version=version))
         self.models.remember_versions()
 
     def _is_trained(self, name: str) -> bool:
-        return self.models.slots.parameters[_PREFIX + name].requires_grad
+        return self.models.slots.parameters[PREFIX + name].requires_grad
 
     def step(
         self,
@@ -298,9 +366,13 @@ class ServedEngine(Engine):
     ) -> Any:
         """See `Engine.step`; the other workers meet this one at the server only."""
         outcome = super().step(samples, function, pair, clip_norm, clip_value)
-        if self._local:
-            self.adopted()
+        self._last = [float(outcome.loss), outcome.metrics]
+        self.adopted()
         return outcome
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Engine.tensors`: what the server has now."""
+        return {PREFIX + name: value for name, value in self.client.get_parameters().items()}
 
     def _keep_pace(self) -> None:
         """A worker keeps its shards."""
@@ -324,6 +396,17 @@ class _Some:
 
     def part(self, shard: int) -> Any:
         return self.whole.part(shard)
+
+
+def options_of(pair: Pair) -> list[dict[str, Any]]:
+    """The options that an optimizer steps with, without what schedulers note beside them."""
+    known = pair.optimizer.defaults
+    return [{key: value for key, value in group.items() if key in known} for group in pair.hyperparameters()]
+
+
+def _name(env: Environment) -> str:
+    """What this worker calls itself: alike for all its lives in one job, and in no other job."""
+    return f"worker-{env.worker}" if env.job is None else f"worker-{env.worker}.{env.job}"
 
 
 def _added(nodes: Sequence[tuple[tuple[int, int], dict[int, Tensor]]]) -> dict[int, Tensor]:

@@ -3,7 +3,7 @@
 import torch
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.recipes import check_options
+from evenstep.server.hyperparameters import check_options
 from evenstep.server.rounds import Contribution
 from evenstep.server.state import State
 from evenstep.server.wire import Spec
@@ -31,7 +31,8 @@ def check_contribution(state: State, kind: str, part: Contribution, *, finite: b
         raise RefusedError(f"an update of kind {kind[:40]!r}, expected one of {', '.join(KINDS)}")
     if kind == "gradient" and state.optimizer is None:
         raise RefusedError('this server has no optimizer; send deltas (kind="delta")', 409)
-    check_options(state.optimizer if state.by_recipe else None, part.options)
+    if part.options is not None:
+        check_options(state.optimizer, part.options)
     groups = [(part.tensors, False), (part.buffers, True), *((held, False) for _, held in part.nodes)]
     for tensors, buffers in groups:
         for name, tensor in tensors.items():

@@ -167,8 +167,23 @@ class Client:
                     f"version {min_version} of the parameters did not come in time; the server is at {self.version}"
                 )
 
+    @property
+    def sequence(self) -> int:
+        """The number of the last update under this worker's name."""
+        return self._sequence
+
+    def _number(self, sequence: int | None) -> int:
+        """The number of what is sent next: the next one, or what the caller says."""
+        self._sequence = self._sequence + 1 if sequence is None else sequence
+        return self._sequence
+
     def put_parameters(
-        self, parameters: Mapping[str, Tensor], *, force: bool = False, buffers: Iterable[str] = ()
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        force: bool = False,
+        buffers: Iterable[str] = (),
+        sequence: int | None = None,
     ) -> int:
         """Give the parameters their values; return the version.
 
@@ -176,12 +191,15 @@ class Client:
             parameters: All of them.
             force: Replace values that are there.
             buffers: Which of them the optimizer does not train.
+            sequence: As for `update_parameters`.
 
         Raises:
             RefusedError: They have values already, and `force` is not set.
         """
         tensors = {name: value.detach().cpu().contiguous() for name, value in parameters.items()}
         fields = {"worker": self.worker, "force": force, "buffers": list(buffers)}
+        if sequence is not None:
+            fields["sequence"] = self._number(sequence)
         return int(self._call(lambda channel: channel.push("put", fields, tensors))["version"])
 
     def update_parameters(
@@ -202,7 +220,9 @@ class Client:
             samples: How many samples this is a mean over; its weight in a synchronous update.
             base: Which version it was computed from; a synchronous server refuses any but its own.
             timeout_s: How long to wait for the other workers.
-            **more: Further fields: tree nodes, buffers, a note.
+            **more: Further fields: tree nodes, buffers, a note; `sequence`, the number of this update if it is not
+                just the next one: an update that was sent under this number before is not applied again; `options`,
+                what the server's optimizer steps with from this update on, as a list with a dict for each group.
 
         Raises:
             RefusedError: The server does not want it; it was not applied.
@@ -217,6 +237,7 @@ class Client:
         kind: str = "gradient",
         base: int | None = None,
         timeout_s: float | None = None,
+        sequence: int | None = None,
         **more: Any,
     ) -> Fields:
         """As `update_parameters`, but returns everything that the server says."""
@@ -227,8 +248,7 @@ class Client:
             if not self._locked and kind == "delta":
                 return self._change(tensors)
             self._await_turn(deadline)
-            self._sequence += 1
-            fields: Fields = {"worker": self.worker, "sequence": self._sequence, "kind": kind, **more}
+            fields: Fields = {"worker": self.worker, "sequence": self._number(sequence), "kind": kind, **more}
             fields["session"] = self._session
             if base is not None:
                 fields["base"] = base
@@ -279,6 +299,10 @@ class Client:
         reply = self._call(change, register=True)
         self.version = max(self.version, reply["version"])
         return reply
+
+    def last_update(self) -> Fields:
+        """What the server said to the last update under this worker's name, whoever sent it."""
+        return self._wait(self._deadline(None), sequence=self._sequence)
 
     def wait(self, version: int, timeout_s: float | None = None) -> int:
         """Wait until the parameters have at least a version; return theirs."""

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from evenstep.core.errors import CheckpointError, RefusedError
 from evenstep.server import records
+from evenstep.server.decisions import Decided
 from evenstep.server.follower import Follower, Staged
 from evenstep.server.recipes import state_of
 from evenstep.server.slices import Slices
 from evenstep.server.state import Applied
-from evenstep.server.store import Decided, Store
+from evenstep.server.store import Store
 from evenstep.server.wire import Spec
 from evenstep.server.workers import Acknowledged
 
@@ -137,7 +138,7 @@ class Keeper:
                 "groups": _groups(store),
                 "place": [store.place.index, store.place.count, store.place.name],
                 "layout": store.slices.text.decode() if store.slices is not None else None,
-                "decided": list(store.decided),
+                "decided": store.decisions.since(-1),
                 "state": state.name,
                 "crc32": checksum,
                 "log": path.name,
@@ -214,7 +215,7 @@ class Keeper:
         _restore_optimizer(store, tensors, facts["values"], facts["groups"])
         state = store.state
         state.version, state.versions, state.owner = facts["version"], facts["versions"], facts["owner"]
-        store.decided.extend(records.to_decided({"version": v, "who": who}) for v, who in facts.get("decided", []))
+        store.decisions.extend(records.to_decided({"version": v, "who": who}) for v, who in facts.get("decided", []))
         for worker, (sequence, version, notes) in facts["acknowledged"].items():
             store.workers.acknowledged[worker] = Acknowledged(sequence, version, notes)
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from evenstep.core.errors import RefusedError
 from evenstep.server.checks import check_contribution
+from evenstep.server.decisions import Decided
 from evenstep.server.options import Options
 from evenstep.server.rounds import Contribution, Round
 from evenstep.server.slices import Place, Slices
 from evenstep.server.state import Applied, MakeOptimizer
-from evenstep.server.store import Decided, Store
+from evenstep.server.store import Store
 from evenstep.server.wire import Spec
 
 __all__ = ["Follower", "Staged"]
@@ -147,13 +148,16 @@ class Follower(Store):
                 self.workers.acknowledge(worker, sequence, 0, [], counts=False)
             self.after_put()
             return
-        total, buffers = first.part.tensors, first.part.buffers
+        total, buffers, options = first.part.tensors, first.part.buffers, first.part.options
         if self.options.staleness == 0 and first.kind != "put":
             round_ = Round()
             for worker, staged in found.items():
                 round_.add(worker, staged.kind, staged.part)
-            total, buffers = round_.total(), round_.buffers()
-        self.apply(Applied(first.kind, version, total, buffers, sequences, [], sessions))
+            total, buffers, options = round_.total(), round_.buffers(), round_.options()
+        self.apply(Applied(first.kind, version, total, buffers, sequences, [], options, sessions=sessions))
+        for who_else, staged in list(self.staged.items()):  # another life of the worker has sent it again
+            if staged.sequence <= sequences.get(who_else[0], 0):
+                del self.staged[who_else]
 
     def _tidy(self, alive: Collection[str]) -> None:
         """Forget what was not decided of workers that are gone, here and at server 0: who comes back sends it again."""

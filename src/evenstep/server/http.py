@@ -35,7 +35,7 @@ _PIECE_BYTES = 1 << 20
 _HEADER_BYTES = 32 << 10
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _NUMBERS = ("min_version", "since", "sequence", "samples", "base", "shards")
-_JSON = ("names", "spans", "buffers", "note", "wait_s", "force", "bfloat16", "versions")
+_JSON = ("names", "spans", "buffers", "note", "wait_s", "force", "bfloat16", "versions", "options")
 _OF_SEVERAL = ("staged", "order", "alive", "layout", "on")
 log = logging.getLogger("evenstep.server")
 

@@ -4,7 +4,7 @@ Only classes of `torch.optim` can be named: a recipe is data from a client, and 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from evenstep.core.errors import RefusedError, UnsupportedError
 
-__all__ = ["Recipe", "build", "check_options", "describe", "set_options", "state_of"]
+__all__ = ["Recipe", "build", "describe", "state_of"]
 
 Recipe = dict[str, Any]
 """{"class": "SGD", "groups": [{"names": [...], option: value, ...}]}"""
@@ -99,29 +99,6 @@ def build(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
         return kind(made, **first)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RefusedError(f"torch.optim.{kind.__name__} cannot be made: {error}") from error
-
-
-def check_options(optimizer: Optimizer | None, options: Any) -> None:
-    """See that new options, if there are any, fit to an optimizer that was made from a recipe.
-
-    Raises:
-        RefusedError: They do not.
-    """
-    if options is None:
-        return
-    if optimizer is None:
-        raise RefusedError("options come with the updates of an optimizer that was put as a recipe", 409)
-    if not isinstance(options, list) or len(options) != len(optimizer.param_groups):
-        raise RefusedError(f"options for {len(optimizer.param_groups)} groups of parameters are expected")
-    for given in options:  # a scheduler may have added some of its own
-        if not isinstance(given, dict) or "params" in given or not all(map(_is_plain, given.values())):
-            raise RefusedError(f"{str(given)[:60]!r} are no options of an optimizer: expected plain values")
-
-
-def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    """Give an optimizer other options, such as learning rates; they were checked."""
-    for group, given in zip(optimizer.param_groups, options, strict=True):
-        group.update(_options(given))
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:

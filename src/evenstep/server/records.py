@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from evenstep.server.decisions import Decided
 from evenstep.server.follower import Staged
 from evenstep.server.rounds import Contribution
 from evenstep.server.slices import Place, Slices
 from evenstep.server.state import Applied
-from evenstep.server.store import Decided
 from evenstep.server.wire import LENGTH_BYTES, Head, encode, head_length
 
 __all__ = [
@@ -88,6 +88,7 @@ def of_applied(applied: Applied) -> Record:
         "sequences": dict(applied.sequences),
         "sessions": dict(applied.sessions),
         "notes": applied.notes,
+        "options": applied.options,
         "buffers": list(applied.buffers),
     }
     return facts, {**applied.tensors, **applied.buffers}
@@ -98,8 +99,9 @@ def to_applied(record: Record) -> Applied:
     facts, tensors = record
     buffers = {name: tensors.pop(name) for name in facts["buffers"]}
     return Applied(
-        facts["kind"], facts["version"], tensors, buffers, facts["sequences"], facts["notes"], facts.get("sessions", {})
-    )
+        facts["kind"], facts["version"], tensors, buffers, facts["sequences"], facts["notes"], facts.get("options"),
+        sessions=facts.get("sessions", {}),
+    )  # fmt: skip
 
 
 def of_staged(worker: str, session: str, staged: Staged) -> Record:
@@ -110,6 +112,7 @@ def of_staged(worker: str, session: str, staged: Staged) -> Record:
         "who": [worker, session, staged.sequence],
         "of": staged.kind,
         "samples": part.samples,
+        "options": part.options,
         "shards": part.num_shards,
         "spans": [span for span, _ in part.nodes],
         "buffers": list(part.buffers),
@@ -130,7 +133,7 @@ def to_staged(record: Record, place: Place) -> tuple[tuple[str, str], Staged]:
         head = f"{first}-{end}/"
         held = {name.removeprefix(head): tensors.pop(name) for name in list(tensors) if name.startswith(head)}
         nodes.append(((first, end), held))
-    part = Contribution(tensors, facts["samples"], nodes, facts["shards"], buffers)
+    part = Contribution(tensors, facts["samples"], nodes, facts["shards"], buffers, None, facts["options"])
     slices = Slices.read(facts["layout"], place.count, split=place.split) if facts["layout"] is not None else None
     return (worker, session), Staged(sequence, facts["of"], part, slices, tuple(facts["untrained"]))
 

@@ -35,7 +35,7 @@ class Contribution:
         num_shards: K, if these are tree nodes.
         buffers: New values of what the optimizer does not train.
         note: Anything as JSON, which all contributors of the round get back.
-        options: What the optimizer shall step with, if not as before.
+        options: What the optimizer shall step with from now on; None: as before.
     """
 
     tensors: Tensors = field(default_factory=dict)
@@ -69,6 +69,9 @@ class Round:
                     "workers must send the same",
                     409,
                 )
+        told = [other.options for other in self.parts.values() if other.options is not None]
+        if told and part.options is not None and part.options != told[0]:
+            raise RefusedError(f"worker '{worker}' sends other options for the optimizer than the others", 409)
         taken = {span for other in self.parts.values() for span, _ in other.nodes}
         for first, end in (span for span, _ in part.nodes):
             if any(first < stop and start < end for start, stop in taken):
@@ -110,6 +113,22 @@ class Round:
             total[name] = inputs[0]
         return total
 
+    def merged(self) -> list[tuple[Span, dict[str, Tensor]]]:
+        """The tree nodes that are here, siblings added up for as long as there are some; from left to right."""
+        first = next(iter(self.parts.values()))
+        assert first.num_shards is not None, "the caller has looked"
+        known = tree.tree_nodes(first.num_shards)
+        found: list[tuple[Span, dict[str, Tensor]]] = []
+        for span, held in sorted((node for part in self.parts.values() for node in part.nodes), key=lambda n: n[0]):
+            right, sums = span, dict(held)
+            while found and found[-1][0][1] == right[0] and (found[-1][0][0], right[1]) in known:
+                left, before = found.pop()
+                for name, tensor in before.items():
+                    sums[name] = tensor.add_(sums[name]) if name in sums else tensor
+                right = (left[0], right[1])
+            found.append((right, sums))
+        return found
+
     def _total_of_means(self) -> dict[str, Tensor]:
         workers = sorted(self.parts)
         num_samples = sum(self.parts[worker].samples for worker in workers)
@@ -129,6 +148,10 @@ class Round:
     def buffers(self) -> dict[str, Tensor]:
         """New values of what the optimizer does not train."""
         return {name: value for part in self.parts.values() for name, value in part.buffers.items()}
+
+    def options(self) -> Any:
+        """What the optimizer shall step with, if anybody said so."""
+        return next((part.options for part in self.parts.values() if part.options is not None), None)
 
     def notes(self) -> list[Any]:
         """What the contributors had to say, in the order of their shards or names."""

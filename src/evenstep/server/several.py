@@ -195,7 +195,12 @@ class SeveralClient(Client):
         return self._leader._call(lambda channel: channel.ask(verb, fields), deadline)
 
     def put_parameters(
-        self, parameters: Mapping[str, Tensor], *, force: bool = False, buffers: Iterable[str] = ()
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        force: bool = False,
+        buffers: Iterable[str] = (),
+        sequence: int | None = None,
     ) -> int:
         """See `Client`."""
         deadline = self._deadline(None)
@@ -206,11 +211,11 @@ class SeveralClient(Client):
         )
         text = torch.frombuffer(bytearray(slices.text), dtype=torch.uint8)
         with self._lock:
-            self._sequence += 1
+            number = self._number(sequence)
             cut = [{**part, LAYOUT: text} for part in slices.cut(tensors)]
             fields = [
                 {
-                    "worker": self.worker, "session": self._session, "sequence": self._sequence, "force": force,
+                    "worker": self.worker, "session": self._session, "sequence": number, "force": force,
                     "buffers": [piece.name for piece in slices.pieces[n] if piece.parameter in untrained],
                 }
                 for n in range(slices.count)
@@ -229,6 +234,7 @@ class SeveralClient(Client):
         kind: str = "gradient",
         base: int | None = None,
         timeout_s: float | None = None,
+        sequence: int | None = None,
         **more: Any,
     ) -> Fields:
         """See `Client`."""
@@ -247,20 +253,19 @@ class SeveralClient(Client):
             self._leader._await_turn(deadline)
             buffers = list(more.pop("buffers", []))
             cut = slices.cut(self._compressor.pack(tensors), nodes="shards" in more, buffers=buffers)
-            return self._update(slices, kind, base, cut, buffers, more, deadline)
+            more |= {"kind": kind, "sequence": self._number(sequence)}
+            return self._update(slices, base, cut, buffers, more, deadline)
 
     def _update(
         self,
         slices: Slices,
-        kind: str,
         base: int | None,
         cut: list[dict[str, Tensor]],
         buffers: list[str],
         more: Fields,
         deadline: float,
     ) -> Fields:
-        self._sequence += 1
-        common = {"worker": self.worker, "session": self._session, "sequence": self._sequence, "kind": kind, **more}
+        common = {"worker": self.worker, "session": self._session, **more}
         fields = [{**common, "buffers": slices.names(n, buffers)} for n in range(slices.count)]
         for each in fields[1:]:
             each.pop("note", None)  # only server 0 answers with it
@@ -326,6 +331,10 @@ class SeveralClient(Client):
             if late and restage is not None:
                 restage()
         return True
+
+    def last_update(self) -> Fields:
+        """See `Client`."""
+        return self._leader._wait(self._deadline(None), sequence=self._sequence)
 
     def settle(self, timeout_s: float) -> None:
         """Bring all servers to the version of server 0.

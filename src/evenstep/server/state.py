@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from evenstep.server.hyperparameters import set_options
 from evenstep.server.images import Image, Images
-from evenstep.server.recipes import Recipe, build, set_options
+from evenstep.server.recipes import Recipe, build
 from evenstep.server.rounds import Tensors
 from evenstep.server.wire import Layout, Spec
 
@@ -32,9 +33,9 @@ class Applied:
         tensors: What the optimizer was given, what was subtracted, or the new values.
         buffers: New values of what the optimizer does not train.
         sequences: Whose updates these were.
-        sessions: Which life of each worker sent them, where it said so.
         notes: What the contributors had to say.
-        options: What the optimizer shall step with; None: as before.
+        options: What the optimizer shall step with from now on; None: as before.
+        sessions: Which life of each worker sent them, where it said so.
     """
 
     kind: str
@@ -43,8 +44,8 @@ class Applied:
     buffers: Tensors
     sequences: Mapping[str, int]
     notes: list[Any]
+    options: Any = None
     sessions: Mapping[str, str] = field(default_factory=dict)
-    options: list[dict[str, Any]] | None = None
 
 
 class State:
@@ -60,7 +61,6 @@ class State:
         version: How many updates there were.
         versions: When each parameter changed last.
         owner: Who put them.
-        by_recipe: Whether the optimizer was put with them.
         on_peer: Called with what another server told.
     """
 
@@ -74,7 +74,6 @@ class State:
         self.version = 0
         self.versions: dict[str, int] = {}
         self.owner: str | None = None
-        self.by_recipe = False
         self.on_peer: Callable[[Tensors], None] = lambda _: None
 
     def initialise(
@@ -111,7 +110,7 @@ class State:
         for name, parameter in trained.items():
             parameter.data = images.current.tensors[name]
         if recipe is not None:
-            self.optimizer, self.by_recipe = build(recipe, trained), True
+            self.optimizer = build(recipe, trained)
         elif self.make_optimizer is not None:
             trainable = [p for p in trained.values() if p.requires_grad]
             self.optimizer = self.make_optimizer(

@@ -14,7 +14,6 @@ What `staleness` means:
 Of several servers (`slices.py`) the first decides what is applied in which order; `follower.py` is the others.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -27,33 +26,23 @@ from torch.optim import Optimizer
 
 from evenstep.core.errors import RefusedError, ServerError
 from evenstep.server import status
+from evenstep.server.attended import HISTORY, Attended
 from evenstep.server.checks import check_contribution
+from evenstep.server.decisions import Decided, Decisions
 from evenstep.server.images import Image
 from evenstep.server.options import Options
 from evenstep.server.recipes import Recipe
 from evenstep.server.rounds import Contribution, Round, Tensors
 from evenstep.server.slices import Place, Slices
 from evenstep.server.state import Applied, MakeOptimizer, State
+from evenstep.server.view import View
 from evenstep.server.wire import Layout, Spec
-from evenstep.server.workers import Acknowledged, Workers
+from evenstep.server.workers import Acknowledged
 
-__all__ = ["Applied", "Decided", "Journal", "Options", "Pending", "Store", "View"]
+__all__ = ["Applied", "Journal", "Options", "Pending", "Store", "View"]
 
-Decided = tuple[int, dict[str, tuple[int, str]]]
-"""A version, and of which updates it was made: {worker: (sequence number, session)}."""
-
-log = logging.getLogger("evenstep.server")
-_HISTORY = 512
-_DECISIONS = 1024  # more than there can be updates under way
 _READERS_S = 1.0
 _PAUSE_S = 1.0
-
-
-class Journal(Protocol):
-    """Where updates are written down before they count."""
-
-    def append(self, applied: Applied) -> None:
-        """Write one down so that it survives the process."""
 
 
 @dataclass(frozen=True)
@@ -63,35 +52,14 @@ class Pending:
     version: int
 
 
-class View:
-    """Parameters of one version, which nobody changes until it is closed. A context manager.
+class Journal(Protocol):
+    """Where updates are written down before they count."""
 
-    Attributes:
-        version: That of the parameters as a whole.
-        versions: That of each.
-        tensors: The parameters that were asked for.
-        image: Where they lie.
-    """
-
-    def __init__(self, store: "Store", image: Image, tensors: Tensors, versions: dict[str, int], version: int) -> None:
-        self._store, self.image = store, image
-        self.tensors, self.versions, self.version = tensors, versions, version
-        self._open = True
-
-    def __enter__(self) -> "View":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """The reader has done."""
-        if self._open:
-            self._open = False
-            self._store._release(self.image)
+    def append(self, applied: Applied) -> None:
+        """Write one down so that it survives the process."""
 
 
-class Store:
+class Store(Attended):
     """Parameters, optimizer, versions and workers.
 
     Args:
@@ -102,7 +70,7 @@ class Store:
 
     Attributes:
         slices: How the parameters lie over the servers, if there are several and they were put.
-        decided: The last updates, for the servers that follow this one.
+        decisions: What made the last versions, for the servers that follow this one.
     """
 
     def __init__(
@@ -112,12 +80,10 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         place: Place = Place(),  # noqa: B008  # a frozen value
     ) -> None:
+        super().__init__(options.lease_s, clock)
         self.options, self.place = options, place
-        self._clock = clock
-        self._changed = threading.Condition(threading.Lock())
         self.state = State(optimizer)
         self.slices: Slices | None = None
-        self.workers = Workers(options.lease_s)
         self.journal: Journal | None = None
         self.after_put: Callable[[], None] = lambda: None
         self.after_update: Callable[[], None] = lambda: None
@@ -126,12 +92,9 @@ class Store:
         self._round = Round()
         self._sequences: dict[str, int] = {}  # of the contributions to the round
         self._sessions: dict[str, str] = {}  # who sent them
-        self._broken: str | None = None
-        self._hurried = False
         self._paused_until = 0.0
-        self.decided: deque[Decided] = deque(maxlen=_DECISIONS)
-        self.history: deque[tuple[float, int]] = deque(maxlen=_HISTORY)
-        self.events: deque[tuple[float, str]] = deque(maxlen=_HISTORY)
+        self.decisions = Decisions()
+        self.history: deque[tuple[float, int]] = deque(maxlen=HISTORY)
 
     @property
     def layout(self) -> Layout | None:
@@ -189,13 +152,13 @@ class Store:
         """
         with self._changed:
             sequences, sessions = ({worker: sequence}, {worker: session}) if sequence else ({}, {})
-            if (done := self.decided_as(worker, sequence, session)) is not None:
+            if (done := self.decisions.made_by(worker, sequence)) is not None:
                 return done
             if self.layout is None:
                 if recipe is not None and (self.state.make_optimizer is not None or not self.takes_recipes):
                     raise RefusedError("this server has an optimizer, or keeps snapshots: it takes no recipe", 409)
                 self._initialise(tensors, worker, dict(parameters or {}), buffers, slices, recipe)
-                self._decide(0, sequences, sessions)
+                self.decisions.add(0, sequences, sessions)
                 self.after_put()
                 return 0
             if not force:
@@ -205,7 +168,7 @@ class Store:
             self.layout.check_whole({name: Spec.of(tensor) for name, tensor in tensors.items()})
             self._check_sound()
             self._await_resumption()
-            self._commit(Applied("put", self.version + 1, tensors, {}, sequences, [], sessions))
+            self._commit(Applied("put", self.version + 1, tensors, {}, sequences, [], sessions=sessions))
             self._tell(f"'{worker}' replaced the parameters")
             return self.version
 
@@ -257,7 +220,7 @@ class Store:
                 wanted = [name for name in wanted if versions[name] > since]
             image = self.state.images.hold()
             tensors = {name: image.tensors[name] for name in wanted}
-            return View(self, image, tensors, {name: versions[name] for name in wanted}, self.version)
+            return View(self._release, image, tensors, {name: versions[name] for name in wanted}, self.version)
 
     def _release(self, image: Image) -> None:
         with self._changed:
@@ -301,10 +264,13 @@ class Store:
             if repeated is None:
                 self._check_sound()
                 self.workers.see(worker, self._clock())
-                check_contribution(self.state, kind, part, finite=self.options.reject_nonfinite)
+                self._check_part(kind, part)
                 self._check_turn(worker, kind, part, base)
                 self._take(worker, sequence, kind, part, session)
             return self._settle(worker, sequence, wait_s)
+
+    def _check_part(self, kind: str, part: Contribution) -> None:
+        check_contribution(self.state, kind, part, finite=self.options.reject_nonfinite)
 
     def _await_readers(self) -> None:
         """Rather wait for a reader than take memory for one more copy; but not for long."""
@@ -353,8 +319,6 @@ class Store:
     def _check_turn(self, worker: str, kind: str, part: Contribution, base: int | None) -> None:
         staleness = self.options.staleness
         if staleness == 0:
-            if part.options is not None:
-                raise RefusedError("a synchronous update is of several workers, so none can bring options", 409)
             if base is not None and base != self.version:
                 raise RefusedError(
                     f"worker '{worker}' sends an update of version {base} but the parameters are at {self.version}", 409
@@ -375,10 +339,11 @@ class Store:
             self._sequences[worker], self._sessions[worker] = sequence, session
             self._complete()
         else:
-            sequences, sessions = {worker: sequence}, {worker: session}
-            notes, options = [part.note], part.options
+            version, sequences, sessions = self.version + 1, {worker: sequence}, {worker: session}
             self._commit(
-                Applied(kind, self.version + 1, part.tensors, part.buffers, sequences, notes, sessions, options)
+                Applied(
+                    kind, version, part.tensors, part.buffers, sequences, [part.note], part.options, sessions=sessions
+                )
             )
 
     def _complete(self) -> None:
@@ -395,7 +360,8 @@ class Store:
         self._round, self._sequences, self._sessions = Round(), {}, {}
         kind = round_.kind or "gradient"
         total, buffers = round_.total(), round_.buffers()
-        self._commit(Applied(kind, self.version + 1, total, buffers, sequences, round_.notes(), sessions))
+        notes, options = round_.notes(), round_.options()
+        self._commit(Applied(kind, self.version + 1, total, buffers, sequences, notes, options, sessions=sessions))
 
     def _settle(self, worker: str, sequence: int, wait_s: float) -> Acknowledged | Pending:
         """Wait until an update that was taken in counts."""
@@ -433,7 +399,7 @@ class Store:
             raise ServerError(self._broken) from error
         for worker, sequence in applied.sequences.items():
             self.workers.acknowledge(worker, sequence, self.version, applied.notes, counts=applied.kind != "put")
-        self._decide(self.version, applied.sequences, applied.sessions)
+        self.decisions.add(self.version, applied.sequences, applied.sessions)
         self.history.append((self._clock(), self.version))
         self._changed.notify_all()
 
@@ -455,19 +421,10 @@ class Store:
 
     # ---- for the servers that follow, and for those who read from all ----
 
-    def _decide(self, version: int, sequences: Mapping[str, int], sessions: Mapping[str, str]) -> None:
-        if self.place.count > 1 and sequences:
-            self.decided.append((version, {w: (s, sessions.get(w, "")) for w, s in sequences.items()}))
-
     def decided_since(self, version: int) -> tuple[int, list[Decided], list[str]]:
-        """The version; what was applied after another (-1: from the first put on), in order; who is registered now."""
+        """The version; what was decided after another; and who is registered now."""
         with self._changed:
-            since = [entry for entry in self.decided if entry[0] > version]
-            return self.version, since, list(self.workers.registered)
-
-    def decided_as(self, worker: str, sequence: int, session: str) -> int | None:
-        """Which version a put has made that is sent again; None if it is the first time."""
-        return next((v for v, who in self.decided if who.get(worker) == (sequence, session)), None)
+            return self.version, self.decisions.since(version), list(self.workers.registered)
 
     def pause(self, on: bool) -> int:
         """Apply nothing for a moment, so that somebody can read the same version from all servers; or go on.
@@ -503,64 +460,9 @@ class Store:
                 self._tell(f"worker '{worker}' left")
                 self._gone()
 
-    def _expire(self) -> None:
-        gone = self.workers.expire(self._clock())
-        for name in gone:
-            self._tell(f"worker '{name}' was dropped: no sign of life for {self.options.lease_s:g} s")
-        if gone:
-            self._gone()
-
     def _gone(self) -> None:
         self._complete()
         self._changed.notify_all()
-
-    # ---- waiting and telling ----
-
-    def _wait(self, condition: Callable[[], bool], wait_s: float, worker: str | None = None) -> bool:
-        """Wait for a condition; leases end meanwhile. The lock is not held while waiting.
-
-        Args:
-            condition: For what.
-            wait_s: How long.
-            worker: Who waits, and therefore lives.
-        """
-        deadline = time.monotonic() + wait_s
-        waiting = self.workers.registered.get(worker or "")
-        if waiting is not None:
-            waiting.waiting += 1
-        try:
-            while not condition():
-                self._check_sound()
-                left = deadline - time.monotonic()
-                if left <= 0 or self._hurried:
-                    return False
-                self._changed.wait(min(left, self.workers.next_end_s(self._clock()) + 0.01))
-                self._expire()
-            return True
-        finally:
-            if waiting is not None:
-                waiting.waiting -= 1
-                waiting.seen_s = self._clock()
-
-    def hurry(self, hurried: bool) -> None:
-        """Whether every wait is over at once: the server stops, and its clients will ask again."""
-        with self._changed:
-            self._hurried = hurried
-            self._changed.notify_all()
-
-    def fail(self, why: str) -> None:
-        """Something around the store failed, so that it must not go on."""
-        with self._changed:
-            self._broken = why
-            self._changed.notify_all()
-
-    def _check_sound(self) -> None:
-        if self._broken is not None:
-            raise ServerError(f"the server cannot go on: {self._broken}")
-
-    def _tell(self, text: str) -> None:
-        self.events.append((self._clock(), text))
-        log.info("%s", text, extra={"version": self.version})
 
     def status(self) -> dict[str, Any]:
         """Everything that people may want to see, as JSON."""

@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from evenstep.core.errors import RefusedError
+from evenstep.server.decisions import Decided
 from evenstep.server.follower import Follower, Staged
 from evenstep.server.incoming import integer
 from evenstep.server.rounds import Contribution
 from evenstep.server.slices import LAYOUT, Slices
-from evenstep.server.store import Decided, Store
+from evenstep.server.store import Store
 from evenstep.server.wire import Spec, bytes_of
 
 __all__ = ["about", "check_alone", "decided", "is_again", "order", "pause", "session_of", "slices_of", "stage"]
@@ -66,7 +67,7 @@ def check_alone(store: Store, fields: Mapping[str, Any]) -> None:
 def is_again(store: Store, fields: Mapping[str, Any]) -> bool:
     """Whether this put was done before, and only the answer was lost."""
     worker, sequence = str(fields.get("worker")), integer(fields, "sequence", 0)
-    return sequence > 0 and store.decided_as(worker, sequence, session_of(fields)) is not None
+    return sequence > 0 and store.decisions.made_by(worker, sequence) is not None
 
 
 def slices_of(store: Store, tensors: dict[str, Tensor]) -> Slices | None:

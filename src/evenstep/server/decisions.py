@@ -1,0 +1,35 @@
+"""What server 0 has decided: which updates made which version. The servers that follow it are told."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+__all__ = ["Decided", "Decisions"]
+
+Decided = tuple[int, dict[str, tuple[int, str]]]
+"""A version, and of which updates it was made: {worker: (sequence number, session)}."""
+
+_REMEMBERED = 1024  # more than there can be updates under way
+
+
+class Decisions:
+    """The last decisions, in order. The caller holds the store's lock."""
+
+    def __init__(self) -> None:
+        self._last: deque[Decided] = deque(maxlen=_REMEMBERED)
+
+    def add(self, version: int, sequences: Mapping[str, int], sessions: Mapping[str, str]) -> None:
+        """A version was made."""
+        if sequences:
+            self._last.append((version, {w: (s, sessions.get(w, "")) for w, s in sequences.items()}))
+
+    def extend(self, decisions: Iterable[Decided]) -> None:
+        """Remember what was decided before this process began."""
+        self._last.extend(decisions)
+
+    def since(self, version: int) -> list[Decided]:
+        """What made the versions after one; -1: from the first put on."""
+        return [entry for entry in self._last if entry[0] > version]
+
+    def made_by(self, worker: str, sequence: int) -> int | None:
+        """Which version an update was part of; None if it is not known."""
+        return next((v for v, who in self._last if worker in who and who[worker][0] == sequence), None)
