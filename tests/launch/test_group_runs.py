@@ -24,15 +24,18 @@ SCRIPT = """
             super().__init__()
             self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
             self.outer.weight = self.inner.weight
-            self.alone = nn.Parameter(torch.ones(3))
+            self.alone, self.frozen = nn.Parameter(torch.ones(3)), nn.Linear(8, 8).requires_grad_(False)
 
         def forward(self, x):
-            return self.outer(F.relu(self.inner(x)))[:, :3] * self.alone
+            return self.outer(F.relu(self.frozen(self.inner(x))))[:, :3] * self.alone
+
+    def trained(parameter):
+        return parameter.requires_grad
 
     with evenstep.Run(shards=6, seed=3, timeout_s=20.0) as run:
         data = torch.utils.data.TensorDataset(torch.randn(50, 4), torch.randint(0, 3, (50,)), torch.arange(50.0))
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), Tied())
-        model, optimizer = run.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))
+        model, optimizer = run.prepare(model, torch.optim.Adam(filter(trained, model.parameters()), 1e-2))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
 
         def function(part):

@@ -29,7 +29,7 @@ class Arrivals:
 
     Args:
         group: The workers.
-        parts: What belongs to each part.
+        parts: What changes in each part; nobody waits for one without anything.
         check: Raises if waiting has become useless.
 
     Attributes:
@@ -68,7 +68,7 @@ class Arrivals:
             PeerError: Another worker failed.
             UnreachableError: It does not come.
         """
-        if self._have[part] == self.version:
+        if self._have[part] == self.version or not self._parts[part]:
             return
         self.watch("needs", part)
         deadline = time.monotonic() + self._group.timeout_s

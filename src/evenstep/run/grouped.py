@@ -145,8 +145,9 @@ class GroupedEngine(Engine):
         self._servers = Servers(
             self.place, parts, servers, list(slots.buffers), self.config.timeout_s, self._stop_if_asked
         )
-        self._arrivals = Arrivals(self.group, [[entries[name] for name in part] for part in parts], self._check)
-        index = {name: i for i, name in enumerate(pair.names)}
+        index = {name: i for i, name in enumerate(pair.names)}  # what the optimizer does not train never changes
+        changing = [[entries[name] for name in part if name in index] for part in parts]
+        self._arrivals = Arrivals(self.group, changing, self._check)
         trained = [[index[name] for name in reversed(part) if name in index] for part in parts]
         self._gradients = pair.gradients = PartGradients(self.group, pair, trained, self._arrivals.has)
         pair.gradients.replan(self.spans)
