@@ -101,7 +101,8 @@ def test_the_description_names_every_route(server):
         for method in methods:
             assert ask(server, method.upper(), path)[0] != 404, path
     assert set(api["paths"]) == {
-        "/parameters", "/update", "/register", "/leave", "/wait", "/status", "/metrics"
+        "/parameters", "/update", "/register", "/leave", "/wait", "/status", "/metrics", "/slice", "/stage", "/order",
+        "/pause",
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import random
 import socket
 import struct
 import time
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,6 +18,8 @@ from torch import nn
 from evenstep.core.errors import RefusedError, UnreachableError
 from evenstep.server import Limits, ParameterServer, connect
 from evenstep.server.config import ServerConfig
+from evenstep.server.single import SingleServer
+from evenstep.server.slices import Place
 from evenstep.server.wire import Head, encode
 
 FUZZ_S = 2.0
@@ -145,11 +148,12 @@ def test_there_are_no_more_connections_than_allowed():
             stream.close()
 
 
-def mutations(seed):
+def mutations(seed, more=()):
     """Valid requests, harmed in random places."""
     dice = random.Random(seed)
     body = b"".join(encode({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}))
     whole = [
+        *more,
         frame(b'{"verb":"register","worker":"w"}'),
         frame(b'{"verb":"update","worker":"w","sequence":1,"kind":"delta"}', body),
         frame(b'{"verb":"get","min_version":0,"names":["bias"],"wait_s":0}'),
@@ -186,6 +190,38 @@ def test_no_harmed_frame_brings_the_server_down():
             assert client.status()["broken"] is None
             assert all(bool(torch.isfinite(value).all()) for value in client.get_parameters().values())
         assert count > 50
+
+
+def test_no_harmed_frame_brings_a_server_of_several_down():
+    """A follower: it is told what to do by clients."""
+    config = ServerConfig(transports=("tcp",), limits=Limits(body_bytes=1 << 20, fields_bytes=4096, idle_s=0.3))
+    server = SingleServer(config, None, (nn.Linear(4, 3), None), Place(1, 2, "set"))
+    body = b"".join(encode({name: torch.zeros_like(tensor) for name, tensor in server.store.tensors().items()}))
+    who = b'"worker":"w","session":"s","sequence":1'
+    more = [
+        frame(b'{"verb":"stage",%s,"kind":"delta","samples":2}' % who, body),
+        frame(b'{"verb":"order","order":[[1,{"w":[1,"s"]}]],"alive":["w"],"wait_s":0}'),
+        frame(b'{"verb":"slice","layout":true}'),
+        frame(b'{"verb":"pause","on":true}'),
+    ]
+    server.start()
+    there = SimpleNamespace(url=server.urls["tcp"])
+    try:
+        for request, answer in zip(more[:2], (b"is not registered", b'"pending":true'), strict=True):
+            assert answer in send(there, request)
+        for harmed in (b"[[1,{}]]", b'[[1,{"w":[1]}]]', b"7", b'[["x",{"w":[1,"s"]}]]'):
+            assert b"order is no list of" in send(there, frame(b'{"verb":"order","order":%s}' % harmed))
+        end, count = time.monotonic() + FUZZ_S, 0
+        for data in mutations(3, more):
+            if time.monotonic() > end:
+                break
+            send(there, data)
+            count += 1
+        assert count > 50
+        assert server.store.status()["broken"] is None
+        assert b'"place":[1,2,"set",true]' in send(there, more[2])
+    finally:
+        server.close()
 
 
 def test_no_harmed_http_request_brings_the_server_down():

@@ -23,7 +23,7 @@ from evenstep.engine.pair import News, Pair
 from evenstep.engine.step import Engine, Outcome
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
-from evenstep.run.served import PREFIX, Through, options_of
+from evenstep.run.through import PREFIX, Through, options_of
 from evenstep.server.client import Client
 from evenstep.transport.segment import aligned
 

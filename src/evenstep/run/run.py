@@ -37,7 +37,8 @@ from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metr
 from evenstep.run.grouped import GroupedEngine
 from evenstep.run.join import alone, join
 from evenstep.run.progress import Display, Pipe, Progress
-from evenstep.run.served import ServedEngine, Through
+from evenstep.run.served import ServedEngine
+from evenstep.run.through import Through
 
 __all__ = ["Run"]
 

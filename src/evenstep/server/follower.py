@@ -7,7 +7,7 @@ same updates in the same order, and an update that server 0 has applied is on al
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from evenstep.core.errors import RefusedError
@@ -131,33 +131,53 @@ class Follower(Store):
         return True
 
     def _follow_one(self, decision: Decided) -> None:
+        self._round_of(decision)  # before anything is written down: the word of server 0 comes through others
         self._write_down(lambda journal: journal.follow(decision))
         self.carry_out(decision)
         self.after_update()
 
+    def _round_of(self, decision: Decided) -> Round:
+        """The staged updates of a decision.
+
+        Raises:
+            RefusedError: They cannot have been decided together.
+        """
+        version, who = decision
+        found = {worker: self.staged[worker, session] for worker, (_, session) in who.items()}
+        if len(found) > 1 and (self.options.staleness != 0 or any(each.kind == "put" for each in found.values())):
+            raise RefusedError(f"version {version} is said to be made of {len(found)} updates, expected one")
+        round_ = Round()
+        for worker, staged in found.items():
+            if len(found) > 1:
+                round_.check(worker, staged.kind, staged.part)
+            round_.add(worker, staged.kind, staged.part)
+        return round_
+
     def carry_out(self, decision: Decided) -> None:
         """Apply one decision. For the store itself, and for what reads a log back."""
         version, who = decision
-        found = {worker: self.staged.pop((worker, session)) for worker, (_, session) in who.items()}
-        first = next(iter(found.values()))
-        sequences = {worker: sequence for worker, (sequence, _) in who.items()}
-        sessions = {worker: session for worker, (_, session) in who.items()}
+        round_ = self._round_of(decision)
+        (worker, (sequence, session)), *_ = who.items()
+        first = self.staged[worker, session]
         if first.kind == "put" and self.layout is None:
-            self._initialise(first.part.tensors, next(iter(found)), {}, first.buffers, first.slices)
-            for worker, sequence in sequences.items():
-                self.workers.acknowledge(worker, sequence, 0, [], counts=False)
+            self._initialise(first.part.tensors, worker, {}, first.buffers, first.slices)
+            self.workers.acknowledge(worker, sequence, 0, [], counts=False)
+            self._forget({worker: sequence})
             self.after_put()
             return
-        total, buffers, options = first.part.tensors, first.part.buffers, first.part.options
+        total, options = first.part.tensors, round_.options()
         if self.options.staleness == 0 and first.kind != "put":
-            round_ = Round()
-            for worker, staged in found.items():
-                round_.add(worker, staged.kind, staged.part)
-            total, buffers, options = round_.total(), round_.buffers(), round_.options()
-        self.apply(Applied(first.kind, version, total, buffers, sequences, [], options, sessions=sessions))
-        for who_else, staged in list(self.staged.items()):  # another life of the worker has sent it again
-            if staged.sequence <= sequences.get(who_else[0], 0):
-                del self.staged[who_else]
+            total = round_.total()
+        sequences = {name: number for name, (number, _) in who.items()}
+        sessions = {name: life for name, (_, life) in who.items()}
+        self.apply(Applied(first.kind, version, total, round_.buffers(), sequences, [], options, sessions=sessions))
+        self._forget(sequences)
+
+    def _forget(self, sequences: Mapping[str, int]) -> None:
+        """What was applied is not kept any more, nor what another life of the same worker had sent of it."""
+        for (worker, session), staged in list(self.staged.items()):
+            if staged.sequence <= sequences.get(worker, 0):
+                del self.staged[worker, session]
 
     def _tidy(self, alive: Collection[str]) -> None:
         """Forget what was not decided of workers that are gone, here and at server 0: who comes back sends it again."""

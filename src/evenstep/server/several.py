@@ -19,7 +19,7 @@ from evenstep.core.errors import ConfigError, RefusedError, ServerError, Unreach
 from evenstep.server.channels import Channel, Fields
 from evenstep.server.client import Client
 from evenstep.server.compress import Compressor
-from evenstep.server.slices import LAYOUT, Slices
+from evenstep.server.slices import LAYOUT, Slices, check_places
 from evenstep.server.wire import Layout, Spec
 
 __all__ = ["SeveralClient"]
@@ -45,7 +45,7 @@ class SeveralClient(Client):
     def __init__(self, clients: Sequence[Client], compressor: Compressor, *, register: bool) -> None:
         first = clients[0]
         super().__init__(",".join(client.url for client in clients), _none, first.worker, first.timeout_s)
-        self._clients, self._leader, self._followers = list(clients), clients[0], list(clients[1:])
+        self._clients, self._leader = list(clients), clients[0]
         self._compressor = compressor
         self._pool = ThreadPoolExecutor(len(clients), "evenstep-client")
         self._slices: Slices | None = None
@@ -66,7 +66,7 @@ class SeveralClient(Client):
         if register:
             self._each(lambda n, client: client._call(lambda _: None, deadline, register=True))
         abouts = self._each(lambda n, client: client._call(lambda channel: channel.ask("slice", {}), deadline))
-        _check_places([client.url for client in self._clients], [about["place"] for about in abouts])
+        check_places([client.url for client in self._clients], [about["place"] for about in abouts])
         self._split, self._locked = abouts[0]["place"][3], abouts[0]["lock"]
         if register:
             self._registered = True
@@ -391,23 +391,3 @@ class SeveralClient(Client):
 
 def _none() -> Channel:
     raise AssertionError("the clients of the single servers have the channels")
-
-
-def _check_places(urls: Sequence[str], places: Sequence[Any]) -> None:
-    """See that these are all the servers of one set, in order.
-
-    Raises:
-        ConfigError: They are not.
-    """
-    for url, (index, num_servers, name, _) in zip(urls, places, strict=True):
-        if num_servers == 1:
-            raise ConfigError(f"{url} holds a model alone; give its address alone, without {len(urls) - 1} others")
-        if num_servers != len(urls):
-            raise ConfigError(
-                f"{url} is server {index} of {num_servers}, but {len(urls)} addresses were given; give all"
-            )
-        if name != places[0][2]:
-            raise ConfigError(f"{urls[0]} and {url} belong to different sets of servers; give those of one")
-    order = [place[0] for place in places]
-    if order != sorted(order) or len(set(order)) < len(order):
-        raise ConfigError(f"the addresses are of servers {order}, expected {sorted(set(range(len(urls))))} in order")

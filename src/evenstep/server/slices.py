@@ -10,19 +10,19 @@ The layout of all parameters and the number of servers say everything; servers a
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evenstep.core.errors import RefusedError
+from evenstep.core.errors import ConfigError, RefusedError
 from evenstep.plan.placement import cut
 from evenstep.server.incoming import INDICES, VALUES
 from evenstep.server.wire import DTYPES, Layout, Spec
 
-__all__ = ["ALIGNMENT", "LAYOUT", "Piece", "Place", "Slices"]
+__all__ = ["ALIGNMENT", "LAYOUT", "Piece", "Place", "Slices", "check_places"]
 
 ALIGNMENT = 128
 LAYOUT = "#layout"
@@ -269,3 +269,23 @@ class Slices:
                 "version": min(entry["version"] for entry in entries),
             }
         return found
+
+
+def check_places(urls: Sequence[str], places: Sequence[Any]) -> None:
+    """See that these are all the servers of one set, in order.
+
+    Raises:
+        ConfigError: They are not.
+    """
+    for url, (index, num_servers, name, _) in zip(urls, places, strict=True):
+        if num_servers == 1:
+            raise ConfigError(f"{url} holds a model alone; give its address alone, without {len(urls) - 1} others")
+        if num_servers != len(urls):
+            raise ConfigError(
+                f"{url} is server {index} of {num_servers}, but {len(urls)} addresses were given; give all"
+            )
+        if name != places[0][2]:
+            raise ConfigError(f"{urls[0]} and {url} belong to different sets of servers; give those of one")
+    order = [place[0] for place in places]
+    if order != sorted(order) or len(set(order)) < len(order):
+        raise ConfigError(f"the addresses are of servers {order}, expected {sorted(set(range(len(urls))))} in order")

@@ -141,6 +141,9 @@ def _follower(store: Store) -> Follower:
 
 def _decisions(value: Any) -> list[Decided]:
     try:
-        return [(int(v), {str(w): (int(s), str(session)) for w, (s, session) in who.items()}) for v, who in value]
+        found = [(int(v), {str(w): (int(s), str(session)) for w, (s, session) in who.items()}) for v, who in value]
     except (TypeError, ValueError, AttributeError):
-        raise RefusedError("order is no list of [version, {worker: [sequence, session]}]") from None
+        found = [(0, {})]
+    if not all(who for _, who in found):
+        raise RefusedError("order is no list of [version, {worker: [sequence, session]}]")
+    return found
