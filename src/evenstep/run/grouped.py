@@ -34,8 +34,8 @@ from evenstep.plan.groups import parts_of
 from evenstep.plan.placement import balance
 from evenstep.run.arrivals import Arrivals, Awaited
 from evenstep.run.courier import Courier, Line
-from evenstep.run.served import options_of
 from evenstep.run.servers import Servers
+from evenstep.run.through import options_of
 from evenstep.server.recipes import Recipe, describe
 
 __all__ = ["GroupedEngine"]
