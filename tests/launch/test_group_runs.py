@@ -159,6 +159,17 @@ def test_groups_see_every_sample_once_and_end_on_one_model(script, options, says
     assert [line[:23] for line in shown] == ["epoch 1/1  6 steps  los"] * 2, done.stderr
 
 
+def test_a_group_replaces_its_worker_and_the_others_go_on(script, tmp_path):
+    variables = plant([Fault("kill", "backward", 4, worker=1)], tmp_path / "faults")
+    options = ["--framework", "distributed-hogwild", "--workers-per-group", "2"]
+    done = cli_run("run", *options, script(training()), variables=variables)
+    assert fingerprint(done)
+    assert struck(tmp_path / "faults") == [0]
+    assert re.search(r"group [01]: worker 1 .* was killed by SIGKILL at step \d+; it is replaced", done.stderr)
+    assert lines(done, "0.0")[0] == lines(done, "1.0")[0]
+    assert [lines(done, f"{group}.0")[1] for group in range(2)] == ["steps 6"] * 2
+
+
 # ---- how it fails ----
 
 
