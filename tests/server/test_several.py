@@ -273,3 +273,11 @@ def test_the_command_starts_them_watches_them_and_takes_them_along(script, tmp_p
         done = cli.wait()
         assert done.code == ServerError.exit_code
         assert "with a directory it would have been started again" in done.stderr.splitlines()[-1]
+
+
+def test_without_a_lock_clients_change_the_memory_of_every_server():
+    with serving(lock=False, transports=("memory",)) as server, connect(server.url) as client:
+        for version in range(1, 6):
+            assert client.update_parameters(filled(-1), kind="delta") == version
+        with connect(server.url, register=False) as reader:
+            assert value_of(reader.get_parameters(min_version=5)) == 5
