@@ -278,8 +278,8 @@ def test_what_cannot_be_cut_is_refused(layer, mark, text):
             {"parts": 2},
             "'3' is marked 'columns', expected one of 'batch', 'feature', 'input-feature'",
         ),
-        ({"3": "feature"}, {"parts": 11}, "'3' has 10 features to cut into 11 parts; use from 1 to 10 parts"),
-        ({"3": "feature"}, {"parts": 0}, "'3' has 10 features to cut into 0 parts"),
+        ({"3": "feature"}, {"parts": 11}, "'3' cannot be cut into 11 parts; it has features for 1 to 10"),
+        ({"3": "feature"}, {"parts": 0}, "'3' cannot be cut into 0 parts"),
         ({"2": "feature", "2.0": "feature"}, {"parts": 2}, "both '2' and '2.0' inside of it are marked"),
     ],
 )

@@ -52,10 +52,10 @@ def partition(
         raise ConfigError("partition needs parts=P, or mesh= for the ranks of a process group, and not both")
     found = _resolve(model, {"": marks} if isinstance(marks, str) else marks)
     for name, kind in found.items():
-        layer = model.get_submodule(name)
-        _check(name or type(model).__name__, layer, kind, count)
+        layer, called = model.get_submodule(name), name or type(model).__name__
+        _check(called, layer, kind, count)
         if mesh is not None:
-            over_mesh.check_mesh(name, layer, kind, count)
+            over_mesh.check_mesh(called, layer, kind, count)
     tied = _check_ties(model, found)
     if mesh is not None:
         return over_mesh.distribute(model, found, mesh, tied)
@@ -106,9 +106,7 @@ def _check(name: str, layer: nn.Module, kind: Kind, count: int) -> None:
     check(name, layer, kind)
     features = features_of(layer, kind)
     if not isinstance(count, int) or not 1 <= count <= features:
-        raise ConfigError(
-            f"'{name}' has {features} features to cut into {count!r} parts; use from 1 to {features} parts"
-        )
+        raise ConfigError(f"'{name}' cannot be cut into {count!r} parts; it has features for 1 to {features}")
 
 
 def _check_ties(model: nn.Module, found: Mapping[str, Kind]) -> list[list[Place]]:

@@ -19,6 +19,9 @@ from evenstep.nn.features.cuts import Kind, Place, dims_of, features_of, pair_of
 
 __all__ = ["Channelwise", "DeviceMesh", "check_mesh", "distribute", "size_of"]
 
+_NOT_FOR_DTENSORS = (nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid)
+"""Activations whose backward has no sharding strategy in torch; convolutions have local tensors in between."""
+
 
 def size_of(mesh: DeviceMesh) -> int:
     """The number of ranks of a one-dimensional mesh.
@@ -32,15 +35,23 @@ def size_of(mesh: DeviceMesh) -> int:
 
 
 def check_mesh(name: str, layer: nn.Module, kind: Kind, num_ranks: int) -> None:
-    """See whether torch can deal the channels of a convolution to so many ranks; linear layers it always can.
+    """See whether torch can share a layer among so many ranks.
 
     Raises:
-        UnsupportedError: A rank would have none, or part of a group.
+        UnsupportedError: A rank would have no channels of a convolution, or part of a group; or torch cannot
+            differentiate what lies between two linear layers.
     """
     pair = pair_of(layer)
-    layer = layer if pair is None else pair[1]
-    if isinstance(layer, nn.Linear | nn.Embedding):
+    head = layer if pair is None else pair[1]
+    if isinstance(head, nn.Linear | nn.Embedding):
+        for path, module in layer.named_modules():
+            if isinstance(module, _NOT_FOR_DTENSORS):
+                raise UnsupportedError(
+                    f"'{name}.{path}' is a {type(module).__name__}, which torch cannot differentiate for DTensors; "
+                    "mark the two linear layers instead of their chain"
+                )
         return
+    layer = head
     features = features_of(layer, kind)
     if layer.groups != 1 and features % num_ranks:
         raise UnsupportedError(f"'{name}' has {features} groups for {num_ranks} ranks; a mesh needs a multiple of them")
