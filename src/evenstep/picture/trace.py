@@ -14,6 +14,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.picture.network import Network, Node, partition
+from evenstep.picture.parts import InParts, expand
 
 __all__ = ["trace"]
 
@@ -40,7 +41,7 @@ def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequenc
     shared = partition(parameters, num_shards, num_workers)
     if examples:
         _try_out(model, examples)
-    ways: list[tuple[str, Callable[[], Found]]] = [("fx", lambda: _by_fx(model, examples))]
+    ways: list[tuple[str, Callable[[], Found]]] = [("fx", lambda: _by_fx(model, examples, num_workers))]
     if examples:
         ways.append(("export", lambda: _by_export(model, examples)))
     notes = []
@@ -96,7 +97,7 @@ class _Tracer(fx.Tracer):
         return type(m).__module__.startswith("evenstep.") or super().is_leaf_module(m, module_qualified_name)
 
 
-def _by_fx(model: nn.Module, examples: Sequence[Tensor]) -> Found:
+def _by_fx(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -> Found:
     model = copy.deepcopy(model).cpu().eval()
     graph = _Tracer().trace(model)
     if examples:
@@ -105,18 +106,22 @@ def _by_fx(model: nn.Module, examples: Sequence[Tensor]) -> Found:
     names = {id(parameter): name for name, parameter in _named(model)}
     nodes: list[Node] = []
     edges: dict[tuple[str, str], None] = {}
+    in_parts: dict[str, InParts] = {}
     for each in graph.nodes:
         if each.op == "get_attr":
             continue  # a parameter or constant: it is named where it is used
         about: dict[str, Any]
         if each.op == "call_module":
-            about = _about(str(each.target), model.get_submodule(str(each.target)), names)
+            module = model.get_submodule(str(each.target))
+            about = _about(str(each.target), module, names)
+            if isinstance(module, InParts):
+                in_parts[each.name] = module
         else:
             used = [_attribute(model, str(n.target)) for n in each.all_input_nodes if n.op == "get_attr"]
             about = {**_plain(each), "parameters": tuple(names[id(value)] for value in used if id(value) in names)}
         nodes.append(Node(each.name, shape=_shape(each.meta.get("tensor_meta")), **about))
         edges.update({(n.name, each.name): None for n in each.all_input_nodes if n.op != "get_attr"})
-    return nodes, list(edges)
+    return expand(nodes, list(edges), in_parts, names, num_workers)
 
 
 def _plain(node: fx.Node) -> dict[str, Any]:
