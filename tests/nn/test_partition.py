@@ -204,6 +204,13 @@ def test_a_layer_that_hangs_in_two_places_is_one_layer_afterwards():
     assert isinstance(model["a"], Partitioned)
 
 
+def test_a_chain_is_refused_if_one_of_its_layers_hangs_elsewhere():
+    layer = nn.Linear(4, 4)
+    model = nn.ModuleDict({"chain": nn.Sequential(nn.Linear(4, 4), layer), "other": layer})
+    with pytest.raises(UnsupportedError, match=r"'chain\.1' hangs elsewhere too"):
+        partition(model, {"chain": "feature"}, parts=2)
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

@@ -143,7 +143,8 @@ def check(name: str, layer: nn.Module, kind: Kind) -> None:
             raise UnsupportedError(
                 f"'{name}' is a chain, which is cut between its two layers: say 'feature', not {kind!r}"
             )
-        _check_hooks(name, layer)
+        for path, module in layer.named_modules():
+            _check_hooks(f"{name}.{path}" if path else name, module)
         first, a, last, b = pair
         check(f"{name}.{first}", a, "feature")
         check(f"{name}.{last}", b, "input-feature")
@@ -153,7 +154,7 @@ def check(name: str, layer: nn.Module, kind: Kind) -> None:
     if type(layer) not in (nn.Linear, nn.Embedding, *_CONVOLUTIONS):
         raise UnsupportedError(
             f"'{name}' is a {type(layer).__name__}, expected nn.Linear, nn.Embedding, nn.Conv1d, 2d or 3d, or an "
-            "nn.Sequential of two of them with activations or pooling in between; leave others to partition='batch'"
+            "nn.Sequential of two of them with activations or pooling in between; mark it 'batch', or not at all"
         )
     _check_hooks(name, layer)
     if isinstance(layer, nn.Embedding):
@@ -274,12 +275,11 @@ def _dense(
     following: int,
 ) -> Made:
     """What linear layers and convolutions share: weight [out, in, ...] and bias [out], features in one dimension."""
-    feature_dim, has_bias = -1 - following, layer.bias is not None
-    dims = dims_of(layer, kind)
+    feature_dim, dims = -1 - following, dims_of(layer, kind)
     _fill(layer, parts, dims, spans, memo)
     if kind == "feature":
         return Cut(dims, feature_dim, None if takes is None else tuple(takes), feature_dim, tuple(spans)), parts
-    bias = "bias" if has_bias else None
+    bias = None if layer.bias is None else "bias"
     return Cut(dims, feature_dim, tuple(spans), feature_dim, None, bias, following), parts
 
 

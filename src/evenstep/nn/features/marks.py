@@ -1,5 +1,6 @@
 """Which layers of a model the user has marked, and the one function that partitions them."""
 
+from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias, get_args
@@ -8,7 +9,7 @@ from torch import nn
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.nn.features import mesh as over_mesh
-from evenstep.nn.features.cuts import Kind, Memo, Place, check, dims_of, features_of, make_cut
+from evenstep.nn.features.cuts import Kind, Memo, Place, check, dims_of, features_of, make_cut, pair_of
 from evenstep.nn.features.layer import Partitioned
 
 __all__ = ["Mark", "partition"]
@@ -56,6 +57,7 @@ def partition(
         _check(called, layer, kind, count)
         if mesh is not None:
             over_mesh.check_mesh(called, layer, kind, count)
+    _check_shared(model, found)
     tied = _check_ties(model, found)
     if mesh is not None:
         return over_mesh.distribute(model, found, mesh, tied)
@@ -107,6 +109,22 @@ def _check(name: str, layer: nn.Module, kind: Kind, count: int) -> None:
     features = features_of(layer, kind)
     if not isinstance(count, int) or not 1 <= count <= features:
         raise ConfigError(f"'{name}' cannot be cut into {count!r} parts; it has features for 1 to {features}")
+
+
+def _check_shared(model: nn.Module, found: Mapping[str, Kind]) -> None:
+    """A chain is replaced as a whole: whoever calls one of its layers from elsewhere would call the old one.
+
+    Raises:
+        UnsupportedError: Somebody does.
+    """
+    hung = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    for name in found:
+        pair = pair_of(model.get_submodule(name))
+        for inner, layer in () if pair is None else (pair[:2], pair[2:]):
+            if hung[id(layer)] > 1:
+                raise UnsupportedError(
+                    f"'{name}.{inner}' hangs elsewhere too; mark the two layers instead of their chain"
+                )
 
 
 def _check_ties(model: nn.Module, found: Mapping[str, Kind]) -> list[list[Place]]:

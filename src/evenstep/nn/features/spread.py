@@ -146,23 +146,50 @@ def _differentiate(call: _Call, dys: dict[int, Tensor | None]) -> tuple[list[Ten
             dws += [None for _ in part.parameters()]
             continue
         leaves = call.leaves[p]
-        by_shard: list[list[Tensor | None]] = [[None] * len(leaves) for _ in range(call.around.num_shards)]
-        for k in call.shards:
-            piece, dy = call.pieces.pop((p, k)), dys[k]
-            dx = None
-            if dy is not None and piece.edge is not None:
-                dx, *by_shard[k] = _backward(piece, leaves, _fresh(call.layer.cut.slice_back(dy, p)))
+        sums = [_TreeSum(call.around.num_shards) for _ in leaves]
+        for k in range(call.around.num_shards):
+            piece, dy = call.pieces.pop((p, k), None), dys.get(k)
+            found: list[Tensor | None] = [None] * (1 + len(leaves))
+            if piece is not None and piece.edge is not None and dy is not None:
+                found = _backward(piece, leaves, _fresh(call.layer.cut.slice_back(dy, p)))
             if k in call.wanted:
-                dxs.append(dx)
-        dws += [tree.reduce(of_shards, _add) for of_shards in zip(*by_shard, strict=True)]
+                dxs.append(found[0])
+            for total, dw in zip(sums, found[1:], strict=True):
+                total.push(dw)
+        dws += [total.result for total in sums]
     return dxs, dws
+
+
+class _TreeSum:
+    """The sum over shards in the order of the tree, as they come: only some of them are kept at a time."""
+
+    def __init__(self, num_shards: int) -> None:
+        self._merges = iter(tree.leaf_program(num_shards))
+        self._stack: list[Tensor | None] = []
+
+    def push(self, gradient: Tensor | None) -> None:
+        """Take the next shard's over; None: it has none, and its neighbour stays as it is."""
+        self._stack.append(gradient)
+        for _ in range(next(self._merges)):
+            right, left = self._stack.pop(), self._stack.pop()
+            self._stack.append(
+                left.add_(right) if left is not None and right is not None else left if right is None else right
+            )
+
+    @property
+    def result(self) -> Tensor | None:
+        """The sum, when all have come."""
+        (total,) = self._stack
+        return total
 
 
 def _backward(piece: _Piece, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
     """The gradients of a piece's input and parameters, None where there is none."""
     needed = [t for t in (piece.input, *leaves) if t.requires_grad]
     found = torch.autograd.grad([piece.edge], needed, [dy], allow_unused=True)
-    by_tensor = dict(zip(map(id, needed), found, strict=True))
+    # torch may pass on the very gradient that it was given, and parameters' gradients are added up in place
+    own = [g.clone() if g is not None and g.data_ptr() == dy.data_ptr() else g for g in found]
+    by_tensor = dict(zip(map(id, needed), own, strict=True))
     return [by_tensor.get(id(t)) for t in (piece.input, *leaves)]
 
 
@@ -175,13 +202,6 @@ def _of_inputs(call: _Call, mine: list[Tensor | None]) -> list[Tensor | None]:
         present = [dx for dx in of_parts if dx is not None]
         gradients.append(call.layer.cut.join_back(present) if present else None)
     return gradients
-
-
-def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """What is absent leaves the other as it is."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
 
 
 def _fresh(tensor: Tensor) -> Tensor:
