@@ -1,5 +1,6 @@
 """Layers that the ranks of a mesh share: outputs, gradients, training and state dicts are those of whole layers."""
 
+import logging
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import evenstep
@@ -144,6 +146,34 @@ def test_training_ends_where_it_ends_unpartitioned_and_its_state_fits_any_number
         return {name: value.numpy().tobytes() for name, value in state.items()} if dist.get_rank() == 0 else None
 
     assert run_ranks(2, again)[0] == {name: value.numpy().tobytes() for name, value in found.items()}
+
+
+def test_several_batches_side_by_side_by_fsdp_over_the_other_dimension():
+    def batch(number):
+        generator = torch.Generator().manual_seed(5 + number)
+        return torch.randint(0, 11, (8, 6), generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+    def train_on(model, inputs, targets):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        return model
+
+    def body(_rank):
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it gathers twice, and says so
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "feature"))
+        model = partition(Net(), MARKS, mesh=mesh["feature"])
+        fully_shard(model, mesh=mesh["data"])
+        train_on(model, *batch(mesh["data"].get_local_rank()))
+        return {name: value.numpy() for name, value in get_model_state_dict(model, options=WHOLE).items()}
+
+    found = run_ranks(4, body)[0]
+    expected = train_on(Net(), *(torch.cat(pair) for pair in zip(batch(0), batch(1), strict=True)))
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-5, atol=1e-6)
 
 
 def test_what_a_mesh_cannot_share_is_refused_by_every_rank():

@@ -2,6 +2,8 @@
 
 import gc
 import re
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -204,6 +206,13 @@ def fingerprint(said: str) -> str:
     return re.search("fingerprint ([0-9a-f]{64})", said)[1]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("undisturbed") / "train.py"
+    path.write_text(dedent(SCRIPT))
+    return fingerprint(cli_run("run", "-n", "1", path).stdout)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -213,14 +222,11 @@ def fingerprint(said: str) -> str:
     ],
     ids=lambda fault: f"{fault.point} of {fault.worker}",
 )
-def test_a_worker_that_dies_among_the_parts_changes_nothing(script, tmp_path, fault):
-    path = script(SCRIPT)
-    expected = fingerprint(cli_run("run", "-n", "1", path).stdout)
-    variables = plant([fault], tmp_path / "faults")
-    done = cli_run("run", "-n", "3", path, variables=variables)
+def test_a_worker_that_dies_among_the_parts_changes_nothing(script, tmp_path, undisturbed, fault):
+    done = cli_run("run", "-n", "3", script(SCRIPT), variables=plant([fault], tmp_path / "faults"))
     assert done.code == 0, done.stderr
     assert struck(tmp_path / "faults") == [0]
-    assert fingerprint(done.stdout) == expected
+    assert fingerprint(done.stdout) == undisturbed
 
 
 def test_activation_checkpointing_is_refused():
@@ -273,3 +279,14 @@ def test_evaluation_and_prediction_give_what_the_layer_gives_alone():
 
     found = run_workers(3, body)
     assert found == [body(0)] * 3
+
+
+def test_the_example_says_what_it_promises():
+    path = Path(__file__).parents[2] / "examples" / "partition.py"
+    one, three = (cli_run("run", "-n", count, path, variables={"EVENSTEP_MAX_STEPS": "2"}) for count in "13")
+    assert (one.code, three.code) == (0, 0), one.stderr + three.stderr
+    assert fingerprint(one.stdout) == fingerprint(three.stdout)
+    assert (
+        "in a checkpoint: embed.weight, mlp.0.weight, mlp.0.bias, mlp.2.weight, mlp.2.bias, head.weight, head"
+        in one.stdout
+    )
