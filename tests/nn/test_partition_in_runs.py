@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import evenstep
+from evenstep.core.errors import UnsupportedError
 from evenstep.nn import Partitioned, partition
+from evenstep.server import ParameterServer
 from evenstep.testing import Fault, plant
 from evenstep.testing.faults import struck
 from workers import WorkersFailed, cli_run, run_workers
@@ -48,7 +50,7 @@ class Net(nn.Module):
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     return TensorDataset(
-        torch.randint(0, 11, (44, 7), generator=generator), torch.randint(0, 5, (44,), generator=generator)
+        torch.randint(0, 11, (43, 7), generator=generator), torch.randint(0, 5, (43,), generator=generator)
     )
 
 
@@ -57,7 +59,7 @@ def loss_of(model: nn.Module, part: list[Tensor]) -> Tensor:
 
 
 def train(run, model, optimizer=None, loss=loss_of, epochs=1):
-    """Every number that a user would see; uneven shards, and some of one sample or none."""
+    """Every number that a user would see. Shards are uneven; the last step has none for the last of four workers."""
     model, optimizer = run.prepare(model, optimizer or torch.optim.AdamW(model.parameters(), 1e-2))
     batches = run.batches(data(), batch_size=19, epochs=epochs)
     seen = [float(run.step(batch, lambda part: loss(model, part), clip_norm=1.0)) for batch in batches]
@@ -290,3 +292,16 @@ def test_the_example_says_what_it_promises():
         "in a checkpoint: embed.weight, mlp.0.weight, mlp.0.bias, mlp.2.weight, mlp.2.bias, head.weight, head"
         in one.stdout
     )
+
+
+def test_workers_that_meet_only_at_a_server_cannot_share_a_layer(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    model = nn.Linear(4, 4)
+    with (
+        ParameterServer(model, lambda p: torch.optim.SGD(p, 0.1), staleness=None, transports=("tcp",)) as server,
+        evenstep.Run(sync="server", server=server.url, staleness=None, quiet=True) as run,
+    ):
+        parted = partition(nn.Linear(4, 4), "feature", parts=2)
+        with pytest.raises(UnsupportedError, match="a layer that is partitioned by features spans the shards of all"):
+            run.prepare(parted, torch.optim.SGD(parted.parameters(), 0.1))
