@@ -83,3 +83,34 @@ def test_the_drawing_says_who_computes_a_part(network):
     drawn = sheet.draw(network)
     assert "0.parts.2: Linear(in_features=6, out_features=3, bias=True); computed by worker 1 for all shards" in drawn
     assert "slice the input of Linear in 3 parts by features" in drawn
+
+
+class Branching(nn.Module):
+    """What fx cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 10), nn.Linear(10, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x)) if len(x) > 1 else self.last(torch.relu(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # of torch.export about itself
+def test_what_is_exported_has_the_same_parts():
+    net = partition(Branching(), {"first": "feature", "last": "input-feature"}, parts=2)
+    network = trace(net, 8, 2, [torch.zeros(5, 6)])
+    assert network.source == "export"
+    assert [(node.label, node.shape, node.worker) for node in network.nodes] == [
+        ("x", (5, 6), None),
+        ("copy", None, None),
+        ("first.parts.0", (5, 5), 0),
+        ("first.parts.1", (5, 5), 1),
+        ("concatenate", (5, 10), None),
+        ("slice", None, None),
+        ("last.parts.0", (5, 4), 0),
+        ("last.parts.1", (5, 4), 1),
+        ("add up", (5, 4), None),
+        ("output", None, None),
+    ]
+    assert len(network.edges) == 11
