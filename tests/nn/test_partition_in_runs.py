@@ -155,7 +155,7 @@ def test_it_trains_as_the_unpartitioned_model_does():
         torch.testing.assert_close(parted[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_every_worker_computes_its_own_parts_only_for_all_shards():
+def test_every_worker_computes_its_own_parts_only_for_all_shards_and_has_their_gradients_only():
     def body(_worker):
         with evenstep.Run(shards=6, quiet=True) as run:
             model = partition(nn.Linear(4, 10), "feature", parts=5)
@@ -163,10 +163,13 @@ def test_every_worker_computes_its_own_parts_only_for_all_shards():
             for p, part in enumerate(model.parts):
                 part.register_forward_hook(lambda *_, p=p: calls.__setitem__(p, calls[p] + 1))
             model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            found, gradients = [], run._engine.pairs[0].gradients
+            arrive = gradients.arrive
+            gradients.arrive = lambda i, *rest: (found.append(i // 2), arrive(i, *rest))  # a weight and a bias each
             run.step(torch.ones(12, 4), lambda part: model(part).square().mean())
-            return calls
+            return calls, sorted(found)
 
-    assert run_workers(2, body) == [[6, 6, 6, 0, 0], [0, 0, 0, 6, 6]]
+    assert run_workers(2, body) == [([6, 6, 6, 0, 0], [0, 0, 1, 1, 2, 2]), ([0, 0, 0, 6, 6], [3, 3, 4, 4])]
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_workers(tmp_path):
