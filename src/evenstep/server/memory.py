@@ -21,12 +21,12 @@ from urllib.parse import SplitResult
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError, RefusedError
-from evenstep.server.channels import Channel, Fields, fields_of, intelligible
+from evenstep.server.channels import INTELLIGIBLE, Channel, Fields, fields_of
 from evenstep.server.connections import Connections, Conversation
 from evenstep.server.frames import Frames
 from evenstep.server.images import map_image
 from evenstep.server.incoming import integer
-from evenstep.server.service import Call, Reply, Service
+from evenstep.server.service import Call, Reply, Room, Service
 from evenstep.server.wire import DTYPES, LENGTH_BYTES, Head, Spec, encode
 
 __all__ = ["MemoryChannel", "MemoryServer"]
@@ -67,7 +67,7 @@ class _MemoryConversation(Conversation):
     def __init__(self, service: Service, stream: socket.socket) -> None:
         super().__init__(service, stream)
         self._stream = stream
-        self._area: mmap.mmap | None = None
+        self._area: Room | None = None
 
     def run(self) -> None:
         uid = _CREDENTIALS.unpack(self._stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
@@ -81,8 +81,8 @@ class _MemoryConversation(Conversation):
         num_bytes = integer(fields, "data_bytes", 0, 0, self.service.limits.body_bytes)
         head = Head.parse(str(fields["head"]).encode(), num_bytes)
         call.check(head)
-        if self._area is None or len(self._area) < max(num_bytes, 1):
-            self._area = self._make_area(max(num_bytes, 1))
+        if self._area is None or len(self._area.data) < max(num_bytes, 1):
+            self._area = Room(memoryview(self._make_area(max(num_bytes, 1))))
         self.frames.send({"status": 100})
         self._await_done()
         call.place(head, self._area)
@@ -116,9 +116,7 @@ class _MemoryConversation(Conversation):
         self._area = None
 
     def _await_done(self) -> bytes:
-        said = bytearray(1)
-        self.frames.fill(memoryview(said))
-        return bytes(said)
+        return self.frames.take(1)
 
 
 class MemoryChannel(Channel):
@@ -153,7 +151,7 @@ class MemoryChannel(Channel):
         return self._next()
 
     def _next(self) -> Fields:
-        with intelligible():
+        with INTELLIGIBLE:
             begun = self._frames.begin()
         if begun is None:
             raise ConnectionResetError("the server closed the connection")

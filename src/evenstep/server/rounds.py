@@ -35,6 +35,7 @@ class Contribution:
         num_shards: K, if these are tree nodes.
         buffers: New values of what the optimizer does not train.
         note: Anything as JSON, which all contributors of the round get back.
+        form: Two contributions with the same one have the same names, dtypes and shapes. None: nothing is known.
     """
 
     tensors: Tensors = field(default_factory=dict)
@@ -43,6 +44,7 @@ class Contribution:
     num_shards: int | None = None
     buffers: Tensors = field(default_factory=dict)
     note: Any = None
+    form: object = None
 
 
 class Round:

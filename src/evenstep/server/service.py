@@ -8,30 +8,29 @@ and then nothing has changed.
 
 import hmac
 import logging
-import mmap
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from evenstep.core.errors import RefusedError
 from evenstep.server.images import Image
 from evenstep.server.incoming import Incoming, integer
 from evenstep.server.store import Pending, Store, View
-from evenstep.server.wire import Head, Layout, encode, fresh
+from evenstep.server.wire import KEPT_BYTES, Head, Layout, encode, fresh
 
-__all__ = ["VERBS", "Call", "Limits", "Reply", "Service"]
+__all__ = ["VERBS", "Call", "Limits", "Reply", "Room", "Service"]
 
-VERBS = ("register", "leave", "put", "get", "update", "wait", "changed", "status")
 _WITH_TENSORS = ("put", "update")
 _MAX_NAME = 200
 _CHECKED = 256
-_UNUSED = 3  # references to memory that no tensor is made of: two of callers, one of the count itself
+_UNUSED = 2  # references to memory that no tensor is made of: one of its room, one of the count itself
 _INTAKE_BYTES = 8 << 20  # of updates may be received at once, or one copy of the parameters if that is more
 log = logging.getLogger("evenstep.server")
 
@@ -88,6 +87,36 @@ class Reply:
             self.view.close()
 
 
+class Room:
+    """Memory for the tensors of an update, and the tensors if they are to be used again.
+
+    Attributes:
+        data: The memory.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+        self._head: Head | None = None
+        self._tensors: dict[str, Tensor] = {}
+
+    def tensors(self, head: Head) -> dict[str, Tensor]:
+        """The tensors of a message whose data is here."""
+        if head is not self._head:
+            self._head, self._tensors = head, head.tensors(self.data)
+        return dict(self._tensors)
+
+    def is_free(self, *, lasting: bool) -> bool:
+        """Whether nobody holds its tensors.
+
+        Args:
+            lasting: That is known, so they need not be made anew for the next update.
+        """
+        if not lasting:
+            self._head, self._tensors = None, {}
+            return sys.getrefcount(self.data) <= _UNUSED
+        return True
+
+
 class _Intake:
     """Room for the data of updates: so many bytes at once, so that many clients do not take many copies' memory."""
 
@@ -121,7 +150,7 @@ class Service:
         self._token = token.encode() if token is not None else None
         self.intake = _Intake()
         self._lock = threading.Lock()
-        self._spare: list[memoryview] = []
+        self._spare: list[Room] = []
         self._checked: dict[Any, Any] = {}
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[int] = Counter()
@@ -163,21 +192,23 @@ class Service:
             if len(self._checked) >= _CHECKED:
                 self._checked.clear()
             self._checked[key] = places
-        return replace(incoming, places=places)
+        incoming.places = places
+        return incoming
 
-    def spare(self, num_bytes: int) -> memoryview:
+    def spare(self, num_bytes: int) -> Room:
         """Memory for so many bytes, from an earlier update if there is some: fresh pages take time."""
         with self._lock:
-            for n, data in enumerate(self._spare):
-                if len(data) == max(num_bytes, 1):
+            for n, room in enumerate(self._spare):
+                if len(room.data) == max(num_bytes, 1):
                     return self._spare.pop(n)
-        return fresh(num_bytes)
+        return Room(fresh(num_bytes))
 
-    def recycle(self, data: memoryview) -> None:
+    def recycle(self, room: Room) -> None:
         """Keep memory for the next update, unless a tensor is still made of it."""
         with self._lock:
-            if sys.getrefcount(data) <= _UNUSED and not self._spare:
-                self._spare.append(data)
+            held = sum(len(other.data) for other in self._spare) + len(room.data)
+            if (not self._spare or held <= KEPT_BYTES) and room.is_free(lasting=self.store.keeps_no_update):
+                self._spare.append(room)
 
     def refused(self, error: RefusedError) -> dict[str, Any]:
         """The fields of a reply to a request that was refused."""
@@ -195,7 +226,8 @@ class Call:
         self._head: Head | None = None
         self._incoming: Incoming | None = None
         self._taken = 0
-        self._data: Any = None
+        self._room: Room | None = None
+        self._spare: Room | None = None
         self._begin_s = time.monotonic()
 
     def check(self, head: Head) -> None:
@@ -227,17 +259,13 @@ class Call:
             wait_s = self._service.limits.wait_s
             self._service.intake.take(head.data_bytes, max(layout.num_bytes, _INTAKE_BYTES), wait_s)
             self._taken = head.data_bytes
-        data = self._service.spare(head.data_bytes)
-        self.place(head, data)
-        return data[: head.data_bytes]
+        self._spare = self._service.spare(head.data_bytes)
+        self._head, self._room = head, self._spare
+        return self._spare.data[: head.data_bytes]
 
-    def place(self, head: Head, data: Any) -> None:
-        """The data of tensors that were checked is, or will be, in this buffer."""
-        self._head, self._data = head, data
-
-    @property
-    def _in_others_memory(self) -> bool:
-        return isinstance(self._data, mmap.mmap)
+    def place(self, head: Head, room: Room) -> None:
+        """The data of tensors that were checked is in others' memory."""
+        self._head, self._room = head, room
 
     def run(self) -> Reply:
         """Do it. May block for as long as the limits say.
@@ -248,17 +276,7 @@ class Call:
         """
         if self.verb in _WITH_TENSORS and self._head is None:
             raise RefusedError(f"'{self.verb}' came without tensors")
-        actions: dict[str, Callable[[], Reply]] = {
-            "register": self._register,
-            "leave": self._leave,
-            "put": self._put,
-            "get": self._get,
-            "update": self._update,
-            "wait": self._wait,
-            "changed": self._changed,
-            "status": lambda: Reply(self._store.status()),
-        }
-        reply = actions[self.verb]()
+        reply = _ACTIONS[self.verb](self)
         reply.fields.setdefault("status", 200)
         return reply
 
@@ -268,9 +286,9 @@ class Call:
         if self._taken:
             service.intake.give(self._taken)
             self._taken = 0
-        data, self._data, self._head = self._data, None, None
-        if isinstance(data, memoryview):
-            service.recycle(data)
+        spare, self._spare, self._room, self._head = self._spare, None, None, None
+        if spare is not None:
+            service.recycle(spare)
         service.counts[self.verb] += 1
         service.seconds[self.verb] += time.monotonic() - self._begin_s  # type: ignore[assignment]  # a Counter of floats
         service.bytes_in += self.body_bytes
@@ -311,10 +329,11 @@ class Call:
 
     def _put(self) -> Reply:
         assert self._head is not None, "run has looked"
+        assert self._room is not None, "it came with the head"
         buffers = self._fields.get("buffers", [])
         if not isinstance(buffers, list) or not all(name in self._head.specs for name in buffers):
             raise RefusedError("buffers is no list of tensors that were put")
-        tensors = self._head.tensors(self._data)
+        tensors = self._room.tensors(self._head)
         force = bool(self._fields.get("force"))
         return Reply({"version": self._store.put(tensors, self._worker(), force=force, buffers=buffers)})
 
@@ -356,13 +375,14 @@ class Call:
 
     def _update(self) -> Reply:
         assert self._head is not None, "run has looked"
+        assert self._room is not None, "it came with the head"
         assert self._incoming is not None, "it was made with the head"
         fields = self._fields
         kind = fields.get("kind", "gradient")
         base = integer(fields, "base", 0) if fields.get("base") is not None else None
-        tensors = self._head.tensors(self._data)
-        if self._in_others_memory and self._store.options.staleness == 0:
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # it is held until the update is made
+        tensors = self._room.tensors(self._head)
+        if self._spare is None and not self._store.keeps_no_update:  # the client will write there again
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         part = self._incoming.contribution(tensors)
         sequence = integer(fields, "sequence", 0, 1)
         found = self._store.update(self._worker(), sequence, str(kind), part, base=base, wait_s=self._wait_s())
@@ -388,3 +408,19 @@ class Call:
         if any(note is not None for note in found.notes):
             reply["notes"] = found.notes
         return Reply(reply)
+
+    def _status(self) -> Reply:
+        return Reply(self._store.status())
+
+
+_ACTIONS: dict[str, Callable[[Call], Reply]] = {
+    "register": Call._register,
+    "leave": Call._leave,
+    "put": Call._put,
+    "get": Call._get,
+    "update": Call._update,
+    "wait": Call._wait,
+    "changed": Call._changed,
+    "status": Call._status,
+}
+VERBS = tuple(_ACTIONS)

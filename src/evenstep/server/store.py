@@ -168,6 +168,8 @@ class Store:
         self.after_update: Callable[[], None] = lambda: None
         self._round = Round()
         self._sequences: dict[str, int] = {}  # of the contributions to the round
+        self._form: object = None
+        self._bound: Image | None = None
         self._broken: str | None = None
         self._hurried = False
         self.history: deque[tuple[float, int]] = deque(maxlen=_HISTORY)
@@ -264,6 +266,9 @@ class Store:
                 return None
             assert self.layout is not None, "we waited for it"
             assert self._images is not None, "it is there with the layout"
+            if names is None and since is None:
+                image = self._images.hold()
+                return View(self, image, image.tensors, dict(self.versions), self.version)
             wanted = list(self.layout.specs) if names is None else list(dict.fromkeys(names))
             for name in wanted:
                 self.layout.find(name)
@@ -358,7 +363,9 @@ class Store:
             raise RefusedError(f"an update of kind {kind[:40]!r}, expected one of {', '.join(KINDS)}")
         if kind == "gradient" and self.optimizer is None:
             raise RefusedError('this server has no optimizer; send deltas (kind="delta")', 409)
-        self._check_names(part)
+        if part.form is None or part.form is not self._form:  # the like of the last one need not be looked at again
+            self._check_names(part)
+            self._form = part.form
         if self.options.reject_nonfinite:
             self._check_finite(part)
         self._check_turn(worker, kind, part, base)
@@ -465,9 +472,11 @@ class Store:
         self._changed.notify_all()
 
     def _bind(self, image: Image) -> None:
+        if image is self._bound:
+            return
         for name, parameter in self.parameters.items():
-            if parameter.data_ptr() != image.tensors[name].data_ptr():
-                parameter.data = image.tensors[name]
+            parameter.data = image.tensors[name]
+        self._bound = image
 
     def _change(self, applied: Applied) -> None:
         assert self._images is not None, "the caller has looked"
@@ -613,6 +622,11 @@ class Store:
                 "events": [[round(at - now, 3), text] for at, text in self.events],
                 "broken": self._broken,
             }
+
+    @property
+    def keeps_no_update(self) -> bool:
+        """Whether nothing of an update is held when it has been made: torch's own optimizers keep no gradient."""
+        return self.options.staleness != 0 and type(self.optimizer).__module__.startswith(("torch.optim.", "builtins"))
 
     def tensors(self) -> dict[str, Tensor]:
         """The current values. Only while nobody updates."""
