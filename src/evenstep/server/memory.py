@@ -83,8 +83,7 @@ class _MemoryConversation(Conversation):
         call.check(head)
         if self._area is None or len(self._area.data) < max(num_bytes, 1):
             self._area = Room(memoryview(self._make_area(max(num_bytes, 1))))
-        self.frames.send({"status": 100})
-        self._await_done()
+            self._await_done()
         call.place(head, self._area)
 
     def _make_area(self, num_bytes: int) -> mmap.mmap:
@@ -140,7 +139,7 @@ class MemoryChannel(Channel):
         self._token, self._timeout_s = token, timeout_s
         self._images: dict[int, dict[str, Tensor]] = {}
         self._specs: dict[str, Spec] = {}
-        self._area: mmap.mmap | None = None
+        self._area: Room | None = None
 
     def _send(self, verb: str, fields: Fields) -> Fields:
         request = {"verb": verb, **fields}
@@ -167,20 +166,26 @@ class MemoryChannel(Channel):
         text = bytes(parts[0][LENGTH_BYTES:])
         num_bytes = sum(len(part) for part in parts[1:])
         head = Head.parse(text, num_bytes)
-        reply = self._send(verb, {**fields, "head": text.decode(), "data_bytes": num_bytes})
-        if "area_bytes" in reply:
+        request = {**fields, "head": text.decode(), "data_bytes": num_bytes}
+        if self._area is not None and len(self._area.data) >= num_bytes:
+            self._fill(self._area, head, tensors)
+            return self._send(verb, request)
+        reply = self._send(verb, request)
+        if "area_bytes" in reply:  # the server has looked at the head, and has made room
             self._stream.sendall(b"m")
             fd = _receive_fd(self._stream)
             try:
-                self._area = mmap.mmap(fd, reply["area_bytes"])
+                self._area = Room(memoryview(mmap.mmap(fd, reply["area_bytes"])))
             finally:
                 os.close(fd)
-            self._next()
-        assert self._area is not None, "the server makes one before it wants data"
-        for name, place in head.tensors(self._area).items():
+            self._fill(self._area, head, tensors)
+            self._stream.sendall(b"d")
+            reply = self._next()
+        return reply
+
+    def _fill(self, area: Room, head: Head, tensors: Mapping[str, Tensor]) -> None:
+        for name, place in area.tensors(head).items():
             place.copy_(tensors[name])
-        self._stream.sendall(b"d")
-        return self._next()
 
     def pull(self, fields: Fields, out: Mapping[str, Tensor] | None) -> tuple[Fields, dict[str, Tensor]]:
         """See `Channel`."""

@@ -1,6 +1,5 @@
 """The parameter server as a user sees it: start it, give its address away, stop it."""
 
-import contextlib
 import json
 import logging
 import secrets
@@ -26,6 +25,7 @@ from evenstep.server.store import Store
 
 __all__ = ["ParameterServer"]
 
+log = logging.getLogger("evenstep.server")
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 _SOCKET_BYTES = 4 << 20
 
@@ -191,7 +191,8 @@ class ParameterServer:
                 print(f"evenstep: serving at {url}", flush=True)
             if self.token is not None and self.config.token is None:
                 print(f"evenstep: token {self.token}", flush=True)
-            over.wait()
+            while not over.wait(self.config.log_every_s):
+                log.info("figures", extra={"figures": self._service.figures()})
         finally:
             self.close()
             for number, handler in before.items():
@@ -211,8 +212,9 @@ class JsonLines(logging.Formatter):
     """Log records as lines of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """One line: time, level, event; the version and the worker that it is about, and figures, where it has them."""
         found = {"time": self.formatTime(record), "level": record.levelname.lower(), "event": record.getMessage()}
-        with contextlib.suppress(AttributeError):
-            found["version"] = record.version  # type: ignore[attr-defined]  # only events of the store have it
+        for key in ("version", "worker", "figures"):
+            if (value := getattr(record, key, None)) is not None:
+                found[key] = value
         return json.dumps(found)

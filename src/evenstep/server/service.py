@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,11 +152,16 @@ class Service:
         self._lock = threading.Lock()
         self._spare: list[Room] = []
         self._checked: dict[Any, Any] = {}
-        self.counts: Counter[str] = Counter()
-        self.refusals: Counter[int] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.refusals: defaultdict[int, int] = defaultdict(int)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.bytes_in = self.bytes_out = 0
         self.started_s = time.monotonic()
+
+    @property
+    def guarded(self) -> bool:
+        """Whether every request must bring a token."""
+        return self._token is not None
 
     def check_token(self, token: str | None) -> None:
         """Let nobody in who does not know it.
@@ -210,9 +215,36 @@ class Service:
             if (not self._spare or held <= KEPT_BYTES) and room.is_free(lasting=self.store.keeps_no_update):
                 self._spare.append(room)
 
+    def status(self) -> dict[str, Any]:
+        """Everything that people may want to see, as JSON: what the page shows, and what Prometheus gets."""
+        status = self.store.status()
+        with self._lock:
+            return {
+                **status,
+                "uptime_s": round(time.monotonic() - self.started_s, 3),
+                "received_bytes": self.bytes_in,
+                "sent_bytes": self.bytes_out,
+                "requests": dict(self.counts),
+                "request_seconds": dict(self.seconds),
+                "refused": {str(status): count for status, count in self.refusals.items()},
+            }
+
+    def figures(self) -> dict[str, Any]:
+        """The status without its lists of parameters and of what happened: for a log."""
+        return {k: v for k, v in self.status().items() if k not in ("parameters", "history", "events")}
+
+    def finished(self, verb: str, seconds: float, bytes_in: int, bytes_out: int) -> None:
+        """Count a request."""
+        with self._lock:
+            self.counts[verb] += 1
+            self.seconds[verb] += seconds
+            self.bytes_in += bytes_in
+            self.bytes_out += bytes_out
+
     def refused(self, error: RefusedError) -> dict[str, Any]:
         """The fields of a reply to a request that was refused."""
-        self.refusals[error.status] += 1
+        with self._lock:
+            self.refusals[error.status] += 1
         log.info("refused %d: %s", error.status, str(error))
         return {"status": error.status, "error": str(error)}
 
@@ -289,11 +321,9 @@ class Call:
         spare, self._spare, self._room, self._head = self._spare, None, None, None
         if spare is not None:
             service.recycle(spare)
-        service.counts[self.verb] += 1
-        service.seconds[self.verb] += time.monotonic() - self._begin_s  # type: ignore[assignment]  # a Counter of floats
-        service.bytes_in += self.body_bytes
+        seconds = time.monotonic() - self._begin_s
+        service.finished(self.verb, seconds, self.body_bytes, reply.num_bytes if reply is not None else 0)
         if reply is not None:
-            service.bytes_out += reply.num_bytes
             reply.close()
 
     def _worker(self) -> str:
@@ -410,7 +440,7 @@ class Call:
         return Reply(reply)
 
     def _status(self) -> Reply:
-        return Reply(self._store.status())
+        return Reply(self._service.status())
 
 
 _ACTIONS: dict[str, Callable[[Call], Reply]] = {

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from evenstep.core.errors import ConfigError, RefusedError, ServerError
 from evenstep.server.images import Image, Images
 from evenstep.server.rounds import Contribution, Round, Tensors
+from evenstep.server.stepping import Stepper
 from evenstep.server.wire import Layout, Spec
 from evenstep.server.workers import Acknowledged, Workers
 
@@ -35,6 +36,8 @@ __all__ = ["Applied", "Journal", "Options", "Pending", "Store", "View"]
 KINDS = ("gradient", "delta")
 log = logging.getLogger("evenstep.server")
 _HISTORY = 512
+_HISTORY_S = 1.0
+_DEPARTED = 16
 _READERS_S = 1.0
 
 
@@ -158,6 +161,7 @@ class Store:
         self.layout: Layout | None = None
         self.parameters: dict[str, nn.Parameter] = {}
         self.optimizer: Optimizer | None = None
+        self._stepper: Stepper | None = None
         self.buffers: frozenset[str] = frozenset()
         self.version = 0
         self.versions: dict[str, int] = {}
@@ -174,6 +178,8 @@ class Store:
         self._hurried = False
         self.history: deque[tuple[float, int]] = deque(maxlen=_HISTORY)
         self.events: deque[tuple[float, str]] = deque(maxlen=_HISTORY)
+        self.departed: dict[str, tuple[float, str]] = {}  # when each was seen last, and how it went
+        self.num_dropped = 0
 
     # ---- put and get ----
 
@@ -212,7 +218,7 @@ class Store:
             self._check_sound()
             applied = Applied("put", self.version + 1, tensors, {}, {}, [])
             self._commit(applied)
-            self._tell(f"'{worker}' replaced the parameters")
+            self._tell(f"'{worker}' replaced the parameters", worker)
             return self.version
 
     def _initialise(
@@ -235,11 +241,12 @@ class Store:
             parameter.data = images.current.tensors[name]
         if self._make_optimizer is not None:
             self.optimizer = self._make_optimizer([p for p in trained.values() if p.requires_grad])
+            self._stepper = Stepper(self.optimizer)
         self._images, self.layout, self.parameters, self.buffers = images, Layout(specs), trained, buffers
         self.versions = dict.fromkeys(specs, 0)
         self.owner = worker
         self.history.append((self._clock(), 0))
-        self._tell(f"'{worker}' put {len(specs)} parameters, {self.layout.num_bytes} bytes")
+        self._tell(f"'{worker}' put {len(specs)} parameters, {self.layout.num_bytes} bytes", worker)
         self.after_put()
         self._changed.notify_all()
         return self.version
@@ -468,7 +475,7 @@ class Store:
         self.versions.update(dict.fromkeys([*applied.tensors, *applied.buffers], self.version))
         for worker, sequence in applied.sequences.items():
             self.workers.acknowledge(worker, sequence, self.version, applied.notes)
-        self.history.append((self._clock(), self.version))
+        self._note_version()
         self._changed.notify_all()
 
     def _bind(self, image: Image) -> None:
@@ -490,11 +497,11 @@ class Store:
             for name, delta in applied.tensors.items():
                 values[name].sub_(delta)
         else:
-            assert self.optimizer is not None, "it was checked"
+            assert self._stepper is not None, "it was checked"
             for name, gradient in applied.tensors.items():
                 self.parameters[name].grad = gradient
             try:
-                self.optimizer.step()
+                self._stepper.step()
             finally:
                 for name in applied.tensors:
                     self.parameters[name].grad = None
@@ -511,7 +518,7 @@ class Store:
                 self.versions[name] = self.version
             last = self.workers.acknowledged.get(worker)
             self.workers.acknowledge(worker, last.sequence if last else 0, self.version, [])
-            self.history.append((self._clock(), self.version))
+            self._note_version()
             self._changed.notify_all()
             return self.version
 
@@ -522,22 +529,31 @@ class Store:
         with self._changed:
             self._expire()
             if self.workers.register(worker, self._clock()):
-                self._tell(f"worker '{worker}' registered")
+                self.departed.pop(worker, None)
+                self._tell(f"worker '{worker}' registered", worker)
                 self._changed.notify_all()
 
     def leave(self, worker: str) -> None:
         """A worker goes: nobody waits for it any more."""
         with self._changed:
             if self.workers.leave(worker):
-                self._tell(f"worker '{worker}' left")
+                self._depart(worker, self._clock(), "left")
+                self._tell(f"worker '{worker}' left", worker)
                 self._gone()
 
     def _expire(self) -> None:
         gone = self.workers.expire(self._clock())
-        for name in gone:
-            self._tell(f"worker '{name}' was dropped: no sign of life for {self.options.lease_s:g} s")
+        for name, seen_s in gone.items():
+            self.num_dropped += 1
+            self._depart(name, seen_s, "dropped")
+            self._tell(f"worker '{name}' was dropped: no sign of life for {self.options.lease_s:g} s", name)
         if gone:
             self._gone()
+
+    def _depart(self, worker: str, seen_s: float, how: str) -> None:
+        self.departed[worker] = (seen_s, how)
+        while len(self.departed) > _DEPARTED:
+            del self.departed[next(iter(self.departed))]
 
     def _gone(self) -> None:
         self._complete()
@@ -581,9 +597,16 @@ class Store:
         if self._broken is not None:
             raise ServerError(f"the server cannot go on: {self._broken}")
 
-    def _tell(self, text: str) -> None:
+    def _note_version(self) -> None:
+        """For the history: one entry a second is enough, so that it reaches far back however fast updates come."""
+        now = self._clock()
+        if len(self.history) > 1 and now - self.history[-2][0] < _HISTORY_S:
+            self.history.pop()
+        self.history.append((now, self.version))
+
+    def _tell(self, text: str, worker: str) -> None:
         self.events.append((self._clock(), text))
-        log.info("%s", text, extra={"version": self.version})
+        log.info("%s", text, extra={"version": self.version, "worker": worker})
 
     def status(self) -> dict[str, Any]:
         """Everything that people may want to see, as JSON."""
@@ -618,6 +641,11 @@ class Store:
                     }
                     for worker in self.workers.registered.values()
                 ],
+                "departed": [
+                    {"name": name, "how": how, "last_seen_s": round(now - seen_s, 3)}
+                    for name, (seen_s, how) in self.departed.items()
+                ],
+                "dropped": self.num_dropped,
                 "history": [[round(at - now, 3), version] for at, version in self.history],
                 "events": [[round(at - now, 3), text] for at, text in self.events],
                 "broken": self._broken,
@@ -626,7 +654,7 @@ class Store:
     @property
     def keeps_no_update(self) -> bool:
         """Whether nothing of an update is held when it has been made: torch's own optimizers keep no gradient."""
-        return self.options.staleness != 0 and type(self.optimizer).__module__.startswith(("torch.optim.", "builtins"))
+        return self.options.staleness != 0 and (self._stepper is None or self._stepper.is_torchs)
 
     def tensors(self) -> dict[str, Tensor]:
         """The current values. Only while nobody updates."""
@@ -643,4 +671,4 @@ class Store:
                 for parameter in self.parameters.values():
                     parameter.data = parameter.data.clone()
                 self._images.close()
-                self._images = None
+                self._images = self._bound = None
