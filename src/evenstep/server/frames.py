@@ -164,7 +164,7 @@ class Frames:
 
     def _from_ahead(self, buffers: Sequence[memoryview]) -> list[memoryview]:
         """Fill with what was read ahead; return what is left to fill."""
-        left = list(buffers)
+        left = [buffer for buffer in buffers if len(buffer)]
         while left and self._first < self._end:
             count = min(len(left[0]), self._end - self._first)
             left[0][:count] = self._ahead[self._first : self._first + count]

@@ -126,7 +126,9 @@ class _Intake:
 
     def take(self, num_bytes: int, limit: int, wait_s: float) -> None:
         with self._free:
-            if not self._free.wait_for(lambda: self._held == 0 or self._held + num_bytes <= limit, wait_s):
+            if self._held and not self._free.wait_for(
+                lambda: not self._held or self._held + num_bytes <= limit, wait_s
+            ):
                 raise RefusedError("the server is busy with the updates of others; try again", 503)
             self._held += num_bytes
 

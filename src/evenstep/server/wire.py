@@ -8,7 +8,7 @@ then is memory taken for the data, and exactly as much as was announced. No pick
 import json
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -258,7 +258,7 @@ class Sender:
 
 def write_json(value: Any) -> bytes:
     """Write JSON as short as it can be."""
-    return _ENCODER.encode(value).encode()
+    return "".join(_ENCODE(value, 0)).encode()
 
 
 def read_json(text: bytes, what: str) -> dict[str, Any]:
@@ -295,7 +295,19 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is no number")
 
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
+def _encoder() -> Callable[[Any, int], Iterable[str]]:
+    """What json.dumps makes anew for every call."""
+    plain = json.JSONEncoder(separators=(",", ":"))
+    make = getattr(json.encoder, "c_make_encoder", None)  # CPython's
+    if make is None:
+        return lambda value, _: plain.iterencode(value)
+    made: Callable[[Any, int], Iterable[str]] = make(
+        None, plain.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True
+    )
+    return made
+
+
+_ENCODE = _encoder()
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
 
 
