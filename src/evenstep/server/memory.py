@@ -24,7 +24,7 @@ from evenstep.core.errors import ConfigError, RefusedError
 from evenstep.server.channels import INTELLIGIBLE, Channel, Fields, fields_of
 from evenstep.server.connections import Connections, Conversation
 from evenstep.server.frames import Frames
-from evenstep.server.images import map_image
+from evenstep.server.images import hand_over, map_image
 from evenstep.server.incoming import integer
 from evenstep.server.service import Call, Reply, Room, Service
 from evenstep.server.wire import DTYPES, LENGTH_BYTES, Head, Spec, encode
@@ -185,7 +185,7 @@ class MemoryChannel(Channel):
 
     def _fill(self, area: Room, head: Head, tensors: Mapping[str, Tensor]) -> None:
         for name, place in area.tensors(head).items():
-            place.copy_(tensors[name])
+            hand_over(place, tensors[name])
 
     def pull(self, fields: Fields, out: Mapping[str, Tensor] | None) -> tuple[Fields, dict[str, Tensor]]:
         """See `Channel`."""
@@ -201,7 +201,7 @@ class MemoryChannel(Channel):
         if out is None:
             found = {name: image[name].clone() for name in names}
         else:
-            found = {name: out[name].detach().copy_(image[name]) for name in names}
+            found = {name: hand_over(out[name], image[name]) for name in names}
         self._stream.sendall(b"d")
         return reply, found
 

@@ -39,6 +39,8 @@ _HISTORY = 512
 _HISTORY_S = 1.0
 _DEPARTED = 16
 _READERS_S = 1.0
+_DRAIN_S = 0.2
+_LARGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ class Store:
         self._round = Round()
         self._sequences: dict[str, int] = {}  # of the contributions to the round
         self._form: object = None
+        self._writing = 0
         self._bound: Image | None = None
         self._broken: str | None = None
         self._hurried = False
@@ -271,6 +274,8 @@ class Store:
         with self._changed:
             if not self._wait(lambda: self.layout is not None and self.version >= min_version, wait_s):
                 return None
+            if self._writing:
+                self._changed.wait_for(lambda: not self._writing, _DRAIN_S)
             assert self.layout is not None, "we waited for it"
             assert self._images is not None, "it is there with the layout"
             if names is None and since is None:
@@ -311,16 +316,27 @@ class Store:
             RefusedError: It cannot be applied; nothing has changed.
         """
         with self._changed:
-            if (
-                self._images is not None
-            ):  # rather wait for a reader than take memory for one more copy; but not for long
-                self._changed.wait_for(self._images.has_room, _READERS_S)
+            self._await_readers()
             self._expire()
             repeated = self._repeated(worker, sequence)
             if repeated is None:
                 self._check_update(worker, kind, part, base)
                 self._take(worker, sequence, kind, part)
             return self._settle(worker, sequence, wait_s)
+
+    def _await_readers(self) -> None:
+        """Rather wait for readers than copy large parameters, or take memory for one more copy; but not for long."""
+        images = self._images
+        if images is None or self.layout is None:
+            return
+        if images.current.readers and self.layout.num_bytes >= _LARGE_BYTES:
+            self._writing += 1  # who comes now waits too: or there would always be a reader
+            try:
+                self._changed.wait_for(lambda: not images.current.readers, _DRAIN_S)
+            finally:
+                self._writing -= 1
+                self._changed.notify_all()
+        self._changed.wait_for(images.has_room, _READERS_S)
 
     def wait(self, worker: str, sequence: int, wait_s: float = 0.0) -> Acknowledged | Pending:
         """Wait for an update that was taken in.
