@@ -26,7 +26,8 @@ from evenstep.server.connections import Connections, Conversation
 from evenstep.server.frames import Frames
 from evenstep.server.images import hand_over, map_image
 from evenstep.server.incoming import integer
-from evenstep.server.service import Call, Reply, Room, Service
+from evenstep.server.rooms import Room
+from evenstep.server.service import Call, Reply, Service
 from evenstep.server.wire import DTYPES, LENGTH_BYTES, Head, Spec, encode
 
 __all__ = ["MemoryChannel", "MemoryServer"]

@@ -8,7 +8,6 @@ and then nothing has changed.
 
 import hmac
 import logging
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -17,20 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from evenstep.core.errors import RefusedError
 from evenstep.server.images import Image
 from evenstep.server.incoming import Incoming, integer
+from evenstep.server.rooms import Intake, Room
 from evenstep.server.store import Pending, Store, View
 from evenstep.server.wire import KEPT_BYTES, Head, Layout, encode, fresh
 
-__all__ = ["VERBS", "Call", "Limits", "Reply", "Room", "Service"]
+__all__ = ["VERBS", "Call", "Limits", "Reply", "Service"]
 
 _WITH_TENSORS = ("put", "update")
 _MAX_NAME = 200
 _CHECKED = 256
-_UNUSED = 2  # references to memory that no tensor is made of: one of its room, one of the count itself
 _INTAKE_BYTES = 8 << 20  # of updates may be received at once, or one copy of the parameters if that is more
 log = logging.getLogger("evenstep.server")
 
@@ -87,57 +85,6 @@ class Reply:
             self.view.close()
 
 
-class Room:
-    """Memory for the tensors of an update, and the tensors if they are to be used again.
-
-    Attributes:
-        data: The memory.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        self.data = data
-        self._head: Head | None = None
-        self._tensors: dict[str, Tensor] = {}
-
-    def tensors(self, head: Head) -> dict[str, Tensor]:
-        """The tensors of a message whose data is here."""
-        if head is not self._head:
-            self._head, self._tensors = head, head.tensors(self.data)
-        return dict(self._tensors)
-
-    def is_free(self, *, lasting: bool) -> bool:
-        """Whether nobody holds its tensors.
-
-        Args:
-            lasting: That is known, so they need not be made anew for the next update.
-        """
-        if not lasting:
-            self._head, self._tensors = None, {}
-            return sys.getrefcount(self.data) <= _UNUSED
-        return True
-
-
-class _Intake:
-    """Room for the data of updates: so many bytes at once, so that many clients do not take many copies' memory."""
-
-    def __init__(self) -> None:
-        self._free = threading.Condition()
-        self._held = 0
-
-    def take(self, num_bytes: int, limit: int, wait_s: float) -> None:
-        with self._free:
-            if self._held and not self._free.wait_for(
-                lambda: not self._held or self._held + num_bytes <= limit, wait_s
-            ):
-                raise RefusedError("the server is busy with the updates of others; try again", 503)
-            self._held += num_bytes
-
-    def give(self, num_bytes: int) -> None:
-        with self._free:
-            self._held -= num_bytes
-            self._free.notify_all()
-
-
 class Service:
     """What all transports of a server share.
 
@@ -150,7 +97,7 @@ class Service:
     def __init__(self, store: Store, limits: Limits, token: str | None) -> None:
         self.store, self.limits = store, limits
         self._token = token.encode() if token is not None else None
-        self.intake = _Intake()
+        self.intake = Intake()
         self._lock = threading.Lock()
         self._spare: list[Room] = []
         self._checked: dict[Any, Any] = {}
