@@ -67,12 +67,14 @@ class Reply:
         parts: Buffers that follow, in order; valid until `close`.
         view: What they lie in.
         image: Where the other side reads them by itself, instead of the parts.
+        image_bytes: How much it reads there.
     """
 
     fields: dict[str, Any]
     parts: list[memoryview] = field(default_factory=list)
     view: View | None = None
     image: Image | None = None
+    image_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -206,7 +208,7 @@ class Call:
         self.verb, self._fields, self.body_bytes = verb, fields, body_bytes
         self._head: Head | None = None
         self._incoming: Incoming | None = None
-        self._taken = 0
+        self._taken = self._placed_bytes = 0
         self._room: Room | None = None
         self._spare: Room | None = None
         self._begin_s = time.monotonic()
@@ -246,7 +248,7 @@ class Call:
 
     def place(self, head: Head, room: Room) -> None:
         """The data of tensors that were checked is in others' memory."""
-        self._head, self._room = head, room
+        self._head, self._room, self._placed_bytes = head, room, head.data_bytes
 
     def run(self) -> Reply:
         """Do it. May block for as long as the limits say.
@@ -270,10 +272,11 @@ class Call:
         spare, self._spare, self._room, self._head = self._spare, None, None, None
         if spare is not None:
             service.recycle(spare)
-        seconds = time.monotonic() - self._begin_s
-        service.finished(self.verb, seconds, self.body_bytes, reply.num_bytes if reply is not None else 0)
+        seconds, sent_bytes = time.monotonic() - self._begin_s, 0
         if reply is not None:
+            sent_bytes = reply.num_bytes + reply.image_bytes
             reply.close()
+        service.finished(self.verb, seconds, self.body_bytes + self._placed_bytes, sent_bytes)
 
     def _worker(self) -> str:
         name = self._fields.get("worker")
@@ -344,7 +347,7 @@ class Call:
         """For a client that maps our memory: only say where."""
         layout = self._store.layout
         assert layout is not None, "there is a view"
-        reply.image = view.image
+        reply.image, reply.image_bytes = view.image, sum(tensor.nbytes for tensor in view.tensors.values())
         reply.fields |= {"image": view.image.number, "writable": not self._store.options.lock}
         if len(view.tensors) < len(layout.specs):
             reply.fields["names"] = list(view.tensors)
