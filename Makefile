@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check bench chaos clean
+.PHONY: setup browser demo test check bench chaos clean
 
 setup: $(STAMP)
 
@@ -12,6 +12,15 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/evenstep/native
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# The tests of the server's page need a browser; without one they are skipped. Bounded in time: it is no one's fault.
+PACKAGES := chromium chromium-driver
+INSTALL := apt-get -qq -y --no-install-recommends install $(PACKAGES)
+browser:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then exit 0; fi; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null && DEBIAN_FRONTEND=noninteractive \
+	timeout 120 sh -c '$(INSTALL) || { apt-get -qq update && $(INSTALL); }' >/dev/null 2>&1; then exit 0; fi; \
+	echo "the tests of the server's page are skipped: apt-get install $(PACKAGES)"
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -22,7 +31,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: check
+test: check browser
 	$(BIN)/python -m pytest
 
 bench: setup

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 import safetensors.torch
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
 from evenstep.server import Limits, ParameterServer, connect
@@ -83,15 +84,46 @@ def test_a_wrong_request_is_4xx_with_one_sentence_and_changes_nothing(
     assert ask(server, "GET", "/status")[0] == 200
 
 
-def test_metrics_are_what_prometheus_reads(server):
+def test_prometheus_reads_the_figures_of_the_status(server):
     with connect(server.url, worker='a"b\\') as client:
-        client.update_parameters(client.get_parameters())
-        text = ask(server, "GET", "/metrics")[2].decode()
-    for line in text.splitlines():
-        assert re.fullmatch(r'# (HELP|TYPE) .*|evenstep_server_\w+({(\w+="([^"\\]|\\.)*",?)*})? [-+.e\d]+', line), line
-    assert "evenstep_server_version 1\n" in text
-    assert 'evenstep_server_requests_total{verb="update"} 1\n' in text
-    assert 'evenstep_server_worker_lag{worker="a\\"b\\\\"} 0\n' in text
+        gradients = client.get_parameters()
+        for _ in range(3):
+            client.update_parameters(gradients)
+        server.store.state.version = 123_456_789  # every digit counts
+        ask(server, "GET", "/parameters?min_version=-1")
+        status = json.loads(ask(server, "GET", "/status")[2])
+        _, headers, text = ask(server, "GET", "/metrics")
+    assert dict(headers)["content-type"].startswith("text/plain; version=0.0.4")
+    families = list(text_string_to_metric_families(text.decode()))
+    assert all(family.documentation and family.type in ("gauge", "counter") for family in families)
+    found = {
+        (sample.name.removeprefix("evenstep_server_"), *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    (worker,) = status["workers"]
+    assert found.pop(("uptime_seconds",)) >= status["uptime_s"] > 0
+    assert found.pop(("worker_last_seen_seconds", 'a"b\\')) >= worker["last_seen_s"] >= 0
+    seconds = {verb: found.pop(("request_seconds_total", verb)) for verb in ("register", "get", "update", "status")}
+    assert all(value >= status["request_seconds"].get(verb, 0.0) > -1 for verb, value in seconds.items())
+    assert status["version"] == 123_456_789
+    assert (status["dropped"], status["broken"], status["refused"]) == (0, None, {"400": 1})
+    assert status["requests"] == {"register": 1, "get": 2, "update": 3}
+    assert status["received_bytes"] > 3 * status["num_bytes"] == 3 * 32
+    assert found == {
+        ("version",): status["version"],
+        ("parameter_bytes",): status["num_bytes"],
+        ("copies",): status["copies"],
+        ("broken",): 0,
+        ("workers",): 1,
+        ("workers_dropped_total",): 0,
+        ("worker_lag", 'a"b\\'): worker["lag"],
+        ("worker_updates_total", 'a"b\\'): 3,
+        **{("requests_total", verb): count for verb, count in {**status["requests"], "status": 1}.items()},
+        ("refused_total", "400"): 1,
+        ("received_bytes_total",): status["received_bytes"],
+        ("sent_bytes_total",): status["sent_bytes"],
+    }
 
 
 def test_the_description_names_every_route(server):
@@ -111,6 +143,7 @@ def test_the_page_needs_nothing_from_elsewhere(server):
     text = body.decode()
     assert status == 200
     assert "default-src 'none'" in dict(headers)["content-security-policy"]
-    assert not re.search(r"(src|href)=", text)
+    assert re.findall(r"(?:src|href)=(\S+)>", text) == ['"data:,"'], "no icon, and nothing else"
+    assert len(re.findall(r"(?:src|href)=", text)) == 1
     assert set(re.findall(r"https?://[^\"]*", text)) == {"http://www.w3.org/2000/svg"}, "a name, not an address"
     assert "innerHTML" not in text, "names of workers are text"

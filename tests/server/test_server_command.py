@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+import processes
 from evenstep.cli.main import main
 from evenstep.server import connect
 from workers import Cli
@@ -42,6 +43,30 @@ def test_it_serves_until_it_is_stopped_and_goes_on_where_it_was(script, tmp_path
             assert done.code == 0
             events = [json.loads(line) for line in done.stderr.splitlines()]
             assert "worker 'w' registered" in [event["event"] for event in events]
+
+
+def test_its_log_is_lines_of_json_with_the_figures_of_the_status(script):
+    argv = ["server", f"{script(BUILDER, 'model.py')}:build", "--staleness", "none", "--transports", "tcp"]
+    with Cli(*argv, "--log-every", "0.2") as cli:
+        cli.until_it_says("serving at")
+        with connect(cli.stdout.split()[-1], worker="w") as client:
+            client.update_parameters(client.get_parameters())
+            status = client.status()
+            counted = '"requests": {"register": 1, "get": 1, "update": 1, "status": 1}'
+            assert processes.until(lambda: counted in cli.stderr), cli.stderr
+        cli.kill(signal.SIGTERM)
+        done = cli.wait()
+    assert done.code == 0
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert all({"time", "level", "event"} <= line.keys() for line in lines)
+    registered = {"level": "info", "event": "worker 'w' registered", "version": 0, "worker": "w"}
+    assert registered in [{key: value for key, value in line.items() if key != "time"} for line in lines]
+    figures = next(line["figures"] for line in lines if line.get("figures", {}).get("requests", {}).get("status"))
+    for passing in ("uptime_s", "request_seconds", "requests"):
+        del figures[passing]
+    assert figures.pop("workers")[0]["updates"] == status["workers"][0]["updates"] == 1
+    assert figures == {key: status[key] for key in figures}
+    assert {"version", "copies", "dropped", "received_bytes", "sent_bytes", "refused"} <= figures.keys()
 
 
 def test_elsewhere_than_on_loopback_a_token_is_made_and_printed(script):

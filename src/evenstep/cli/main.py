@@ -141,6 +141,7 @@ def _add_server(server: argparse.ArgumentParser) -> None:
         "--servers", metavar="N", type=int, default=1, help="processes that share the parameters, on the next ports"
     )
     server.add_argument("--lease", metavar="SECONDS", type=float, default=30.0, help="drop a worker silent for so long")
+    server.add_argument("--log-every", metavar="SECONDS", type=float, help="also write the server's figures to the log")
     server.add_argument("--reject-nonfinite", action="store_true", help="refuse updates with infinities or NaN")
     server.add_argument(
         "--threads", metavar="N", type=int, default=1, help="of the optimizer (default: 1, as in a run)"

@@ -56,6 +56,7 @@ def serve(options: argparse.Namespace, staleness: int | None) -> int:
         servers=options.servers,
         lease_s=options.lease,
         reject_nonfinite=options.reject_nonfinite,
+        log_every_s=options.log_every,
     ).run()
     return 0
 

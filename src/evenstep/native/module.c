@@ -7,6 +7,7 @@
 #include <sys/prctl.h>
 
 #include "collective.h"
+#include "copy.h"
 #include "core.h"
 #include "norm.h"
 #include "reduce.h"
@@ -122,6 +123,15 @@ static PyObject *pid(PyObject *self, PyObject *args) {
 
 static PyObject *die_with_parent(PyObject *self, PyObject *args) {
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+static PyObject *copy(PyObject *self, PyObject *args) {
+    unsigned long long target, source, num_bytes;
+    ARGS("KKK", &target, &source, &num_bytes);
+    Py_BEGIN_ALLOW_THREADS
+    es_copy(AT(target), AT(source), num_bytes);
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
@@ -459,7 +469,7 @@ static PyMethodDef methods[] = {
     {"mail_push", mail_push, METH_VARARGS, NULL},         {"mail_head", mail_head, METH_VARARGS, NULL},
     {"mail_pull", mail_pull, METH_VARARGS, NULL},
     {"collective", (PyCFunction)(void (*)(void))collective, METH_FASTCALL, NULL},
-    {"die_with_parent", die_with_parent, METH_NOARGS, NULL},
+    {"die_with_parent", die_with_parent, METH_NOARGS, NULL},  {"copy", copy, METH_VARARGS, NULL},
     {"norm_statistics", norm_statistics, METH_VARARGS, NULL}, {"norm_apply", norm_apply, METH_VARARGS, NULL},
     {"norm_reduce", norm_reduce, METH_VARARGS, NULL},     {"norm_backward", norm_backward, METH_VARARGS, NULL},
     {"norm_merge", norm_merge, METH_VARARGS, NULL},       {"norm_move", norm_move, METH_VARARGS, NULL},

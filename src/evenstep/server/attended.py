@@ -15,6 +15,8 @@ __all__ = ["HISTORY", "Attended"]
 HISTORY = 512
 """How many versions and events are remembered for people to see."""
 
+_DEPARTED = 16
+
 log = logging.getLogger("evenstep.server")
 
 
@@ -28,6 +30,8 @@ class Attended(ABC):
     Attributes:
         workers: Who is registered.
         events: What happened, and when.
+        departed: When each of those who went last was seen last, and how it went.
+        num_dropped: How many were dropped.
     """
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
@@ -37,6 +41,8 @@ class Attended(ABC):
         self._broken: str | None = None
         self._hurried = False
         self.events: deque[tuple[float, str]] = deque(maxlen=HISTORY)
+        self.departed: dict[str, tuple[float, str]] = {}
+        self.num_dropped = 0
 
     @property
     @abstractmethod
@@ -49,10 +55,17 @@ class Attended(ABC):
 
     def _expire(self) -> None:
         gone = self.workers.expire(self._clock())
-        for name in gone:
-            self._tell(f"worker '{name}' was dropped: no sign of life for {self.workers.lease_s:g} s")
+        for name, seen_s in gone.items():
+            self.num_dropped += 1
+            self._depart(name, seen_s, "dropped")
+            self._tell(f"worker '{name}' was dropped: no sign of life for {self.workers.lease_s:g} s", name)
         if gone:
             self._gone()
+
+    def _depart(self, worker: str, seen_s: float, how: str) -> None:
+        self.departed[worker] = (seen_s, how)
+        while len(self.departed) > _DEPARTED:
+            del self.departed[next(iter(self.departed))]
 
     def _wait(self, condition: Callable[[], bool], wait_s: float, worker: str | None = None) -> bool:
         """Wait for a condition; leases end meanwhile. The lock is not held while waiting.
@@ -96,6 +109,6 @@ class Attended(ABC):
         if self._broken is not None:
             raise ServerError(f"the server cannot go on: {self._broken}")
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, worker: str) -> None:
         self.events.append((self._clock(), text))
-        log.info("%s", text, extra={"version": self.version})
+        log.info("%s", text, extra={"version": self.version, "worker": worker})

@@ -1,6 +1,7 @@
 """Whether an update may be applied to some parameters, before anything is changed."""
 
 import torch
+from torch import Tensor
 
 from evenstep.core.errors import RefusedError
 from evenstep.server.hyperparameters import check_options
@@ -13,7 +14,7 @@ __all__ = ["KINDS", "check_contribution"]
 KINDS = ("gradient", "delta", "peer")
 
 
-def check_contribution(state: State, kind: str, part: Contribution, *, finite: bool) -> None:
+def check_contribution(state: State, kind: str, part: Contribution, *, finite: bool, fits: bool = False) -> None:
     """See that an update fits the parameters.
 
     Args:
@@ -21,6 +22,7 @@ def check_contribution(state: State, kind: str, part: Contribution, *, finite: b
         kind: "gradient"; "delta"; or "peer", a delta that another server tells.
         part: The update.
         finite: Whether every number must be finite.
+        fits: Whether names, dtypes and shapes are known to be right.
 
     Raises:
         RefusedError: It does not.
@@ -36,10 +38,16 @@ def check_contribution(state: State, kind: str, part: Contribution, *, finite: b
     groups = [(part.tensors, False), (part.buffers, True), *((held, False) for _, held in part.nodes)]
     for tensors, buffers in groups:
         for name, tensor in tensors.items():
-            state.layout.check(name, Spec.of(tensor))
-            if (name in state.buffers) != buffers:
-                raise RefusedError(f"'{name}' is {'no' if buffers else 'a'} buffer")
-            if not buffers and not state.parameters[name].requires_grad:
-                raise RefusedError(f"'{name}' is not trained, so it takes no update")
+            if not fits:
+                _check_fit(state, name, tensor, buffers)
             if finite and not bool(torch.isfinite(tensor).all()):
                 raise RefusedError(f"the update of '{name}' holds a number that is not finite", 422)
+
+
+def _check_fit(state: State, name: str, tensor: Tensor, buffer: bool) -> None:
+    assert state.layout is not None, "the caller has looked"
+    state.layout.check(name, Spec.of(tensor))
+    if (name in state.buffers) != buffer:
+        raise RefusedError(f"'{name}' is {'no' if buffer else 'a'} buffer")
+    if not buffer and not state.parameters[name].requires_grad:
+        raise RefusedError(f"'{name}' is not trained, so it takes no update")

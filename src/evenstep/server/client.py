@@ -196,7 +196,7 @@ class Client:
         Raises:
             RefusedError: They have values already, and `force` is not set.
         """
-        tensors = {name: value.detach().cpu().contiguous() for name, value in parameters.items()}
+        tensors = {name: _plain(value) for name, value in parameters.items()}
         fields = {"worker": self.worker, "force": force, "buffers": list(buffers)}
         if sequence is not None:
             fields["sequence"] = self._number(sequence)
@@ -244,7 +244,7 @@ class Client:
         deadline = self._deadline(timeout_s)
         with self._lock:
             self._register()
-            tensors = {name: value.detach().cpu().contiguous() for name, value in update.items()}
+            tensors = {name: _plain(value) for name, value in update.items()}
             if not self._locked and kind == "delta":
                 return self._change(tensors)
             self._await_turn(deadline)
@@ -410,6 +410,13 @@ class Client:
             if self._channel is not None:
                 self._channel.close()
                 self._channel = None
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A tensor that can be sent as it lies in memory."""
+    if tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
+        return tensor
+    return tensor.detach().cpu().contiguous()
 
 
 def _patience(deadline: float) -> float:

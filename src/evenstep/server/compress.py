@@ -38,8 +38,10 @@ class Compressor:
         self.bfloat16, self._share = bfloat16, top_k
         self.residual: dict[str, Tensor] = {}
 
-    def pack(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def pack(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What to send instead of these tensors."""
+        if self._share is None and not self.bfloat16:
+            return tensors
         packed: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if self._share is not None and tensor.dtype in _WIDE and tensor.numel():

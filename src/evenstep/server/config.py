@@ -34,6 +34,7 @@ class ServerConfig:
         servers: How many processes share the parameters; each has its own transports, on the next ports.
         lease_s: After how long without a sign of life a worker is dropped.
         reject_nonfinite: Refuse updates that hold an infinity or NaN.
+        log_every_s: A server in the foreground writes its figures to the log so often; None: only events.
         limits: What strangers may cost.
 
     Raises:
@@ -55,6 +56,7 @@ class ServerConfig:
     servers: int = 1
     lease_s: float = 30.0
     reject_nonfinite: bool = False
+    log_every_s: float | None = None
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,8 @@ class ServerConfig:
             raise ConfigError(f"servers={self.servers!r}, expected a whole number from 1 to {MAX_SERVERS}")
         if self.snapshot_every < 1:
             raise ConfigError(f"snapshot_every={self.snapshot_every!r}, expected a whole number above 0")
+        if self.log_every_s is not None and not self.log_every_s > 0:
+            raise ConfigError(f"log_every_s={self.log_every_s!r}, expected a number of seconds above 0")
         if self.durable and self.directory is None:
             raise ConfigError("durable=True needs a directory for its log and snapshots: directory=...")
         if not self.lock and self.durable:

@@ -77,17 +77,15 @@ class Conversation:
         if not left:
             return
         try:
-            prefix = bytearray(min(LENGTH_BYTES, left))
-            self.frames.fill(memoryview(prefix))
+            prefix = self.frames.take(min(LENGTH_BYTES, left))
             left -= len(prefix)
-            text = bytearray(head_length(prefix, call.body_bytes))
-            self.frames.fill(memoryview(text))
+            text = self.frames.take(head_length(prefix, call.body_bytes))
             left -= len(text)
             buffer = call.expect(Head.parse(text, left))
         except RefusedError:
             self.frames.drain(left)
             raise
-        self.frames.fill(buffer)
+        self.frames.fill([buffer])
 
     def reply(self, reply: Reply) -> None:
         """Send a reply. What it refers to is held until this returns."""

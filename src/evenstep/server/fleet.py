@@ -21,6 +21,7 @@ from evenstep.server.nursery import Line, become, live
 from evenstep.server.several import SeveralClient
 from evenstep.server.single import Origin
 from evenstep.server.slices import Place
+from evenstep.server.status import without_lists
 
 __all__ = ["Fleet", "check_directory"]
 
@@ -136,6 +137,11 @@ class Fleet:
             if said is None:
                 raise ServerError("the servers ended; the log says why")
             _raise_if_wrong(said)
+
+    def figures(self) -> dict[str, Any]:
+        """What a log wants to know of them all."""
+        with self._client() as client:
+            return without_lists(client.status())
 
     def stop(self) -> None:
         """They serve nobody any more, but keep their state and addresses."""

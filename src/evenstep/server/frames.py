@@ -22,7 +22,7 @@ _MAGIC = b"EVST"
 _FRAME = struct.Struct("<4sIQ")
 _MAX_PARTS = 512  # buffers of one system call
 _DRAIN_BYTES = 1 << 16
-_AHEAD_BYTES = 1 << 16
+_AHEAD_BYTES = 1 << 12
 _FIELDS_S = 30.0  # how long the fields of a frame may take, once it has begun
 
 
@@ -45,6 +45,7 @@ class Frames:
         self._scatter = not isinstance(stream, ssl.SSLSocket)
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._first = self._end = 0  # what of it is not used yet
+        self._text, self._fields = b"", dict[str, Any]()
         stream.settimeout(None)
         value = struct.pack("ll", int(silence_s), int(1e6 * (silence_s % 1)))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -64,22 +65,21 @@ class Frames:
             OSError: The other side is gone, or too slow.
         """
         text = write_json(fields)
-        head = _FRAME.pack(_MAGIC, len(text), sum(map(len, parts))) + text
+        num_bytes = sum(map(len, parts))
+        head = _FRAME.pack(_MAGIC, len(text), num_bytes) + text
         left: list[memoryview] = [memoryview(head), *parts]
         if not self._scatter:
             for part in left:
                 self.stream.sendall(part)
             return
-        while left:
+        num_bytes += len(head)
+        while True:
             sent = self.stream.sendmsg(left[:_MAX_PARTS])
-            done = 0
-            while done < len(left) and sent >= len(left[done]):
-                sent -= len(left[done])
-                done += 1
-            left = left[done:]
-            if sent:
-                left[0] = left[0][sent:]
-            if left and time.monotonic() > self._deadline:
+            num_bytes -= sent
+            if not num_bytes:
+                return
+            left = _after(left, sent)
+            if time.monotonic() > self._deadline:
                 raise TimeoutError("the other side reads too slowly")
 
     def begin(self, *, patient: bool = False) -> tuple[dict[str, Any], int] | None:
@@ -92,18 +92,20 @@ class Frames:
             RefusedError: This is no frame.
             OSError: The other side is gone, or too slow.
         """
-        head = bytearray(_FRAME.size)
         if not self._await(patient):
             return None
-        self.fill(memoryview(head))
-        magic, fields_bytes, body_bytes = _FRAME.unpack(head)
+        magic, fields_bytes, body_bytes = _FRAME.unpack(self.take(_FRAME.size))
         if magic != _MAGIC:
             raise RefusedError(f"a frame begins with {bytes(magic)!r}, expected {_MAGIC!r}; is this the right port?")
         if fields_bytes > self._max_fields_bytes:
             raise RefusedError(f"{fields_bytes} bytes of fields, expected at most {self._max_fields_bytes}", 413)
-        text = bytearray(fields_bytes)
-        self.fill(memoryview(text))
-        return read_json(bytes(text), "the head of the frame"), body_bytes
+        text = self.take(fields_bytes)
+        if text == self._text:
+            return dict(self._fields), body_bytes
+        fields = read_json(text, "the head of the frame")
+        if not body_bytes and fields_bytes <= _AHEAD_BYTES:  # who asks the same thing again is understood at once
+            self._text, self._fields = text, dict(fields)
+        return fields, body_bytes
 
     def _await(self, patient: bool) -> bool:
         """Wait until there is something to read; False if the other side has closed."""
@@ -121,34 +123,60 @@ class Frames:
                 self.within(_FIELDS_S)
         return True
 
-    def fill(self, buffer: memoryview) -> None:
+    def take(self, num_bytes: int) -> bytes:
+        """Read exactly so many bytes: few, that is.
+
+        Raises:
+            OSError: The other side is gone, or too slow.
+        """
+        first, self._first = self._first, self._first + num_bytes
+        if self._first <= self._end:
+            return bytes(self._ahead[first : self._first])
+        self._first = first
+        data = bytearray(num_bytes)
+        self.fill([memoryview(data)])
+        return bytes(data)
+
+    def fill(self, buffers: Sequence[memoryview]) -> None:
         """Read exactly as much as fits.
 
         Raises:
             OSError: The other side is gone, or too slow.
         """
-        while buffer:
-            if self._first < self._end:
-                count = min(len(buffer), self._end - self._first)
-                buffer[:count] = self._ahead[self._first : self._first + count]
-                self._first += count
-            elif len(buffer) >= _AHEAD_BYTES:
-                count = self.stream.recv_into(buffer)
+        left = self._from_ahead(buffers)
+        while left:
+            if len(left) == 1 and len(left[0]) < _AHEAD_BYTES:
+                if not self._await(patient=False):
+                    raise ConnectionResetError("the other side closed the connection in the middle of a frame")
+                left = self._from_ahead(left)
+            else:
+                count = self._read(left)
                 if not count:
                     raise ConnectionResetError("the other side closed the connection in the middle of a frame")
-            elif self._await(patient=False):
-                count = 0
-            else:
-                raise ConnectionResetError("the other side closed the connection in the middle of a frame")
-            buffer = buffer[count:]
-            if buffer and time.monotonic() > self._deadline:
+                left = _after(left, count)
+            if left and time.monotonic() > self._deadline:
                 raise TimeoutError("the other side sends too slowly")
+
+    def _read(self, left: list[memoryview]) -> int:
+        if self._scatter and len(left) > 1:
+            return self.stream.recvmsg_into(left[:_MAX_PARTS])[0]
+        return self.stream.recv_into(left[0])
+
+    def _from_ahead(self, buffers: Sequence[memoryview]) -> list[memoryview]:
+        """Fill with what was read ahead; return what is left to fill."""
+        left = [buffer for buffer in buffers if len(buffer)]
+        while left and self._first < self._end:
+            count = min(len(left[0]), self._end - self._first)
+            left[0][:count] = self._ahead[self._first : self._first + count]
+            self._first += count
+            left = _after(left, count)
+        return left
 
     def drain(self, num_bytes: int) -> None:
         """Read and forget."""
         scratch = memoryview(bytearray(_DRAIN_BYTES))
         while num_bytes > 0:
-            self.fill(scratch[: min(num_bytes, _DRAIN_BYTES)])
+            self.fill([scratch[: min(num_bytes, _DRAIN_BYTES)]])
             num_bytes -= min(num_bytes, _DRAIN_BYTES)
 
     def close(self) -> None:
@@ -166,8 +194,17 @@ def receive_head(frames: Frames, body_bytes: int) -> Head:
     """
     if body_bytes < LENGTH_BYTES:
         raise RefusedError(f"{body_bytes} bytes of tensors, expected safetensors")
-    prefix = bytearray(LENGTH_BYTES)
-    frames.fill(memoryview(prefix))
-    text = bytearray(head_length(prefix, body_bytes))
-    frames.fill(memoryview(text))
+    text = frames.take(head_length(frames.take(LENGTH_BYTES), body_bytes))
     return Head.parse(text, body_bytes - LENGTH_BYTES - len(text))
+
+
+def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of some buffers after so many bytes."""
+    done = 0
+    while done < len(parts) and count >= len(parts[done]):
+        count -= len(parts[done])
+        done += 1
+    parts = parts[done:]
+    if count:
+        parts[0] = parts[0][count:]
+    return parts

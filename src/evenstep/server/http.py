@@ -5,6 +5,8 @@ anything: requests go to the service, in threads, because they may wait.
 """
 
 import asyncio
+import base64
+import hashlib
 import json
 import logging
 import socket
@@ -24,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from evenstep.core.errors import ConfigError, RefusedError, ServerError
-from evenstep.server.metrics import prometheus
+from evenstep.server.metrics import CONTENT_TYPE, prometheus
 from evenstep.server.service import Call, Reply, Service
 from evenstep.server.wire import LENGTH_BYTES, Head, head_length
 
@@ -33,7 +35,7 @@ __all__ = ["HttpServer"]
 _HERE = Path(__file__).parent
 _PIECE_BYTES = 1 << 20
 _HEADER_BYTES = 32 << 10
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 _NUMBERS = ("min_version", "since", "sequence", "samples", "base", "shards")
 _JSON = ("names", "spans", "buffers", "note", "wait_s", "force", "bfloat16", "versions", "options")
 _OF_SEVERAL = ("staged", "order", "alive", "layout", "on")
@@ -147,15 +149,18 @@ class HttpServer:
     # ---- requests ----
 
     async def _page(self, request: Request) -> Response:
-        headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
-        return HTMLResponse((_HERE / "page.html").read_text(), headers=headers)
+        """The page holds no figures: it asks for them, with the token that a person gives it."""
+        text = (_HERE / "page.html").read_text()
+        if self._service.guarded:
+            text = text.replace('<html lang="en">', '<html lang="en" data-guarded="yes">', 1)
+        return HTMLResponse(text, headers={"Content-Security-Policy": _policy(text), **_PAGE_HEADERS})
 
     async def _api(self, request: Request) -> Response:
         return JSONResponse(json.loads((_HERE / "api.json").read_text()))
 
     async def _metrics(self, request: Request) -> Response:
         self._service.check_token(_token(request))
-        return PlainTextResponse(await self._do(lambda: prometheus(self._service)))
+        return PlainTextResponse(prometheus(await self._do(self._service.status)), media_type=CONTENT_TYPE)
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Translate our errors."""
@@ -255,6 +260,17 @@ class HttpServer:
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
             raise RefusedError("a page from elsewhere may not talk to this server", 403)
+
+
+def _policy(page: str) -> str:
+    """What a browser may do for the page: run its script and styles and no others, and talk to this server only."""
+    allowed = {"connect-src": "'self'", "img-src": "data:"}
+    for kind in ("style", "script"):
+        text = page.partition(f"<{kind}>")[2].partition(f"</{kind}>")[0]
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        allowed[f"{kind}-src"] = f"'sha256-{digest}'"
+    nothing = "".join(f"; {what} 'none'" for what in ("base-uri", "form-action", "frame-ancestors"))
+    return "default-src 'none'; " + "; ".join(f"{key} {value}" for key, value in allowed.items()) + nothing
 
 
 class _Endpoint:

@@ -21,13 +21,26 @@ from evenstep.plan import tree
 from evenstep.server.rounds import Contribution
 from evenstep.server.wire import Head, Layout, Spec
 
-__all__ = ["INDICES", "VALUES", "Incoming", "integer"]
+__all__ = ["INDICES", "VALUES", "Incoming", "Places", "integer"]
 
 INDICES, VALUES = "#indices", "#values"
 _INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_SHARDS = 256
 MAX_NOTE = 16384
 Place = tuple[tuple[int, int] | None, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Which node and parameter each tensor of a message belongs to.
+
+    Attributes:
+        of: By the name of the tensor.
+        plain: Each is a parameter's mean, whole and of its dtype.
+    """
+
+    of: Mapping[str, Place]
+    plain: bool
 
 
 def integer(fields: Mapping[str, Any], name: str, default: int, low: int = 0, high: int = 1 << 62) -> int:
@@ -42,7 +55,7 @@ def integer(fields: Mapping[str, Any], name: str, default: int, low: int = 0, hi
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Incoming:
     """What an update will be when its data is there.
 
@@ -53,7 +66,7 @@ class Incoming:
         samples: How many samples a mean is over.
         note: For all who take part.
         options: For the optimizer.
-        places: Which node and parameter each tensor belongs to, as `check` found it.
+        places: As `check` found them.
     """
 
     layout: Layout
@@ -63,7 +76,7 @@ class Incoming:
     samples: int
     note: Any
     options: Any = None
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: "Places" = field(default_factory=lambda: Places({}, plain=False))
 
     @classmethod
     def read(cls, layout: Layout, fields: Mapping[str, Any]) -> "Incoming":
@@ -81,12 +94,12 @@ class Incoming:
         if not isinstance(buffers, list) or not all(isinstance(name, str) for name in buffers):
             raise RefusedError("buffers is no list of names")
         samples = integer(fields, "samples", 1, 0)
-        if len(str(fields.get("note", ""))) > MAX_NOTE:
+        if "note" in fields and len(str(fields["note"])) > MAX_NOTE:
             raise RefusedError(f"the note is longer than {MAX_NOTE} characters", 413)
         return cls(layout, spans, num_shards, frozenset(buffers), samples, fields.get("note"), fields.get("options"))
 
-    def check(self, head: Head) -> dict[str, Place]:
-        """See that every tensor of a message is one that it may carry; return which one.
+    def check(self, head: Head) -> Places:
+        """See that every tensor of a message is one that it may carry; return which ones.
 
         Raises:
             RefusedError: One is not.
@@ -104,7 +117,9 @@ class Incoming:
                 span, parameter = self._place(name)
                 self.layout.check(parameter, spec, also=_narrower(self.layout.find(parameter)))
                 places[name] = (span, parameter)
-        return places
+        specs = self.layout.specs
+        plain = self.num_shards is None and not self.buffers and all(specs.get(n) == s for n, s in head.specs.items())
+        return Places(places, plain)
 
     def _check_sparse(self, name: str, indices: Spec, head: Head) -> None:
         if self.num_shards is not None:
@@ -134,15 +149,19 @@ class Incoming:
         Raises:
             RefusedError: Top-k indices are not in order, or out of range.
         """
+        if self.places.plain:
+            return Contribution(tensors, self.samples, note=self.note, options=self.options, form=self.places)
         nodes: dict[tuple[int, int], dict[str, Tensor]] = {span: {} for span in self.spans}
         means: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
-        for name, (span, parameter) in self.places.items():
+        for name, (span, parameter) in self.places.of.items():
             expected = self.layout.specs[parameter]
             tensor = tensors[name] if name in tensors else _dense(name, expected, tensors)
             held = buffers if parameter in self.buffers else means if span is None else nodes[span]
             held[parameter] = tensor.to(expected.dtype)
-        return Contribution(means, self.samples, list(nodes.items()), self.num_shards, buffers, self.note, self.options)
+        return Contribution(
+            means, self.samples, list(nodes.items()), self.num_shards, buffers, self.note, self.options, self.places
+        )
 
 
 def _narrower(spec: Spec) -> tuple[torch.dtype, ...]:

@@ -21,11 +21,12 @@ from urllib.parse import SplitResult
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError, RefusedError
-from evenstep.server.channels import Channel, Fields, fields_of, intelligible
+from evenstep.server.channels import INTELLIGIBLE, Channel, Fields, fields_of
 from evenstep.server.connections import Connections, Conversation
 from evenstep.server.frames import Frames
-from evenstep.server.images import map_image
+from evenstep.server.images import hand_over, map_image
 from evenstep.server.incoming import integer
+from evenstep.server.rooms import Room
 from evenstep.server.service import Call, Reply, Service
 from evenstep.server.wire import DTYPES, LENGTH_BYTES, Head, Spec, encode
 
@@ -67,7 +68,7 @@ class _MemoryConversation(Conversation):
     def __init__(self, service: Service, stream: socket.socket) -> None:
         super().__init__(service, stream)
         self._stream = stream
-        self._area: mmap.mmap | None = None
+        self._area: Room | None = None
 
     def run(self) -> None:
         uid = _CREDENTIALS.unpack(self._stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
@@ -81,10 +82,9 @@ class _MemoryConversation(Conversation):
         num_bytes = integer(fields, "data_bytes", 0, 0, self.service.limits.body_bytes)
         head = Head.parse(str(fields["head"]).encode(), num_bytes)
         call.check(head)
-        if self._area is None or len(self._area) < max(num_bytes, 1):
-            self._area = self._make_area(max(num_bytes, 1))
-        self.frames.send({"status": 100})
-        self._await_done()
+        if self._area is None or len(self._area.data) < max(num_bytes, 1):
+            self._area = Room(memoryview(self._make_area(max(num_bytes, 1))))
+            self._await_done()
         call.place(head, self._area)
 
     def _make_area(self, num_bytes: int) -> mmap.mmap:
@@ -116,9 +116,7 @@ class _MemoryConversation(Conversation):
         self._area = None
 
     def _await_done(self) -> bytes:
-        said = bytearray(1)
-        self.frames.fill(memoryview(said))
-        return bytes(said)
+        return self.frames.take(1)
 
 
 class MemoryChannel(Channel):
@@ -142,7 +140,7 @@ class MemoryChannel(Channel):
         self._token, self._timeout_s = token, timeout_s
         self._images: dict[int, dict[str, Tensor]] = {}
         self._specs: dict[str, Spec] = {}
-        self._area: mmap.mmap | None = None
+        self._area: Room | None = None
 
     def _send(self, verb: str, fields: Fields) -> Fields:
         request = {"verb": verb, **fields}
@@ -153,7 +151,7 @@ class MemoryChannel(Channel):
         return self._next()
 
     def _next(self) -> Fields:
-        with intelligible():
+        with INTELLIGIBLE:
             begun = self._frames.begin()
         if begun is None:
             raise ConnectionResetError("the server closed the connection")
@@ -169,20 +167,26 @@ class MemoryChannel(Channel):
         text = bytes(parts[0][LENGTH_BYTES:])
         num_bytes = sum(len(part) for part in parts[1:])
         head = Head.parse(text, num_bytes)
-        reply = self._send(verb, {**fields, "head": text.decode(), "data_bytes": num_bytes})
-        if "area_bytes" in reply:
+        request = {**fields, "head": text.decode(), "data_bytes": num_bytes}
+        if self._area is not None and len(self._area.data) >= num_bytes:
+            self._fill(self._area, head, tensors)
+            return self._send(verb, request)
+        reply = self._send(verb, request)
+        if "area_bytes" in reply:  # the server has looked at the head, and has made room
             self._stream.sendall(b"m")
             fd = _receive_fd(self._stream)
             try:
-                self._area = mmap.mmap(fd, reply["area_bytes"])
+                self._area = Room(memoryview(mmap.mmap(fd, reply["area_bytes"])))
             finally:
                 os.close(fd)
-            self._next()
-        assert self._area is not None, "the server makes one before it wants data"
-        for name, place in head.tensors(self._area).items():
-            place.copy_(tensors[name])
-        self._stream.sendall(b"d")
-        return self._next()
+            self._fill(self._area, head, tensors)
+            self._stream.sendall(b"d")
+            reply = self._next()
+        return reply
+
+    def _fill(self, area: Room, head: Head, tensors: Mapping[str, Tensor]) -> None:
+        for name, place in area.tensors(head).items():
+            hand_over(place, tensors[name])
 
     def pull(self, fields: Fields, out: Mapping[str, Tensor] | None) -> tuple[Fields, dict[str, Tensor]]:
         """See `Channel`."""
@@ -198,7 +202,7 @@ class MemoryChannel(Channel):
         if out is None:
             found = {name: image[name].clone() for name in names}
         else:
-            found = {name: out[name].detach().copy_(image[name]) for name in names}
+            found = {name: hand_over(out[name], image[name]) for name in names}
         self._stream.sendall(b"d")
         return reply, found
 

@@ -1,54 +1,50 @@
-"""The server's figures in the text format of Prometheus."""
+"""The server's figures in the text format of Prometheus: those of the status, under other names."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from evenstep.server.service import Service
+__all__ = ["CONTENT_TYPE", "prometheus"]
 
-__all__ = ["prometheus"]
+CONTENT_TYPE = "text/plain; version=0.0.4"
+Samples = Iterable[tuple[dict[str, str], float]]
 
 
-def prometheus(service: Service) -> str:
-    """All figures."""
-    status = service.store.status()
+def prometheus(status: dict[str, Any]) -> str:
+    """All figures of a status."""
     workers = status["workers"]
+
+    def of_workers(key: str) -> Samples:
+        return [({"worker": worker["name"]}, worker[key]) for worker in workers]
+
+    def each(key: str, label: str) -> Samples:
+        return [({label: name}, value) for name, value in sorted(status[key].items())]
+
+    def one(value: float) -> Samples:
+        return [({}, value)]
+
+    found: list[tuple[str, str, str, Samples]] = [
+        ("version", "gauge", "How many updates the parameters have had.", one(status["version"])),
+        ("parameter_bytes", "gauge", "Size of all parameters.", one(status["num_bytes"])),
+        ("copies", "gauge", "Copies of the parameters in memory.", one(status["copies"])),
+        ("uptime_seconds", "gauge", "Time since the start.", one(status["uptime_s"])),
+        ("broken", "gauge", "1 if the server cannot go on.", one(int(status["broken"] is not None))),
+        ("workers", "gauge", "Registered workers.", one(len(workers))),
+        ("workers_dropped_total", "counter", "Workers that vanished.", one(status["dropped"])),
+        ("worker_lag", "gauge", "Versions since a worker's last update.", of_workers("lag")),
+        ("worker_last_seen_seconds", "gauge", "Time since a sign of life.", of_workers("last_seen_s")),
+        ("worker_updates_total", "counter", "Updates of a worker.", of_workers("updates")),
+        ("requests_total", "counter", "Requests.", each("requests", "verb")),
+        ("request_seconds_total", "counter", "Time in requests.", each("request_seconds", "verb")),
+        ("refused_total", "counter", "Refused requests.", each("refused", "status")),
+        ("received_bytes_total", "counter", "Bytes of tensors received.", one(status["received_bytes"])),
+        ("sent_bytes_total", "counter", "Bytes of tensors sent.", one(status["sent_bytes"])),
+    ]
     lines: list[str] = []
-
-    def add(name: str, kind: str, text: str, samples: Iterable[tuple[dict[str, Any], float]]) -> None:
-        lines.append(f"# HELP evenstep_server_{name} {text}")
-        lines.append(f"# TYPE evenstep_server_{name} {kind}")
+    for name, kind, text, samples in found:
+        lines += [f"# HELP evenstep_server_{name} {text}", f"# TYPE evenstep_server_{name} {kind}"]
         for labels, value in samples:
-            inside = ",".join(f'{key}="{_escape(str(text))}"' for key, text in labels.items())
-            lines.append(
-                f"evenstep_server_{name}{{{inside}}} {value:g}" if inside else f"evenstep_server_{name} {value:g}"
-            )
-
-    add("version", "gauge", "How many updates the parameters have had.", [({}, status["version"])])
-    add("parameter_bytes", "gauge", "Size of all parameters.", [({}, status["num_bytes"])])
-    add("copies", "gauge", "Copies of the parameters in memory.", [({}, status["copies"])])
-    add("workers", "gauge", "Registered workers.", [({}, len(workers))])
-    add(
-        "worker_lag",
-        "gauge",
-        "Versions since a worker's last update.",
-        [({"worker": w["name"]}, w["lag"]) for w in workers],
-    )
-    add("worker_updates", "counter", "Updates of a worker.", [({"worker": w["name"]}, w["updates"]) for w in workers])
-    add("requests_total", "counter", "Requests.", [({"verb": verb}, n) for verb, n in sorted(service.counts.items())])
-    add(
-        "request_seconds_total",
-        "counter",
-        "Time in requests.",
-        [({"verb": v}, s) for v, s in sorted(service.seconds.items())],
-    )
-    add(
-        "refused_total",
-        "counter",
-        "Refused requests.",
-        [({"status": c}, n) for c, n in sorted(service.refusals.items())],
-    )
-    add("received_bytes_total", "counter", "Bytes of tensors received.", [({}, service.bytes_in)])
-    add("sent_bytes_total", "counter", "Bytes of tensors sent.", [({}, service.bytes_out)])
+            inside = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
+            lines.append(f"evenstep_server_{name}{f'{{{inside}}}' if inside else ''} {value!r}")
     return "\n".join(lines) + "\n"
 
 

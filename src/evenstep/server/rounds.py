@@ -36,6 +36,7 @@ class Contribution:
         buffers: New values of what the optimizer does not train.
         note: Anything as JSON, which all contributors of the round get back.
         options: What the optimizer shall step with from now on; None: as before.
+        form: Two contributions with the same one have the same names, dtypes and shapes. None: nothing is known.
     """
 
     tensors: Tensors = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Contribution:
     buffers: Tensors = field(default_factory=dict)
     note: Any = None
     options: Any = None
+    form: object = None
 
 
 class Round:

@@ -1,11 +1,12 @@
 """The parameter server as a user sees it: start it, give its address away, stop it."""
 
-import contextlib
 import json
 import logging
+import math
 import secrets
 import signal
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from evenstep.server.store import Store
 __all__ = ["JsonLines", "ParameterServer"]
 
 _LOOK_S = 0.5
+log = logging.getLogger("evenstep.server")
 
 
 class _Host(Protocol):
@@ -32,6 +34,7 @@ class _Host(Protocol):
     def stop(self) -> None: ...
     def close(self) -> None: ...
     def check(self) -> None: ...
+    def figures(self) -> dict[str, Any]: ...
 
 
 class ParameterServer:
@@ -130,8 +133,12 @@ class ParameterServer:
                 print(f"evenstep: serving at {url}", flush=True)
             if self.token is not None and self.config.token is None:
                 print(f"evenstep: token {self.token}", flush=True)
-            while not over.wait(_LOOK_S):
+            told_s, every_s = time.monotonic(), self.config.log_every_s or math.inf
+            while not over.wait(min(_LOOK_S, every_s)):
                 self._host.check()
+                if time.monotonic() - told_s >= every_s:
+                    told_s += every_s
+                    log.info("figures", extra={"figures": self._host.figures()})
         finally:
             self.close()
             for number, handler in before.items():
@@ -151,8 +158,9 @@ class JsonLines(logging.Formatter):
     """Log records as lines of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """One line: time, level, event; the version and the worker that it is about, and figures, where it has them."""
         found = {"time": self.formatTime(record), "level": record.levelname.lower(), "event": record.getMessage()}
-        with contextlib.suppress(AttributeError):
-            found["version"] = record.version  # type: ignore[attr-defined]  # only events of the store have it
+        for key in ("version", "worker", "figures"):
+            if (value := getattr(record, key, None)) is not None:
+                found[key] = value
         return json.dumps(found)

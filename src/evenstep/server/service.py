@@ -8,16 +8,15 @@ and then nothing has changed.
 
 import hmac
 import logging
-import mmap
-import sys
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from evenstep.core.errors import RefusedError
 from evenstep.server import together
@@ -25,22 +24,19 @@ from evenstep.server.images import Image
 from evenstep.server.incoming import Incoming, integer
 from evenstep.server.meetings import Meetings
 from evenstep.server.recipes import state_of
+from evenstep.server.rooms import Intake, Room
 from evenstep.server.rounds import Contribution
 from evenstep.server.slices import LAYOUT
+from evenstep.server.status import without_lists
 from evenstep.server.store import Pending, Store, View
-from evenstep.server.wire import Head, Layout, encode, fresh
+from evenstep.server.wire import KEPT_BYTES, Head, Layout, encode, fresh
 
 __all__ = ["VERBS", "Call", "Limits", "Reply", "Service"]
 
-VERBS = (
-    "register", "leave", "put", "get", "update", "wait", "changed", "status", "slice", "stage", "order", "pause",
-    "meet", "flush",
-)  # fmt: skip
 _WITH_TENSORS = ("put", "update", "stage")
 _MAX_NAME = 200
 _MAX_MEETING = 256
 _CHECKED = 256
-_UNUSED = 3  # references to memory that no tensor is made of: two of callers, one of the count itself
 _INTAKE_BYTES = 8 << 20  # of updates may be received at once, or one copy of the parameters if that is more
 log = logging.getLogger("evenstep.server")
 
@@ -79,12 +75,14 @@ class Reply:
         parts: Buffers that follow, in order; valid until `close`.
         view: What they lie in.
         image: Where the other side reads them by itself, instead of the parts.
+        image_bytes: How much it reads there.
     """
 
     fields: dict[str, Any]
     parts: list[memoryview] = field(default_factory=list)
     view: View | None = None
     image: Image | None = None
+    image_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -95,25 +93,6 @@ class Reply:
         """All is sent."""
         if self.view is not None:
             self.view.close()
-
-
-class _Intake:
-    """Room for the data of updates: so many bytes at once, so that many clients do not take many copies' memory."""
-
-    def __init__(self) -> None:
-        self._free = threading.Condition()
-        self._held = 0
-
-    def take(self, num_bytes: int, limit: int, wait_s: float) -> None:
-        with self._free:
-            if not self._free.wait_for(lambda: self._held == 0 or self._held + num_bytes <= limit, wait_s):
-                raise RefusedError("the server is busy with the updates of others; try again", 503)
-            self._held += num_bytes
-
-    def give(self, num_bytes: int) -> None:
-        with self._free:
-            self._held -= num_bytes
-            self._free.notify_all()
 
 
 class Service:
@@ -128,16 +107,21 @@ class Service:
     def __init__(self, store: Store, limits: Limits, token: str | None) -> None:
         self.store, self.limits = store, limits
         self._token = token.encode() if token is not None else None
-        self.intake = _Intake()
+        self.intake = Intake()
         self.meetings = Meetings()
         self._lock = threading.Lock()
-        self._spare: list[memoryview] = []
+        self._spare: list[Room] = []
         self._checked: dict[Any, Any] = {}
-        self.counts: Counter[str] = Counter()
-        self.refusals: Counter[int] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.refusals: defaultdict[int, int] = defaultdict(int)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.bytes_in = self.bytes_out = 0
         self.started_s = time.monotonic()
+
+    @property
+    def guarded(self) -> bool:
+        """Whether every request must bring a token."""
+        return self._token is not None
 
     def check_token(self, token: str | None) -> None:
         """Let nobody in who does not know it.
@@ -173,25 +157,54 @@ class Service:
             if len(self._checked) >= _CHECKED:
                 self._checked.clear()
             self._checked[key] = places
-        return replace(incoming, places=places)
+        incoming.places = places
+        return incoming
 
-    def spare(self, num_bytes: int) -> memoryview:
+    def spare(self, num_bytes: int) -> Room:
         """Memory for so many bytes, from an earlier update if there is some: fresh pages take time."""
         with self._lock:
-            for n, data in enumerate(self._spare):
-                if len(data) == max(num_bytes, 1):
+            for n, room in enumerate(self._spare):
+                if len(room.data) == max(num_bytes, 1):
                     return self._spare.pop(n)
-        return fresh(num_bytes)
+        return Room(fresh(num_bytes))
 
-    def recycle(self, data: memoryview) -> None:
+    def recycle(self, room: Room) -> None:
         """Keep memory for the next update, unless a tensor is still made of it."""
         with self._lock:
-            if sys.getrefcount(data) <= _UNUSED and not self._spare:
-                self._spare.append(data)
+            held = sum(len(other.data) for other in self._spare) + len(room.data)
+            if (not self._spare or held <= KEPT_BYTES) and room.is_free(lasting=self.store.keeps_no_update):
+                self._spare.append(room)
+
+    def status(self) -> dict[str, Any]:
+        """Everything that people may want to see, as JSON: what the page shows, and what Prometheus gets."""
+        status = {**self.store.status(), **together.about(self.store)}
+        with self._lock:
+            return {
+                **status,
+                "uptime_s": round(time.monotonic() - self.started_s, 3),
+                "received_bytes": self.bytes_in,
+                "sent_bytes": self.bytes_out,
+                "requests": dict(self.counts),
+                "request_seconds": dict(self.seconds),
+                "refused": {str(status): count for status, count in self.refusals.items()},
+            }
+
+    def figures(self) -> dict[str, Any]:
+        """The status without its lists of parameters and of what happened: for a log."""
+        return without_lists(self.status())
+
+    def finished(self, verb: str, seconds: float, bytes_in: int, bytes_out: int) -> None:
+        """Count a request."""
+        with self._lock:
+            self.counts[verb] += 1
+            self.seconds[verb] += seconds
+            self.bytes_in += bytes_in
+            self.bytes_out += bytes_out
 
     def refused(self, error: RefusedError) -> dict[str, Any]:
         """The fields of a reply to a request that was refused."""
-        self.refusals[error.status] += 1
+        with self._lock:
+            self.refusals[error.status] += 1
         log.info("refused %d: %s", error.status, str(error))
         return {"status": error.status, "error": str(error)}
 
@@ -204,8 +217,9 @@ class Call:
         self.verb, self._fields, self.body_bytes = verb, fields, body_bytes
         self._head: Head | None = None
         self._incoming: Incoming | None = None
-        self._taken = 0
-        self._data: Any = None
+        self._taken = self._placed_bytes = 0
+        self._room: Room | None = None
+        self._spare: Room | None = None
         self._begin_s = time.monotonic()
 
     def check(self, head: Head) -> None:
@@ -243,17 +257,13 @@ class Call:
             wait_s = self._service.limits.wait_s
             self._service.intake.take(head.data_bytes, max(layout.num_bytes, _INTAKE_BYTES), wait_s)
             self._taken = head.data_bytes
-        data = self._service.spare(head.data_bytes)
-        self.place(head, data)
-        return data[: head.data_bytes]
+        self._spare = self._service.spare(head.data_bytes)
+        self._head, self._room = head, self._spare
+        return self._spare.data[: head.data_bytes]
 
-    def place(self, head: Head, data: Any) -> None:
-        """The data of tensors that were checked is, or will be, in this buffer."""
-        self._head, self._data = head, data
-
-    @property
-    def _in_others_memory(self) -> bool:
-        return isinstance(self._data, mmap.mmap)
+    def place(self, head: Head, room: Room) -> None:
+        """The data of tensors that were checked is in others' memory."""
+        self._head, self._room, self._placed_bytes = head, room, head.data_bytes
 
     def run(self) -> Reply:
         """Do it. May block for as long as the limits say.
@@ -264,23 +274,7 @@ class Call:
         """
         if self.verb in _WITH_TENSORS and self._head is None:
             raise RefusedError(f"'{self.verb}' came without tensors")
-        actions: dict[str, Callable[[], Reply]] = {
-            "register": self._register,
-            "leave": self._leave,
-            "put": self._put,
-            "get": self._get,
-            "update": self._update,
-            "wait": self._wait,
-            "changed": self._changed,
-            "status": self._status,
-            "slice": self._slice,
-            "stage": self._stage,
-            "order": lambda: Reply(together.order(self._store, self._fields, self._wait_s())),
-            "pause": lambda: Reply(together.pause(self._store, self._fields)),
-            "meet": self._meet,
-            "flush": self._flush,
-        }
-        reply = actions[self.verb]()
+        reply = _ACTIONS[self.verb](self)
         reply.fields.setdefault("status", 200)
         return reply
 
@@ -290,15 +284,14 @@ class Call:
         if self._taken:
             service.intake.give(self._taken)
             self._taken = 0
-        data, self._data, self._head = self._data, None, None
-        if isinstance(data, memoryview):
-            service.recycle(data)
-        service.counts[self.verb] += 1
-        service.seconds[self.verb] += time.monotonic() - self._begin_s  # type: ignore[assignment]  # a Counter of floats
-        service.bytes_in += self.body_bytes
+        spare, self._spare, self._room, self._head = self._spare, None, None, None
+        if spare is not None:
+            service.recycle(spare)
+        seconds, sent_bytes = time.monotonic() - self._begin_s, 0
         if reply is not None:
-            service.bytes_out += reply.num_bytes
+            sent_bytes = reply.num_bytes + reply.image_bytes
             reply.close()
+        service.finished(self.verb, seconds, self.body_bytes + self._placed_bytes, sent_bytes)
 
     def _worker(self) -> str:
         name = self._fields.get("worker")
@@ -327,24 +320,17 @@ class Call:
             }
         )
 
-    def _status(self) -> Reply:
-        return Reply({**self._store.status(), "requests": dict(self._service.counts), **together.about(self._store)})
-
-    def _slice(self) -> Reply:
-        slices = self._store.slices
-        layout = slices.layout.packed() if slices is not None and self._fields.get("layout") else None
-        return Reply({**together.about(self._store), "layout": layout})
-
     def _leave(self) -> Reply:
         self._store.leave(self._worker())
         return Reply({})
 
     def _put(self) -> Reply:
         assert self._head is not None, "run has looked"
+        assert self._room is not None, "it came with the head"
         buffers = self._fields.get("buffers", [])
         if not isinstance(buffers, list) or not all(name in self._head.specs for name in buffers):
             raise RefusedError("buffers is no list of tensors that were put")
-        tensors = self._head.tensors(self._data)
+        tensors = self._room.tensors(self._head)
         slices = together.slices_of(self._store, tensors)
         version = self._store.put(
             tensors, self._worker(), force=bool(self._fields.get("force")), buffers=buffers, slices=slices,
@@ -355,11 +341,16 @@ class Call:
 
     def _stage(self) -> Reply:
         assert self._head is not None, "run has looked"
-        tensors = self._head.tensors(self._data)
-        if self._in_others_memory:
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # it is held until it is decided
+        assert self._room is not None, "it came with the head"
+        tensors = self._kept(self._room.tensors(self._head))
         part = Contribution(tensors) if self._incoming is None else self._incoming.contribution(tensors)
         return Reply(together.stage(self._store, self._worker(), self._fields, part))
+
+    def _kept(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors that the store may hold: not where the client will write again."""
+        if self._spare is not None or self._store.keeps_no_update:
+            return tensors
+        return {name: tensor.clone() for name, tensor in tensors.items()}
 
     def _get(self) -> Reply:
         fields = self._fields
@@ -401,7 +392,7 @@ class Call:
         """For a client that maps our memory: only say where."""
         layout = self._store.layout
         assert layout is not None, "there is a view"
-        reply.image = view.image
+        reply.image, reply.image_bytes = view.image, sum(tensor.nbytes for tensor in view.tensors.values())
         reply.fields |= {"image": view.image.number, "writable": not self._store.options.lock}
         if len(view.tensors) < len(layout.specs):
             reply.fields["names"] = list(view.tensors)
@@ -411,19 +402,17 @@ class Call:
 
     def _update(self) -> Reply:
         assert self._head is not None, "run has looked"
+        assert self._room is not None, "it came with the head"
         assert self._incoming is not None, "it was made with the head"
         fields = self._fields
         kind = fields.get("kind", "gradient")
         base = integer(fields, "base", 0) if fields.get("base") is not None else None
-        tensors = self._head.tensors(self._data)
-        if self._in_others_memory and self._store.options.staleness == 0:
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # it is held until the update is made
-        part = self._incoming.contribution(tensors)
+        part = self._incoming.contribution(self._kept(self._room.tensors(self._head)))
         sequence = integer(fields, "sequence", 0, 1)
+        session = together.session_of(fields)
         found = self._store.update(
-            self._worker(), sequence, str(kind), part, base=base, wait_s=self._wait_s(),
-            session=together.session_of(fields),
-        )  # fmt: skip
+            self._worker(), sequence, str(kind), part, base=base, wait_s=self._wait_s(), session=session
+        )
         return self._acknowledgement(found)
 
     def _wait(self) -> Reply:
@@ -432,6 +421,12 @@ class Call:
             return self._acknowledgement(self._store.wait(self._worker(), sequence, self._wait_s()))
         allowed = self._store.wait_turn(self._worker(), self._wait_s())
         return Reply({"status": 200 if allowed else 202, "pending": not allowed})
+
+    def _order(self) -> Reply:
+        return Reply(together.order(self._store, self._fields, self._wait_s()))
+
+    def _pause(self) -> Reply:
+        return Reply(together.pause(self._store, self._fields))
 
     def _meet(self) -> Reply:
         fields = self._fields
@@ -461,3 +456,30 @@ class Call:
         if self._store.place.count > 1:
             reply |= together.decided(self._store, self._fields)
         return Reply(reply)
+
+    def _status(self) -> Reply:
+        return Reply(self._service.status())
+
+    def _slice(self) -> Reply:
+        slices = self._store.slices
+        layout = slices.layout.packed() if slices is not None and self._fields.get("layout") else None
+        return Reply({**together.about(self._store), "layout": layout})
+
+
+_ACTIONS: dict[str, Callable[[Call], Reply]] = {
+    "register": Call._register,
+    "leave": Call._leave,
+    "put": Call._put,
+    "get": Call._get,
+    "update": Call._update,
+    "wait": Call._wait,
+    "changed": Call._changed,
+    "status": Call._status,
+    "slice": Call._slice,
+    "stage": Call._stage,
+    "order": Call._order,
+    "pause": Call._pause,
+    "meet": Call._meet,
+    "flush": Call._flush,
+}
+VERBS = tuple(_ACTIONS)

@@ -347,7 +347,8 @@ class SeveralClient(Client):
     def status(self) -> Fields:
         """Server 0's, with the parameters of all, and under "servers" what each says of itself."""
         found = self._each(lambda n, client: client.status())
-        merged = {**found[0], "num_bytes": sum(status["num_bytes"] for status in found)}
+        added_up = ("num_bytes", "received_bytes", "sent_bytes")
+        merged = {**found[0], **{key: sum(status[key] for status in found) for key in added_up}}
         merged["servers"] = [
             {
                 "url": client.url,

@@ -5,7 +5,7 @@ import socket
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -183,6 +183,10 @@ class SingleServer:
     def _hurry(self, hurried: bool) -> None:
         self.store.hurry(hurried)
         self._service.meetings.hurry(hurried)
+
+    def figures(self) -> dict[str, Any]:
+        """What a log wants to know."""
+        return self._service.figures()
 
     def check(self) -> None:
         """Nothing can happen to it that would not happen to this process."""

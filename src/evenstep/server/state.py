@@ -16,6 +16,7 @@ from evenstep.server.hyperparameters import set_options
 from evenstep.server.images import Image, Images
 from evenstep.server.recipes import Recipe, build
 from evenstep.server.rounds import Tensors
+from evenstep.server.stepping import Stepper
 from evenstep.server.wire import Layout, Spec
 
 __all__ = ["Applied", "MakeOptimizer", "State"]
@@ -70,6 +71,8 @@ class State:
         self.layout: Layout | None = None
         self.parameters: dict[str, nn.Parameter] = {}
         self.optimizer: Optimizer | None = None
+        self._stepper: Stepper | None = None
+        self._bound: Image | None = None
         self.buffers: frozenset[str] = frozenset()
         self.version = 0
         self.versions: dict[str, int] = {}
@@ -116,6 +119,7 @@ class State:
             self.optimizer = self.make_optimizer(
                 trainable or [nn.Parameter(torch.zeros(1))]
             )  # none wants an empty list
+        self._stepper = Stepper(self.optimizer) if self.optimizer is not None else None
         self.images, self.layout, self.parameters, self.buffers = images, Layout(specs), trained, untrained
         self.versions = dict.fromkeys(specs, 0)
         self.owner = owner
@@ -135,9 +139,11 @@ class State:
         self.versions.update(dict.fromkeys([*applied.tensors, *applied.buffers], self.version))
 
     def _bind(self, image: Image) -> None:
+        if image is self._bound:
+            return
         for name, parameter in self.parameters.items():
-            if parameter.data_ptr() != image.tensors[name].data_ptr():
-                parameter.data = image.tensors[name]
+            parameter.data = image.tensors[name]
+        self._bound = image
 
     def _change(self, applied: Applied) -> None:
         values = self.tensors()
@@ -153,15 +159,21 @@ class State:
                 self.on_peer(applied.tensors)
         else:
             assert self.optimizer is not None, "it was checked"
+            assert self._stepper is not None, "it came with the optimizer"
             if applied.options is not None:
                 set_options(self.optimizer, applied.options)
             for name, gradient in applied.tensors.items():
                 self.parameters[name].grad = gradient
             try:
-                self.optimizer.step()
+                self._stepper.step()
             finally:
                 for name in applied.tensors:
                     self.parameters[name].grad = None
+
+    @property
+    def keeps_no_gradient(self) -> bool:
+        """Whether no gradient is held after a step: torch's own optimizers hold none."""
+        return self._stepper is None or self._stepper.is_torchs
 
     def tensors(self) -> dict[str, Tensor]:
         """The current values."""
@@ -173,4 +185,4 @@ class State:
             for parameter in self.parameters.values():
                 parameter.data = parameter.data.clone()
             self.images.close()
-            self.images = None
+            self.images = self._bound = None

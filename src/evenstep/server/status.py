@@ -1,13 +1,13 @@
 """Everything that people may want to see of a store, as JSON. The caller holds the store's lock."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from evenstep.server.options import Options
 from evenstep.server.state import State
 from evenstep.server.workers import Worker
 
-__all__ = ["of_parameters", "of_workers"]
+__all__ = ["of_departed", "of_parameters", "of_workers", "without_lists"]
 
 
 def of_parameters(state: State, options: Options) -> dict[str, Any]:
@@ -48,3 +48,15 @@ def of_workers(
         }
         for worker in workers
     ]
+
+
+def of_departed(departed: Mapping[str, tuple[float, str]], now_s: float) -> list[dict[str, Any]]:
+    """Who went, and how."""
+    return [
+        {"name": name, "how": how, "last_seen_s": round(now_s - seen_s, 3)} for name, (seen_s, how) in departed.items()
+    ]
+
+
+def without_lists(status: Mapping[str, Any]) -> dict[str, Any]:
+    """A status without its lists of parameters and of what happened: for a log."""
+    return {key: value for key, value in status.items() if key not in ("parameters", "history", "events")}

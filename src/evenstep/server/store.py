@@ -42,6 +42,9 @@ from evenstep.server.workers import Acknowledged
 __all__ = ["Applied", "Journal", "Options", "Pending", "Store", "View"]
 
 _READERS_S = 1.0
+_DRAIN_S = 0.2
+_LARGE_BYTES = 4 << 20
+_HISTORY_S = 1.0
 _PAUSE_S = 1.0
 
 
@@ -92,6 +95,8 @@ class Store(Attended):
         self._round = Round()
         self._sequences: dict[str, int] = {}  # of the contributions to the round
         self._sessions: dict[str, str] = {}  # who sent them
+        self._form: object = None  # of the last contribution that was looked at
+        self._writing = 0
         self._paused_until = 0.0
         self.decisions = Decisions()
         self.history: deque[tuple[float, int]] = deque(maxlen=HISTORY)
@@ -169,7 +174,7 @@ class Store(Attended):
             self._check_sound()
             self._await_resumption()
             self._commit(Applied("put", self.version + 1, tensors, {}, sequences, [], sessions=sessions))
-            self._tell(f"'{worker}' replaced the parameters")
+            self._tell(f"'{worker}' replaced the parameters", worker)
             return self.version
 
     def _initialise(
@@ -187,7 +192,7 @@ class Store(Attended):
         self.slices = slices
         self.history.append((self._clock(), 0))
         assert self.layout is not None, "it was just made"
-        self._tell(f"'{worker}' put {len(self.layout.specs)} parameters, {self.layout.num_bytes} bytes")
+        self._tell(f"'{worker}' put {len(self.layout.specs)} parameters, {self.layout.num_bytes} bytes", worker)
         self._changed.notify_all()
 
     def get(
@@ -210,8 +215,13 @@ class Store(Attended):
         with self._changed:
             if not self._wait(lambda: self.layout is not None and self.version >= min_version, wait_s):
                 return None
+            if self._writing:
+                self._changed.wait_for(lambda: not self._writing, _DRAIN_S)
             assert self.layout is not None, "we waited for it"
             assert self.state.images is not None, "it is there with the layout"
+            if names is None and since is None:
+                image = self.state.images.hold()
+                return View(self._release, image, image.tensors, dict(self.state.versions), self.version)
             wanted = list(self.layout.specs) if names is None else list(dict.fromkeys(names))
             for name in wanted:
                 self.layout.find(name)
@@ -270,12 +280,25 @@ class Store(Attended):
             return self._settle(worker, sequence, wait_s)
 
     def _check_part(self, kind: str, part: Contribution) -> None:
-        check_contribution(self.state, kind, part, finite=self.options.reject_nonfinite)
+        alike = (
+            part.form is not None and part.form is self._form
+        )  # the like of the last one need not be looked at again
+        check_contribution(self.state, kind, part, finite=self.options.reject_nonfinite, fits=alike)
+        self._form = part.form
 
     def _await_readers(self) -> None:
-        """Rather wait for a reader than take memory for one more copy; but not for long."""
-        if self.state.images is not None:
-            self._changed.wait_for(self.state.images.has_room, _READERS_S)
+        """Rather wait for readers than copy large parameters, or take memory for one more copy; but not for long."""
+        images = self.state.images
+        if images is None or self.layout is None:
+            return
+        if images.current.readers and self.layout.num_bytes >= _LARGE_BYTES:
+            self._writing += 1  # who comes now waits too: or there would always be a reader
+            try:
+                self._changed.wait_for(lambda: not images.current.readers, _DRAIN_S)
+            finally:
+                self._writing -= 1
+                self._changed.notify_all()
+        self._changed.wait_for(images.has_room, _READERS_S)
 
     def wait(self, worker: str, sequence: int, wait_s: float = 0.0) -> Acknowledged | Pending:
         """Wait for an update that was taken in.
@@ -400,7 +423,7 @@ class Store(Attended):
         for worker, sequence in applied.sequences.items():
             self.workers.acknowledge(worker, sequence, self.version, applied.notes, counts=applied.kind != "put")
         self.decisions.add(self.version, applied.sequences, applied.sessions)
-        self.history.append((self._clock(), self.version))
+        self._note_version()
         self._changed.notify_all()
 
     def changed_elsewhere(self, worker: str, names: Iterable[str]) -> int:
@@ -415,7 +438,7 @@ class Store(Attended):
                 self.state.versions[name] = self.version
             last = self.workers.acknowledged.get(worker)
             self.workers.acknowledge(worker, last.sequence if last else 0, self.version, [])
-            self.history.append((self._clock(), self.version))
+            self._note_version()
             self._changed.notify_all()
             return self.version
 
@@ -450,14 +473,16 @@ class Store(Attended):
                 self._round.parts.pop(worker, None)
                 del self._sequences[worker], self._sessions[worker]
             if self.workers.register(worker, self._clock()):
-                self._tell(f"worker '{worker}' registered")
+                self.departed.pop(worker, None)
+                self._tell(f"worker '{worker}' registered", worker)
                 self._changed.notify_all()
 
     def leave(self, worker: str) -> None:
         """A worker goes: nobody waits for it any more."""
         with self._changed:
             if self.workers.leave(worker):
-                self._tell(f"worker '{worker}' left")
+                self._depart(worker, self._clock(), "left")
+                self._tell(f"worker '{worker}' left", worker)
                 self._gone()
 
     def _gone(self) -> None:
@@ -472,10 +497,24 @@ class Store(Attended):
             return {
                 **status.of_parameters(self.state, self.options),
                 "workers": status.of_workers(self.workers.registered.values(), self.version, now, self._sequences),
+                "departed": status.of_departed(self.departed, now),
+                "dropped": self.num_dropped,
                 "history": [[round(at - now, 3), version] for at, version in self.history],
                 "events": [[round(at - now, 3), text] for at, text in self.events],
                 "broken": self._broken,
             }
+
+    def _note_version(self) -> None:
+        """For the history: one entry a second is enough, so that it reaches far back however fast updates come."""
+        now = self._clock()
+        if len(self.history) > 1 and now - self.history[-2][0] < _HISTORY_S:
+            self.history.pop()
+        self.history.append((now, self.version))
+
+    @property
+    def keeps_no_update(self) -> bool:
+        """Whether nothing of an update is held when it has been made."""
+        return self.options.staleness != 0 and not self.place.follows and self.state.keeps_no_gradient
 
     def tensors(self) -> dict[str, Tensor]:
         """The current values. Only while nobody updates."""

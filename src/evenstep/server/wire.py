@@ -8,7 +8,7 @@ then is memory taken for the data, and exactly as much as was announced. No pick
 import json
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,10 +20,12 @@ from evenstep.core.errors import RefusedError
 
 __all__ = [
     "DTYPES",
+    "KEPT_BYTES",
     "LENGTH_BYTES",
     "MAX_HEAD_BYTES",
     "Head",
     "Layout",
+    "Sender",
     "Spec",
     "bytes_of",
     "encode",
@@ -38,6 +40,7 @@ MAX_HEAD_BYTES = 8 << 20
 _MAX_TENSORS = 1 << 17
 _MAX_DIMENSIONS = 64
 _PAGES_BYTES = 1 << 20
+KEPT_BYTES = 1 << 20  # of memory may be kept because it will soon be needed again
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -52,6 +55,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_IN_NUMPY = frozenset(DTYPES.values()) - {torch.bfloat16, torch.complex64}
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class Head:
                 found[name] = torch.empty(spec.shape, dtype=spec.dtype)
             else:
                 flat = torch.frombuffer(data, dtype=spec.dtype, count=spec.num_elements, offset=self.offsets[name])
-                found[name] = flat.view(spec.shape)
+                found[name] = flat if len(spec.shape) == 1 else flat.view(spec.shape)
         return found
 
 
@@ -234,9 +238,27 @@ def _head(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[byt
     return len(text).to_bytes(LENGTH_BYTES, "little") + text, order
 
 
+class Sender:
+    """Encodes the messages of one sender: what lies where it lay the last time is not looked at again."""
+
+    def __init__(self) -> None:
+        self._known: list[Any] | None = None
+        self._parts: list[memoryview] = []
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> list[memoryview]:
+        """As the function of that name."""
+        found = [(name, t.data_ptr(), t.dtype, t.shape) for name, t in tensors.items()]
+        if found == self._known:
+            return self._parts
+        parts = encode(tensors)
+        if sum(map(len, parts)) <= KEPT_BYTES:  # these parts keep the memory of the tensors alive, so that
+            self._known, self._parts = found, parts  # nothing else can lie there
+        return parts
+
+
 def write_json(value: Any) -> bytes:
     """Write JSON as short as it can be."""
-    return _ENCODER.encode(value).encode()
+    return "".join(_ENCODE(value, 0)).encode()
 
 
 def read_json(text: bytes, what: str) -> dict[str, Any]:
@@ -246,12 +268,20 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
         RefusedError: It is none, or names something twice.
     """
     try:
-        value = _DECODER.decode(text.decode())
+        value = _decode(text.decode())
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"{what} is no JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise RefusedError(f"{what} is a JSON {type(value).__name__}, expected an object")
     return value
+
+
+def _decode(text: str) -> Any:
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except ValueError:
+        end = -1
+    return value if end == len(text) else _DECODER.decode(text)  # it may begin or end with spaces
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -265,7 +295,19 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is no number")
 
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"))
+def _encoder() -> Callable[[Any, int], Iterable[str]]:
+    """What json.dumps makes anew for every call."""
+    plain = json.JSONEncoder(separators=(",", ":"))
+    make = getattr(json.encoder, "c_make_encoder", None)  # CPython's
+    if make is None:
+        return lambda value, _: plain.iterencode(value)
+    made: Callable[[Any, int], Iterable[str]] = make(
+        None, plain.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True
+    )
+    return made
+
+
+_ENCODE = _encoder()
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
 
 
@@ -289,8 +331,10 @@ def _sizes(value: Any) -> bool:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    if tensor.dtype not in _IN_NUMPY or tensor.requires_grad or not tensor.dim():
+        tensor = tensor.detach().reshape(-1).view(torch.uint8)
+    array: Any = tensor.numpy()
+    return memoryview(array).cast("B")
 
 
 def fresh(num_bytes: int) -> memoryview:

@@ -84,13 +84,13 @@ class Workers:
         """A worker goes; False if it was not there."""
         return self.registered.pop(name, None) is not None
 
-    def expire(self, now_s: float) -> list[str]:
-        """Drop those whose lease has ended, and name them."""
-        gone = [
-            worker.name
+    def expire(self, now_s: float) -> dict[str, float]:
+        """Drop those whose lease has ended; say who they are, and when they were seen last."""
+        gone = {
+            worker.name: worker.seen_s
             for worker in self.registered.values()
             if not worker.waiting and now_s - worker.seen_s > self.lease_s
-        ]
+        }
         for name in gone:
             del self.registered[name]
         return gone

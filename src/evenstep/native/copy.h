@@ -1,0 +1,14 @@
+/* A copy of what the copying core will not read soon.
+ *
+ * Such as what another process is waiting for: stores go past the caches, so the lines need not be fetched from the core
+ * that had them last, only to be overwritten.
+ */
+#ifndef EVENSTEP_COPY_H
+#define EVENSTEP_COPY_H
+
+#include <stddef.h>
+
+/* As memcpy. All stores are visible to other processes before it returns. */
+void es_copy(void *target, const void *source, size_t num_bytes);
+
+#endif
