@@ -55,6 +55,15 @@ def test_many_parameters_are_cut_short_but_all_have_the_colour_of_their_owner():
     assert sum("_l" in tip and "worker" in tip for tip in tips(text)) == 16
 
 
+def test_of_a_long_name_the_end_is_shown():
+    name = "layers.0.self_attention.projection_of_keys.weight"
+    node = Node("a", "linear", "function", parameters=(name,))
+    text = sheet.draw(Network("Net", (node,), (), partition([(name, (2,), 8, True)], 2, 1), "fx"))
+    shown = next(each.text for each in ElementTree.fromstring(text).iter(f"{SVG}text") if "\u2026" in (each.text or ""))
+    assert name.endswith(shown.removeprefix("\u2026"))
+    assert len(shown) > 12
+
+
 def test_a_long_note_stays_inside_the_picture():
     note = "fx could not trace it (Error: of many words); " * 8
     network = Network("Net", (), (), partition([], 1, 1), "modules", note)

@@ -155,9 +155,11 @@ def _owner(parameter: Parameter) -> tuple[str, str]:
 def _draw_parameter(canvas: Canvas, parameter: Parameter, inside: str, x: float, y: float, width: float) -> None:
     (shade, tip), shape = _owner(parameter), _shape(parameter.shape)
     canvas.rect(x, y, width, _ROW - 3, fill=shade, radius=4, opacity=0.9, tip=tip)
-    short = parameter.name.removeprefix(inside + ".")
-    canvas.text(x + 7, y + 7, short, size=10, fill=PAPER, bold=True, room=width * 0.5)
-    canvas.text(x + width - 7, y + 7, shape, size=10, fill=PAPER, anchor="end", room=width * 0.5)
+    short, letters = parameter.name.removeprefix(inside + "."), num_letters(width * 0.55, 10)
+    if len(short) > letters:
+        short = "\u2026" + short[1 - letters :]  # the end of a path says most
+    canvas.text(x + 7, y + 7, short, size=10, fill=PAPER, bold=True)
+    canvas.text(x + width - 7, y + 7, shape, size=10, fill=PAPER, anchor="end", room=width * 0.4)
 
 
 _STYLE = """
