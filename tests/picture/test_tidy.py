@@ -94,6 +94,13 @@ def test_the_shape_of_a_module_is_that_of_its_result_and_operators_have_plain_na
     }
 
 
+def test_an_attention_of_torch_is_one_node():
+    network = traced(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.zeros(2, 3, 8))
+    assert network.source == "export"
+    (node,) = (node for node in network.nodes if node.label == "self_attn")
+    assert (node.kind, node.shape, len(node.parameters)) == ("MultiheadAttention", (2, 3, 8), 4)
+
+
 class ByValue(nn.Module):
     def forward(self, x):
         return x if x.sum() > 0 else -x

@@ -23,6 +23,7 @@ from evenstep.picture.tidy import defaults, left_out
 __all__ = ["trace"]
 
 Found = tuple[list[Node], list[tuple[str, str]]]
+_WHOLE = (InParts, nn.MultiheadAttention)  # have children, and are one thing to who looks at them
 
 
 def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequence[Tensor] = ()) -> Network:
@@ -173,7 +174,7 @@ def _shape(found: Any) -> tuple[int, ...] | None:
 
 
 def _by_export(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -> Found:
-    """Operators, those of one call of a module without children, or of a layer in parts, taken together."""
+    """Operators, those of one call of a module without children, or that is not looked into, taken together."""
     model = copy.deepcopy(model).cpu().eval()
     program = torch.export.export(model, tuple(examples))
     names = {id(parameter): name for name, parameter in _named(model)}
@@ -188,7 +189,7 @@ def _by_export(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -
             continue
         call, path = _innermost(each, model)
         module = model.get_submodule(path) if each.op == "call_function" and path else None
-        whole = module is not None and (isinstance(module, InParts) or not list(module.children()))
+        whole = module is not None and (isinstance(module, _WHOLE) or not list(module.children()))
         name = group[each.name] = call if whole else each.name
         if isinstance(module, InParts):
             in_parts[name] = module
@@ -210,12 +211,12 @@ def _by_export(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -
 def _innermost(node: fx.Node, model: nn.Module) -> tuple[str, str]:
     """Which call of which module a node belongs to; the path is empty for the model itself.
 
-    A layer in parts is not looked into.
+    A layer in parts and an attention of torch are not looked into.
     """
     found = ("", "")
     for call, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
         found = (call, str(path).removeprefix("L['self']").lstrip(".").split("@")[0])
-        if isinstance(model.get_submodule(found[1]), InParts):
+        if isinstance(model.get_submodule(found[1]), _WHOLE):
             break
     return found
 
