@@ -20,7 +20,7 @@ from evenstep.plan.topology import Device, Machine, Topology
 __all__ = ["Plan", "compare", "in_order", "lay"]
 
 _SEARCHED = 32  # up to so many devices, small changes are tried
-_SWEEPS, _TRIES = 8, 1000
+_SWEEPS, _TRIES = 8, 500
 _PAIRED = 512  # so many devices of one machine are ordered by their links; more, by their places
 _USUAL_BYTES = 100e6
 Price = tuple[float, float]
