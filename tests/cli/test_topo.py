@@ -55,6 +55,20 @@ def test_the_text_of_nvidia_smi_comes_through_a_pipe(monkeypatch, capsys):
     assert "shards 4-7 on gpu1   nvlink to gpu0" in capsys.readouterr().out
 
 
+def test_what_comes_through_a_pipe_can_be_simulated(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("GPU0 GPU1 CPU Affinity\nGPU0 X NV2 0\nGPU1 NV2 X 0\n"))
+    assert main(["topo", "--simulate", "-"]) == 0
+    assert capsys.readouterr().out.startswith("2 devices on 1 machine, 8 shards")
+
+
+def test_a_terminal_that_cannot_show_the_lines_of_a_tree_gets_the_rest(machines, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert main(["topo", "--from", str(machines)]) == 0
+    terminal.flush()
+    assert b"?? shards 0-3 on n0/a" in terminal.buffer.getvalue()
+
+
 def test_machines_come_through_a_pipe_as_well(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(TWO)))
     assert main(["topo", "--from", "-"]) == 0
@@ -80,6 +94,7 @@ def test_this_machine_is_shown_and_measured():
         (["--bytes", "-1"], "--bytes -1, expected a number above 0 such as 250M or 2G"),
         (["--devices", "n0/a,q"], "--devices names 'q', expected some of n0/a, n0/b, n1/a, n1/b"),
         (["--shards", "2"], "4 devices but 2 shards: every device needs one; use at least as many shards"),
+        (["--shards", "2000000000"], "--shards 2000000000, expected a whole number from 1 to 1000000"),
         (["--out", "/nowhere/x.svg"], "--out /nowhere/x.svg cannot be written: No such file or directory"),
     ],
 )

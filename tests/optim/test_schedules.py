@@ -50,6 +50,15 @@ def test_a_policy_is_its_formula_at_every_step(name):
         scheduler.step()
 
 
+def test_a_line_upwards_begins_at_its_base():
+    target = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.9)
+    scheduler = lr_scheduler.LinearLR(target, BASE / 0.9, 1.0, total_iters=40)
+    for step in range(41):
+        assert target.param_groups[0]["lr"] == pytest.approx((1 - step / 40) * BASE + step / 40 * 0.9, rel=1e-9)
+        target.step()
+        scheduler.step()
+
+
 @pytest.mark.parametrize(("gamma", "ends"), [(-50.0, (1.0, 0.0)), (50.0, (0.0, 1.0))])
 def test_a_steep_sigmoid_does_not_overflow(gamma, ends):
     scheduler = sigmoid(optimizer(), gamma, 1e5)

@@ -46,6 +46,14 @@ def test_all_to_all_pays_for_every_peer_and_for_spans_that_are_no_node():
     assert ragged.seconds == pytest.approx((2.0 + 1.2) + (2.0 + 0.6))
 
 
+def test_the_link_between_sockets_is_as_wide_in_both_directions_however_the_places_are_named():
+    seconds = [
+        cost.all_to_all(Topology((Machine("m", (Device("a"), other)),)), over(range(2)), 1e8).seconds
+        for other in (Device("b", socket=1), Device("b", numa=1), Device("b", socket=1, numa=1))
+    ]
+    assert len(set(seconds)) == 1
+
+
 def test_messages_counted_together_are_as_many_as_one_by_one():
     topology = Topology((dgx("a", "r"), dgx("b", "r"), dgx("c", "s")))
     layout = over(range(24), 60)

@@ -91,6 +91,11 @@ def changed(path: str, value: object) -> dict:
         ("machines.0.links.0.between", ["a"], 'machines[0].links[0].between is ["a"], expected the names of two'),
         ("machines.0.links.0.between", ["a", "z"], "machines[0].links[0].between names 'z', which is no device"),
         ("machines.0.devices.2.name", "b", "machines[0].links[0].between names 'c', which is no device"),
+        ("machines.0.links.0.between", [["a"], "b"], "machines[0].links[0].between names ['a'], which is no device"),
+        ("machines.0.name", "a\x1b[31m", 'machines[0].name is "a\\u001b[31m", expected a text that can be printed'),
+        ("machines.0.devices.1.name", "\ud800", "machines[0].devices[1].name is "),
+        ("machines.0.devices.1.speed", 10**400, "machines[0].devices[1].speed is 1000"),
+        ("machines.0.devices.1.speed", 1e308, "machines[0].devices[1].speed is 1e+308, expected a number up to 1e+30"),
         ("machines.0.links", {}, "machines[0].links is {}, expected a list [...]"),
     ],
 )
@@ -107,6 +112,10 @@ def test_a_mistake_is_one_sentence_that_says_where_it_is(path, value, sentence):
         (b"{", "is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         (b"[]", "is neither a JSON object of machines nor the text of `nvidia-smi topo -m`"),
         (b"\xff\xfe", "cannot be read: it is no text; name a JSON file of machines"),
+        (
+            b'{"format": ' + b"[" * 100_000,
+            "is no JSON: maximum recursion depth exceeded while decoding a JSON array from a unicode string",
+        ),
         (b'{"format": 3}', '"format" is 3, expected 1'),
         (None, "cannot be read: No such file or directory; name a JSON file of machines"),
     ],
@@ -118,6 +127,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content, sentence):
     with pytest.raises(ConfigError) as caught:
         read_file(path)
     assert str(caught.value) == f"{path}{':' if 'format' in sentence else ''} {sentence}"
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "machines.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(SMALL).encode())
+    assert read_file(path) == from_json(SMALL)
 
 
 def test_a_file_may_hold_the_text_of_nvidia_smi(tmp_path):

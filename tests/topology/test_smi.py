@@ -57,6 +57,51 @@ def test_old_codes_network_cards_and_missing_numa_nodes():
     assert [topology.device(i).numa for i in range(4)] == [0, 0, 0, 1]
 
 
+def machine(num_gpus: int, code: str, header: str, *rests: str) -> str:
+    """The matrix of a machine whose GPUs are all connected in the same way, and what follows it in each line."""
+    lines = ["\t" + "\t".join([*(f"GPU{i}" for i in range(num_gpus)), "NIC0", header])]
+    for i in range(num_gpus):
+        codes = [" X " if i == j else code for j in range(num_gpus)]
+        lines.append("\t".join([f"GPU{i}", *codes, "NODE", rests[i * len(rests) // num_gpus]]))
+    return "\n".join([*lines, "NIC0\t" + "NODE\t" * num_gpus + " X \t\t\t"])
+
+
+THREE = "CPU Affinity\tNUMA Affinity\tGPU NUMA ID"
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        (machine(8, "NV18", THREE, "0-55,112-167\t0\t\tN/A", "56-111\t1\t\tN/A"), [0, 0, 0, 0, 1, 1, 1, 1]),
+        (machine(4, "NV18", THREE, "\t0\t\tN/A", "56\t1\t\tN/A", "\t1\t\tN/A"), [0, 0, 1, 1]),
+        (machine(2, "NV6", THREE, "\t0\t\t4", "\t1\t\t12"), [0, 1]),
+        (machine(2, "NV6", THREE, "0-71\t0\t\t4", "72-143\t1\t\t12"), [0, 1]),
+        (machine(4, "NV6", "CPU Affinity", "0-23,48-71", "24-47,72-95"), [0, 0, 1, 1]),
+        (machine(2, "PHB", THREE, "0-31\tN/A\t\tN/A"), [0, 0]),
+        (machine(4, "NV6", THREE, ""), [0, 0, 0, 0]),
+        (machine(1, "", THREE, "32-63\t1\t\tN/A"), [1]),
+    ],
+    ids=[
+        "H100",
+        "few cores allowed",
+        "GH200, no cores allowed",
+        "GH200",
+        "DGX-2",
+        "virtual",
+        "nothing said",
+        "one GPU",
+    ],
+)
+def test_numa_nodes_are_found_in_the_columns_of_real_machines(text, nodes):
+    topology = from_smi(text)
+    assert [topology.device(i).numa for i in range(topology.num_devices)] == nodes
+
+
+def test_of_several_matrices_the_first_counts():
+    access = " \tGPU0\tGPU1\n GPU0\tX\tGNS\n GPU1\tGNS\tX\n"  # what `nvidia-smi topo -p2p r` adds in a report
+    assert from_smi(f"{OLD}\nLegend:\n\n{access}") == from_smi(OLD)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

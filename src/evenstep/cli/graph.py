@@ -71,7 +71,7 @@ def _graph(options: argparse.Namespace) -> int:
     else:
         content = sheet.draw(network) if options.out.suffix == ".svg" else sheet.page(network)
     try:
-        options.out.write_text(content)
+        options.out.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {options.out} cannot be written: {error.strerror}") from error
     if network.note:

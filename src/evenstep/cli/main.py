@@ -1,6 +1,7 @@
 """The command line: parse, check, hand over. Each of our errors has an exit code and one sentence."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # a terminal without the lines of a tree shows question marks
     try:
         return int(options.command(options))
     except EvenstepError as error:

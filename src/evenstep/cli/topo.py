@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+_MOST_SHARDS = 1_000_000
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -42,7 +43,7 @@ def add_parser(commands: "Commands") -> None:
         "--measure", action="store_true", help="measure the links between worker processes on the cores of this machine"
     )
     source.add_argument(
-        "--simulate", metavar="FILE", type=Path, help="compare ways to reduce on the machines of a JSON file"
+        "--simulate", metavar="FILE", help="compare ways to reduce on the machines of a file, as --from reads it"
     )
     parser.add_argument("--devices", metavar="NAME,NAME,...", help="only these, in this order (default: all)")
     parser.add_argument(
@@ -59,6 +60,8 @@ def _topo(options: argparse.Namespace) -> int:
     num_bytes = _num_bytes(options.bytes)
     if options.out is not None and options.out.suffix not in (".svg", ".json"):
         raise ConfigError(f"--out {options.out}, expected a name that ends in .svg or .json")
+    if options.shards is not None and not 1 <= options.shards <= _MOST_SHARDS:
+        raise ConfigError(f"--shards {options.shards}, expected a whole number from 1 to {_MOST_SHARDS}")
     topology = _read(options)
     devices = _devices(topology, options.devices)
     num_shards = max(DEFAULT_SHARDS, len(devices)) if options.shards is None else options.shards
@@ -84,11 +87,15 @@ def _read(options: argparse.Namespace) -> Topology:
         from evenstep.topology.measure import measure  # here: importing torch takes seconds
 
         return measure()
-    if options.source == "-":
+    source = options.simulate if options.source is None else options.source
+    if source is None:
+        return read_machine()
+    if source != "-":
+        return read_file(Path(source))
+    try:
         return from_text(sys.stdin.read(), "standard input")
-    if options.source is not None:
-        return read_file(Path(options.source))
-    return read_file(options.simulate) if options.simulate is not None else read_machine()
+    except UnicodeDecodeError as error:
+        raise ConfigError("standard input is no text; give it a JSON file of machines") from error
 
 
 def _devices(topology: Topology, names: str | None) -> list[int]:
@@ -121,7 +128,7 @@ def _write(path: Path, topology: Topology, layout: Layout) -> None:
     else:
         content = json.dumps({**to_json(topology), "plan": _plan(topology, layout)}, indent=1)
     try:
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from error
     print(f"\nwritten: {path}")

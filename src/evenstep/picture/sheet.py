@@ -1,15 +1,17 @@
 """A network as SVG and HTML: the flow of data, the shards of each worker, and the colour of each parameter's owner."""
 
 from html import escape
+from textwrap import wrap
 
 from evenstep.picture.layered import place
 from evenstep.picture.network import Network, Node, Parameter
-from evenstep.picture.svg import INK, MUTED, PAPER, Canvas, colour
+from evenstep.picture.svg import INK, MUTED, PAPER, Canvas, colour, num_letters
 from evenstep.picture.text import quantity, shard_words
 
 __all__ = ["draw", "page"]
 
 _MARGIN = 32.0
+_NOTE = 590.0  # the width of a line of the note: no picture is narrower
 _ROW, _CHIPS = 17.0, 6  # of a parameter; how many are shown in a box
 _FILLS = {"input": "#e4e7eb", "output": "#e4e7eb", "function": "#f5f7fa", "connector": "#fff7e0"}
 _SMALL = ("function", "connector")
@@ -21,9 +23,10 @@ def draw(network: Network) -> str:
     canvas = Canvas(f"{network.name}: {_summary(network)}")
     canvas.text(_MARGIN, 34, network.name, size=20, bold=True)
     canvas.text(_MARGIN, 58, _summary(network), fill=MUTED)
-    if network.note:
-        canvas.text(_MARGIN, 78, network.note, size=11, fill="#c05621", room=900)
-    shards_right, top = _draw_shards(canvas, network, 110)
+    note = wrap(network.note, num_letters(_NOTE, 11))
+    for number, line in enumerate(note):
+        canvas.text(_MARGIN, 78 + 15 * number, line, size=11, fill="#c05621")
+    shards_right, top = _draw_shards(canvas, network, 110 + 15 * max(len(note) - 1, 0))
     workers_right, top = _draw_workers(canvas, network, top + 18)
     top += 26
     sizes = {node.id: _size(node) for node in network.nodes}
@@ -135,20 +138,30 @@ def _draw_node(
     at = top + (28 if node.kind in _SMALL else 42)
     for number, name in enumerate(node.parameters[:_CHIPS]):
         _draw_parameter(canvas, known[name], node.label, left + 8, at + number * _ROW, width - 16)
-    if len(node.parameters) > _CHIPS:
-        more = f"and {len(node.parameters) - _CHIPS} more"
-        canvas.text(left + 10, at + _CHIPS * _ROW + 8, more, size=10, fill=MUTED)
+    rest = node.parameters[_CHIPS:]
+    shown = rest[: int((width - 60) / 12)]
+    for number, name in enumerate(shown):
+        shade, tip = _owner(known[name])
+        canvas.rect(left + 8 + 12 * number, at + _CHIPS * _ROW + 2, 10, 10, fill=shade, radius=3, opacity=0.9, tip=tip)
+    if rest:
+        canvas.text(left + 14 + 12 * len(shown), at + _CHIPS * _ROW + 7, f"{len(rest)} more", size=10, fill=MUTED)
+
+
+def _owner(parameter: Parameter) -> tuple[str, str]:
+    """The colour of the owner of a parameter, and all about it in words."""
+    owner = "frozen" if parameter.owner is None else f"worker {parameter.owner}"
+    shade = "#9aa5b1" if parameter.owner is None else colour(parameter.owner)
+    return shade, f"{parameter.name} {_shape(parameter.shape)}, {quantity(parameter.num_bytes, 'B')}, {owner}"
 
 
 def _draw_parameter(canvas: Canvas, parameter: Parameter, inside: str, x: float, y: float, width: float) -> None:
-    owner = "frozen" if parameter.owner is None else f"worker {parameter.owner}"
-    shade = "#9aa5b1" if parameter.owner is None else colour(parameter.owner)
-    shape = _shape(parameter.shape)
-    tip = f"{parameter.name} {shape}, {quantity(parameter.num_bytes, 'B')}, {owner}"
+    (shade, tip), shape = _owner(parameter), _shape(parameter.shape)
     canvas.rect(x, y, width, _ROW - 3, fill=shade, radius=4, opacity=0.9, tip=tip)
-    short = parameter.name.removeprefix(inside + ".")
-    canvas.text(x + 7, y + 7, short, size=10, fill=PAPER, bold=True, room=width * 0.5)
-    canvas.text(x + width - 7, y + 7, shape, size=10, fill=PAPER, anchor="end", room=width * 0.5)
+    short, letters = parameter.name.removeprefix(inside + "."), num_letters(width * 0.55, 10)
+    if len(short) > letters:
+        short = "\u2026" + short[1 - letters :]  # the end of a path says most
+    canvas.text(x + 7, y + 7, short, size=10, fill=PAPER, bold=True)
+    canvas.text(x + width - 7, y + 7, shape, size=10, fill=PAPER, anchor="end", room=width * 0.4)
 
 
 _STYLE = """

@@ -5,7 +5,10 @@ wants an example input. Neither changes the model: what is run, is run on a copy
 """
 
 import copy
-from collections.abc import Callable, Sequence
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
@@ -15,10 +18,12 @@ from torch.fx.passes.shape_prop import ShapeProp
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.picture.network import Network, Node, partition
 from evenstep.picture.parts import InParts, expand
+from evenstep.picture.tidy import defaults, left_out
 
 __all__ = ["trace"]
 
 Found = tuple[list[Node], list[tuple[str, str]]]
+_WHOLE = (InParts, nn.MultiheadAttention)  # have children, and are one thing to who looks at them
 
 
 def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequence[Tensor] = ()) -> Network:
@@ -47,7 +52,8 @@ def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequenc
     notes = []
     for source, way in ways:
         try:
-            nodes, edges = way()
+            with _quiet():
+                nodes, edges = way()
         except Exception as error:  # noqa: BLE001  # the border to code of the user, which is run with stand-ins
             notes.append(f"{source} could not trace it ({_first_line(error)})")
         else:
@@ -56,6 +62,18 @@ def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequenc
     hint = "" if examples else "; with --input, torch.export is tried as well"
     notes.append(f"this is the tree of modules, not the flow of data{hint}")
     return Network(type(model).__name__, tuple(nodes), tuple(edges), shared, "modules", "; ".join(notes))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what tracers print and log of what they cannot follow: the note says it in a line."""
+    level = logging.root.manager.disable
+    logging.disable()
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(level)
 
 
 def _try_out(model: nn.Module, examples: Sequence[Tensor]) -> None:
@@ -99,7 +117,8 @@ class _Tracer(fx.Tracer):
 
 def _by_fx(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -> Found:
     model = copy.deepcopy(model).cpu().eval()
-    graph = _Tracer().trace(model)
+    not_given = defaults(model.forward, len(examples))
+    graph = _Tracer().trace(model, not_given)
     if examples:
         with torch.no_grad():
             ShapeProp(fx.GraphModule(model, graph)).propagate(*examples)
@@ -107,9 +126,10 @@ def _by_fx(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -> Fo
     nodes: list[Node] = []
     edges: dict[tuple[str, str], None] = {}
     in_parts: dict[str, InParts] = {}
+    hidden = left_out(graph, not_given)
     for each in graph.nodes:
-        if each.op == "get_attr":
-            continue  # a parameter or constant: it is named where it is used
+        if each.op == "get_attr" or each in hidden:
+            continue  # a parameter or constant is named where it is used
         about: dict[str, Any]
         if each.op == "call_module":
             module = model.get_submodule(str(each.target))
@@ -120,7 +140,9 @@ def _by_fx(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -> Fo
             used = [_attribute(model, str(n.target)) for n in each.all_input_nodes if n.op == "get_attr"]
             about = {**_plain(each), "parameters": tuple(names[id(value)] for value in used if id(value) in names)}
         nodes.append(Node(each.name, shape=_shape(each.meta.get("tensor_meta")), **about))
-        edges.update({(n.name, each.name): None for n in each.all_input_nodes if n.op != "get_attr"})
+        edges.update(
+            {(n.name, each.name): None for n in each.all_input_nodes if n.op != "get_attr" and n not in hidden}
+        )
     return expand(nodes, list(edges), in_parts, names, num_workers)
 
 
@@ -131,7 +153,7 @@ def _plain(node: fx.Node) -> dict[str, Any]:
         return {"label": node.name, "kind": kind}
     target = node.target
     return {
-        "label": target if isinstance(target, str) else getattr(target, "__name__", str(target)),
+        "label": target if isinstance(target, str) else getattr(target, "__name__", str(target)).partition(".")[0],
         "kind": "function",
     }
 
@@ -152,7 +174,7 @@ def _shape(found: Any) -> tuple[int, ...] | None:
 
 
 def _by_export(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -> Found:
-    """Operators, those of one call of a module without children, or of a layer in parts, taken together."""
+    """Operators, those of one call of a module without children, or that is not looked into, taken together."""
     model = copy.deepcopy(model).cpu().eval()
     program = torch.export.export(model, tuple(examples))
     names = {id(parameter): name for name, parameter in _named(model)}
@@ -167,7 +189,7 @@ def _by_export(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -
             continue
         call, path = _innermost(each, model)
         module = model.get_submodule(path) if each.op == "call_function" and path else None
-        whole = module is not None and (isinstance(module, InParts) or not list(module.children()))
+        whole = module is not None and (isinstance(module, _WHOLE) or not list(module.children()))
         name = group[each.name] = call if whole else each.name
         if isinstance(module, InParts):
             in_parts[name] = module
@@ -178,7 +200,8 @@ def _by_export(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -
         inputs = [n for n in each.all_input_nodes if n.op != "get_attr"]
         used = [canonical[held[n.name]] for n in inputs if held.get(n.name) in canonical]
         found[name]["parameters"] = tuple(dict.fromkeys((*found[name]["parameters"], *used)))
-        found[name]["shape"] = _shape(each.meta.get("val")) or found[name].get("shape")
+        given = _shape(each.meta.get("val")) if each.users else None  # what nobody takes is not the result
+        found[name]["shape"] = given or found[name].get("shape")
         before = [group[n.name] for n in inputs if n.name in group]
         edges.update({(source, name): None for source in before if source != name})
     nodes = [Node(name, **about) for name, about in found.items()]
@@ -188,12 +211,12 @@ def _by_export(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -
 def _innermost(node: fx.Node, model: nn.Module) -> tuple[str, str]:
     """Which call of which module a node belongs to; the path is empty for the model itself.
 
-    A layer in parts is not looked into.
+    A layer in parts and an attention of torch are not looked into.
     """
     found = ("", "")
     for call, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
         found = (call, str(path).removeprefix("L['self']").lstrip(".").split("@")[0])
-        if isinstance(model.get_submodule(found[1]), InParts):
+        if isinstance(model.get_submodule(found[1]), _WHOLE):
             break
     return found
 

@@ -15,11 +15,11 @@ counts is their order.
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from evenstep.plan.layout import Layout
-from evenstep.plan.topology import LinkKind, Topology
+from evenstep.plan.topology import Device, LinkKind, Topology
 
 __all__ = ["Prediction", "all_to_all", "ring", "transfer_tree", "tree"]
 
@@ -70,14 +70,17 @@ class _Round:
         seconds = num_bytes / link.bandwidth_bytes_per_s
         self.latency_s = max(self.latency_s, link.latency_s)
         self.crossing[link.kind] += num_bytes
-        devices = topology.machines[machine].devices
         if machine != other:
             self.cross_network(machine, other, num_bytes)
         elif link.kind is LinkKind.SOCKET:
-            self.occupy((machine, "from", devices[a].numa, "to", devices[b].numa), seconds)
+            self.cross_sockets(machine, topology.device(source), topology.device(target), seconds)
         else:
             self.occupy((machine, "out of", a), seconds)
             self.occupy((machine, "into", b), seconds)
+
+    def cross_sockets(self, machine: int, source: Device, target: Device, seconds: float) -> None:
+        """Messages from one NUMA node to another."""
+        self.occupy((machine, "from", source.socket, source.numa, "to", target.socket, target.numa), seconds)
 
     def cross_network(self, machine: int, other: int, num_bytes: float) -> None:
         """A message between machines: both network cards, and both uplinks if the racks differ."""
@@ -108,17 +111,19 @@ def tree(topology: Topology, layout: Layout, num_bytes: float) -> Prediction:
 
 
 def transfer_tree(topology: Topology, rounds: Iterable[Iterable[tuple[int, int]]], num_bytes: float) -> Prediction:
-    """Up a tree in rounds of (source, target), then down again in the reverse."""
+    """Up a tree in rounds of (source, target), then down again in the reverse.
 
-    def there_and_back() -> Iterator[_Round]:
+    Links are the same in both directions, so the way down costs what the way up does.
+    """
+
+    def up() -> Iterator[_Round]:
         for messages in rounds:
-            up, down = _Round(topology), _Round(topology)
+            each = _Round(topology)
             for source, target in messages:
-                up.send(source, target, num_bytes)
-                down.send(target, source, num_bytes)
-            yield from (up, down)
+                each.send(source, target, num_bytes)
+            yield each
 
-    return _total(there_and_back())
+    return _total(up(), times=2)
 
 
 def ring(topology: Topology, layout: Layout, num_bytes: float) -> Prediction:
@@ -153,13 +158,7 @@ def _exchange(topology: Topology, inside: dict[int, list[int]], offers: dict[int
     latencies: dict[int, float] = {}
     offered = {m: sum(offers[d] for d in devices) for m, devices in inside.items()}
     for machine, devices in inside.items():
-        own = 0.0
-        for a in devices:
-            for b in devices:
-                if a != b:
-                    found.send(a, b, offers[a] * part)
-            own = max(own, sum(topology.link(a, b).latency_s for b in devices if a != b))
-        latencies[machine] = own
+        latencies[machine] = _exchange_inside(found, topology, machine, devices, offers, part)
     racks: dict[str | None, list[int]] = defaultdict(list)
     for machine in inside:
         racks[topology.machines[machine].rack].append(machine)
@@ -179,3 +178,40 @@ def _exchange(topology: Topology, inside: dict[int, list[int]], offers: dict[int
         found.crossing[LinkKind.SPINE] += up
     found.latency_s = max(latencies.values())
     return found
+
+
+def _exchange_inside(
+    found: _Round, topology: Topology, machine: int, devices: list[int], offers: dict[int, int], part: float
+) -> float:
+    """The messages inside a machine; return the longest sum of latencies of a device.
+
+    Devices of one place without links of their own are alike, and counted together: there may be thousands.
+    """
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    special = {place for pair in topology.machines[machine].own_links for place in pair}
+    for device in devices:
+        place, about = topology.places[device][1], topology.device(device)
+        alike[place if place in special else replace(about, name="", speed=1.0)].append(device)
+    latencies: dict[int, float] = defaultdict(float)
+    for senders in alike.values():
+        offered = sum(offers[a] for a in senders)
+        for takers in alike.values():
+            same = senders is takers
+            peers = len(takers) - same
+            if not peers:
+                continue
+            link = topology.link(senders[0], takers[same])
+            byte_s = part / link.bandwidth_bytes_per_s
+            found.crossing[link.kind] += offered * peers * part
+            for a in senders:
+                latencies[a] += peers * link.latency_s
+            if link.kind is LinkKind.SOCKET:
+                ends = topology.device(senders[0]), topology.device(takers[0])
+                found.cross_sockets(machine, *ends, offered * peers * byte_s)
+                continue
+            for a in senders:
+                found.occupy((machine, "out of", topology.places[a][1]), offers[a] * peers * byte_s)
+            for b in takers:
+                taken = offered - (offers[b] if same else 0)
+                found.occupy((machine, "into", topology.places[b][1]), taken * byte_s)
+    return max(latencies.values(), default=0.0)

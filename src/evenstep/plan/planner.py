@@ -3,10 +3,11 @@
 All of it is about speed. Whatever is chosen here, the tree over shards is the same, and so are the bits.
 """
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from itertools import combinations, cycle, islice, permutations
 
 from evenstep.core.errors import ConfigError
 from evenstep.plan import cost
@@ -14,13 +15,15 @@ from evenstep.plan.cost import Prediction
 from evenstep.plan.layout import Layout
 from evenstep.plan.pairing import pair_devices
 from evenstep.plan.placement import share
-from evenstep.plan.topology import Machine, Topology
+from evenstep.plan.topology import Device, Machine, Topology
 
 __all__ = ["Plan", "compare", "in_order", "lay"]
 
 _SEARCHED = 32  # up to so many devices, small changes are tried
-_SWEEPS = 8
+_SWEEPS, _TRIES = 8, 500
+_PAIRED = 512  # so many devices of one machine are ordered by their links; more, by their places
 _USUAL_BYTES = 100e6
+Price = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,9 @@ def lay(
     """Lay the tree over devices so that siblings are near and few bytes cross slow links.
 
     Devices are taken machine by machine, and inside of a machine in pairs of pairs over the fastest links. If that is
-    predicted to be no faster than the order given, the order given stays. With few devices, swapping two and moving one
-    are tried as well, until neither makes the tree faster. Of two that are as fast, the one with fewer bytes over slow
-    links is chosen.
+    predicted to be no faster than the order given, the order given stays. With few devices, small changes are tried as
+    well, of this order and of shuffled ones. Of two that are as fast, the one with fewer bytes over slow links is
+    chosen.
 
     Args:
         topology: The machines.
@@ -77,37 +80,55 @@ def lay(
     Raises:
         ConfigError: There are more devices than shards, a device is named twice, or there is no such device.
     """
-    given = in_order(topology, num_shards, devices)
+    given = in_order(topology, num_shards, devices).order
 
-    def price(layout: Layout) -> tuple[float, float]:
-        found = cost.tree(topology, layout, num_bytes)
-        return found.seconds, found.slow_bytes
+    def price(order: Sequence[int]) -> Price:
+        found = cost.tree(topology, in_order(topology, num_shards, order), num_bytes)
+        return float(f"{found.seconds:.9g}"), found.slow_bytes  # what differs by rounding alone is as fast
 
-    near = in_order(topology, num_shards, _near(topology, given.order))
-    best, lowest = min(((layout, price(layout)) for layout in (given, near)), key=lambda item: item[1])
-    for _ in range(_SWEEPS if len(given.order) <= _SEARCHED else 0):
-        before = lowest
-        for order in _changed(best.order):
-            tried = in_order(topology, num_shards, order)
-            asked = price(tried)
-            if asked < lowest:
-                best, lowest = tried, asked
-        if lowest == before:
-            break
+    best = min((given, _near(topology, given)), key=price)
+    if len(given) <= _SEARCHED:
+        best = _search(best, price)
+    return in_order(topology, num_shards, best)
+
+
+def _search(start: Sequence[int], price: Callable[[Sequence[int]], Price]) -> Sequence[int]:
+    """Change an order for as long as that makes it better; then the same from shuffled ones, until enough are tried."""
+    best, lowest = start, price(start)
+    moves = list(_moves(len(start)))
+    dice, order, num_tries = random.Random(0), list(start), 0
+    while moves and num_tries < _TRIES:
+        at, since = price(order), 0
+        for move in islice(cycle(moves), _SWEEPS * len(moves)):
+            if since == len(moves):
+                break
+            changed = _moved(order, *move)
+            asked = price(changed)
+            num_tries, since = num_tries + 1, since + 1
+            if asked < at:
+                order, at, since = changed, asked, 0
+        if at < lowest:
+            best, lowest = order, at
+        order = dice.sample(start, len(start))
     return best
 
 
-def _changed(order: Sequence[int]) -> Iterator[list[int]]:
-    """Orders with two devices swapped, and with one moved elsewhere."""
-    for a, b in combinations(range(len(order)), 2):
-        swapped = list(order)
-        swapped[a], swapped[b] = swapped[b], swapped[a]
-        yield swapped
-    for a, b in permutations(range(len(order)), 2):
+def _moves(count: int) -> Iterator[tuple[int, int, bool]]:
+    """Small changes of an order: (place, place, whether the two are swapped, or else the first moves to the second)."""
+    for a, b in permutations(range(count), 2):
+        if a < b:
+            yield a, b, True
         if abs(a - b) > 1:  # else it is a swap
-            moved = list(order)
-            moved.insert(b, moved.pop(a))
-            yield moved
+            yield a, b, False
+
+
+def _moved(order: Sequence[int], a: int, b: int, swap: bool) -> list[int]:
+    found = list(order)
+    if swap:
+        found[a], found[b] = found[b], found[a]
+    else:
+        found.insert(b, found.pop(a))
+    return found
 
 
 def compare(topology: Topology, num_shards: int, num_bytes: float) -> list[Plan]:
@@ -169,6 +190,8 @@ def _fastest_first(groups: list[list[int]], speed: Callable[[Iterable[int]], flo
 
 def _pairs_of_pairs(topology: Topology, devices: Sequence[int]) -> list[int]:
     """Join the nearest two groups, then the nearest of those left, level by level until one group is left."""
+    if len(devices) > _PAIRED:
+        return sorted(devices, key=lambda number: _place(topology.device(number)))
     groups = [[device] for device in devices]
     while len(groups) > 1:
         distances = sorted(
@@ -183,3 +206,7 @@ def _pairs_of_pairs(topology: Topology, devices: Sequence[int]) -> list[int]:
                 joined.append(groups[a] + groups[b])
         groups = joined + [group for index, group in enumerate(groups) if index not in taken]
     return groups[0]
+
+
+def _place(device: Device) -> tuple[int, int, str, str]:
+    return device.socket, device.numa, device.switch or "", device.board or ""

@@ -26,6 +26,7 @@ __all__ = ["from_json", "from_text", "read_file", "to_json"]
 
 _FORMAT = 1
 _MOST = 1_000_000  # machines of one kind
+_LARGEST = 1e30  # what a figure may be, so that sums of them stay numbers
 _DEVICE = {field.name: field.default for field in fields(Device)}
 
 
@@ -36,7 +37,7 @@ def read_file(path: Path) -> Topology:
         ConfigError: It cannot be read, or what is in it makes no sense.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"{path} cannot be read: {reason}; name a JSON file of machines") from error
@@ -49,12 +50,13 @@ def from_text(text: str, name: str) -> Topology:
     Raises:
         ConfigError: What is in it makes no sense.
     """
+    text = text.removeprefix("\ufeff")  # what some editors begin a file with
     try:
         if text.lstrip().startswith("{"):
             return from_json(json.loads(text))
         if "GPU0" in text:
             return from_smi(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is no JSON: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
@@ -143,8 +145,8 @@ class _Object:
     def text(self, key: str) -> str | None:
         """A text, or None if there is none."""
         found = self.value.get(key)
-        if found is not None and (not isinstance(found, str) or not found):
-            raise ConfigError(f"{self.at(key)} is {_short(found)}, expected a text")
+        if found is not None and (not isinstance(found, str) or not found or not found.isprintable()):
+            raise ConfigError(f"{self.at(key)} is {_short(found)}, expected a text that can be printed")
         return found
 
     def name(self) -> str:
@@ -165,11 +167,10 @@ class _Object:
     def number(self, key: str, default: float, *, zero: bool = False) -> float:
         """A number above 0, or from 0 on."""
         found = self.value.get(key, default)
-        fits = isinstance(found, int | float) and not isinstance(found, bool) and found < float("inf")
-        if not fits or not (found > 0 or (zero and found == 0)):
-            raise ConfigError(
-                f"{self.at(key)} is {_short(found)}, expected a number {'from 0 on' if zero else 'above 0'}"
-            )
+        fits = isinstance(found, int | float) and not isinstance(found, bool)
+        if not fits or not (found > 0 or (zero and found == 0)) or found > _LARGEST:
+            bound = f"up to {_LARGEST:g}" if fits and found > _LARGEST else "from 0 on" if zero else "above 0"
+            raise ConfigError(f"{self.at(key)} is {_short(found)}, expected a number {bound}")
         return float(found)
 
     def truth(self, key: str) -> bool:
@@ -240,6 +241,6 @@ def _between(item: _Object, places: Mapping[str, int]) -> list[int]:
     if not isinstance(names, list) or len(names) < 2 or len({str(name) for name in names}) < len(names):
         raise ConfigError(f"{item.at('between')} is {_short(names)}, expected the names of two or more devices")
     for name in names:
-        if name not in places:
+        if not isinstance(name, str) or name not in places:
             raise ConfigError(f"{item.at('between')} names {name!r}, which is no device of this machine")
     return [places[name] for name in names]
