@@ -27,19 +27,25 @@ again is written with ``fma``, so that the two agree on every sign.
 
 import triton.language as tl
 
-from evenstep.nn.kernels.backward import finish_sums_kernel, input_kernel, merge_sums_kernel, reduce_kernel
-from evenstep.nn.kernels.forward import (
+from evenstep.nn.kernels.alone import backward_kernel, forward_kernel
+from evenstep.nn.kernels.company import (
     coefs_kernel,
     finish_statistics_kernel,
+    finish_sums_kernel,
+    input_kernel,
     merge_statistics_kernel,
+    merge_sums_kernel,
     normalize_kernel,
+    reduce_kernel,
     statistics_kernel,
 )
 
 __all__ = [
+    "backward_kernel",
     "coefs_kernel",
     "finish_statistics_kernel",
     "finish_sums_kernel",
+    "forward_kernel",
     "input_kernel",
     "merge_statistics_kernel",
     "merge_sums_kernel",
