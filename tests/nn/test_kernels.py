@@ -39,7 +39,7 @@ def small_whole(shape, outer, inputs):
     tile = small_tile(shape)
     walk = tiles.walk(shape, outer, tile)
     parts = tiles.parts_of(shape, walk)
-    return tiles.Whole(tile, tile.positions, walk, 2, 1, parts, (2, 4))
+    return tiles.Whole(tile, tile.positions, walk, 2, parts, (2, 4))
 
 
 def own_channels(shape, outer, inputs):
@@ -47,10 +47,10 @@ def own_channels(shape, outer, inputs):
     if shape.flat:
         tile = tiles.Tile(tiles.power(2 * shape.inner), 1, 1, 2)
         walk = tiles.Walk(1, -(-shape.channels // 2), 1)
-        return tiles.Whole(tile, 2 * shape.inner, walk, 0, 1, shape.inner, (4, 2))
+        return tiles.Whole(tile, 2 * shape.inner, walk, 0, shape.inner, (4, 2))
     tile = tiles.Tile(16, 2, 1, 2, 1)
     walk = tiles.walk(shape, outer, tile)
-    return tiles.Whole(tile, 16, walk, 0, 1, walk.columns, (2, 2))
+    return tiles.Whole(tile, 16, walk, 0, walk.columns, (2, 2))
 
 
 def draw(shape, dtype=torch.float32, rows=False, seed=0, mean=0.0, std=1.0):
@@ -89,13 +89,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("way", ["usual", "own", "large"])
+@pytest.mark.parametrize("way", ["usual", "own", "separate"])
 @pytest.mark.parametrize(("shape", "dtype", "rows", "activation", "has_residual"), CASES, ids=str)
 def test_a_layer_alone_equals_torch_in_float64(shape, dtype, rows, activation, has_residual, way, monkeypatch):
     if way == "own":
         monkeypatch.setattr(gpu, "whole", own_channels)
-    if way == "large":
-        monkeypatch.setattr(gpu, "_WHOLE_BYTES", 0)
+    if way == "separate":
+        monkeypatch.setattr(gpu, "_can_meet", lambda: False)
     x, dy = draw(shape, dtype, rows, 1, mean=0.5), draw(shape, dtype, rows, 2)
     residual = draw(shape, dtype, rows, 3) if has_residual else None
     weight, bias = draw(shape[1:2], seed=4, mean=1.0), draw(shape[1:2], seed=5)

@@ -11,8 +11,8 @@ The caller asks `takes` first. In company it makes `Shards` of what it has in fo
     rows, ... = shards.reduce(found)               # then those of all shards: meeting 2
     dxs = shards.gradients(found, finish_sums(rows, found, ...))
 
-`forward_alone` and `backward_alone` are the whole of a layer that has nobody to meet: one launch each where the data is
-not much larger than the cache, and other last bits than the same values in company.
+`forward_alone` and `backward_alone` are the whole of a layer that has nobody to meet: one launch each, and other last
+bits than the same values in company.
 """
 
 import struct
@@ -30,11 +30,11 @@ from evenstep.nn.tiles import (
     Geometry,
     Tile,
     Walk,
-    Whole,
     geometry,
     is_rows,
     map_tile,
     parts_of,
+    policies,
     power,
     sum_tile,
     summing,
@@ -59,7 +59,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIELDS = 8  # kernels.FIELDS, known without Triton
 _MOST_LAUNCHERS = 16384
 _REGISTERS = 65536  # of a multiprocessor
-_WHOLE_BYTES = 160_000_000  # of a tensor: what is larger, separate launches go through as fast
+_NO_TILE = Tile(1, 1, 4)
 
 
 @lru_cache(maxsize=1)
@@ -126,9 +126,9 @@ def _run(
     grid: tuple[int, int, int],
     tensors: tuple[Tensor, ...],
     rest: tuple[Any, ...],
-    warps: int = 4,
+    tile: Tile = _NO_TILE,
     foreign: tuple[Tensor, ...] = (),
-    together: int | None = None,
+    meetings: int | None = None,
 ) -> None:
     """Launch a kernel. What Triton compiled for it is kept, as finding it again takes Triton longest.
 
@@ -137,29 +137,31 @@ def _run(
         grid: Programs in each direction.
         tensors: The kernel's tensors, in its order.
         rest: Its numbers and constants, in its order.
-        warps: Warps of a program.
+        tile: Says how large a program is.
         foreign: Those tensors whose dtype does not follow from the constants.
-        together: For a kernel of a layer that is alone, how many programs a multiprocessor must hold at once because
-            they meet; 0 if they do not.
+        meetings: For a kernel of a layer that is alone, how often its programs meet.
     """
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _run(name, grid, tensors, rest, warps, foreign, together)
+            _run(name, grid, tensors, rest, tile, foreign, meetings)
         return
-    if together is None:
+    if meetings is None:
         rest = (*rest, _begins_early(device))
-    key = (name, device.index, grid, rest, warps, tuple([t.dtype for t in foreign]))
+    key = (name, device.index, grid, rest, tile, tuple([t.dtype for t in foreign]))
     launch = _launchers.get(key)
     if launch is not None:
         launch(*tensors, *rest)
         return
-    options: dict[str, Any] = {"enable_fp_fusion": True}
-    if together is None and rest[-1]:
+    options: dict[str, Any] = {"enable_fp_fusion": True, "num_warps": tile.num_warps}
+    if meetings is None and rest[-1]:
         options["launch_pdl"] = True
-    if together and device.type == "cuda":
-        options |= {"launch_cooperative_grid": True, "maxnreg": min(255, _REGISTERS // (32 * warps * together))}
-    compiled = getattr(_kernels(), name)[grid](*tensors, *rest, num_warps=warps, **options)
+    if meetings and device.type == "cuda":
+        options["launch_cooperative_grid"] = True
+    if tile.together and device.type == "cuda" and torch.version.hip is None:
+        registers = _REGISTERS // (32 * tile.num_warps * tile.together) // 8 * 8  # of a thread; given out by eight
+        options["maxnreg"] = min(255, registers)
+    compiled = getattr(_kernels(), name)[grid](*tensors, *rest, **options)
     if compiled is not None:  # the interpreter compiles nothing
         if len(_launchers) >= _MOST_LAUNCHERS:  # sizes that never come again
             _launchers.clear()
@@ -277,6 +279,8 @@ class Shards:
         self._table, self._most = self._make_table(frames), max([frame.parts for frame in frames])
         self._sum = max([frame.sums.programs for frame in frames]), num, 1
         self._map = max([frame.maps.programs for frame in frames]), num, 1
+        read_bytes = sum([x.nbytes for x in xs]) * (1 if dys is None else 2)
+        self._policies = policies(read_bytes)
         self._merge = -(-self._frame.shape.channels // self._frame.merging[-1]), num, 1
 
     def _make_table(self, frames: Sequence[_Frame]) -> Tensor:
@@ -304,16 +308,16 @@ class Shards:
         frame, rows, partials = self._frame, self._rows(), self._partials()
         sizes, tensors = (*frame.sizes, self._most), (self._table, partials)
         constants = frame.constants(frame.sum_tile)
-        _run("statistics_kernel", self._sum, tensors, (*sizes, *constants), frame.sum_tile.num_warps)
+        _run("statistics_kernel", self._sum, tensors, (*sizes, *constants), frame.sum_tile)
         _run("merge_statistics_kernel", self._merge, (*tensors, rows), (*sizes, *frame.merging))
         return rows
 
     def normalize(self, coefs: Tensor) -> list[Tensor]:
         """The outputs, from the coefs of the global statistics."""
         frame = self._frame
-        constants = (*frame.constants(frame.map_tile), self.residuals is not None, self._relu)
+        constants = (*frame.constants(frame.map_tile), self.residuals is not None, self._relu, *self._policies)
         tensors = (self._table, coefs)
-        _run("normalize_kernel", self._map, tensors, (*frame.sizes, *constants), frame.map_tile.num_warps)
+        _run("normalize_kernel", self._map, tensors, (*frame.sizes, *constants), frame.map_tile)
         return self.outputs
 
     def reduce(
@@ -334,23 +338,23 @@ class Shards:
         sizes, tensors = (*frame.sizes, self._most), (self._table, partials)
         flags = (self._relu and self.residuals is not None, self._relu, self.gated is not None)
         constants = (*sizes, *frame.constants(frame.sum_tile), *flags)
-        _run("reduce_kernel", self._sum, (*tensors, found.coefs), constants, frame.sum_tile.num_warps)
+        _run("reduce_kernel", self._sum, (*tensors, found.coefs), constants, frame.sum_tile)
         made = [
             torch.empty((len(self.xs), frame.shape.channels), dtype=torch.float32, device=self.device)
             if wanted
             else None
             for wanted in (weight, bias)
         ]
-        tensors = (*tensors, rows, found.vectors, *(_or(t, none) for t in made))
-        _run("merge_sums_kernel", self._merge, tensors, (*sizes, *frame.merging, weight, bias))
+        merged = (*tensors, rows, found.vectors, *(_or(t, none) for t in made))
+        _run("merge_sums_kernel", self._merge, merged, (*sizes, *frame.merging, weight, bias))
         return rows, made[0], made[1]
 
     def gradients(self, found: Found, slopes: Tensor) -> list[Tensor]:
         """The gradients of the inputs, from the slopes of the sums over all shards; after `reduce`."""
         frame, relu = self._frame, self._relu and self.gated is None
         flags = (relu and self.residuals is not None, relu, self.gated is not None)
-        constants = (*frame.sizes, *frame.constants(frame.map_tile), *flags)
-        _run("input_kernel", self._map, (self._table, found.coefs, slopes), constants, frame.map_tile.num_warps)
+        constants = (*frame.sizes, *frame.constants(frame.map_tile), *flags, *self._policies)
+        _run("input_kernel", self._map, (self._table, found.coefs, slopes), constants, frame.map_tile)
         return self.outputs
 
 
@@ -417,8 +421,8 @@ class _Alone(NamedTuple):
     """How one launch goes through a whole direction of a layer that is alone."""
 
     grid: tuple[int, int, int]
-    warps: int
-    together: int
+    tile: Tile
+    meetings: int
     partials: int
     sizes: tuple[int, ...]
     constants: tuple[Any, ...]
@@ -426,12 +430,12 @@ class _Alone(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def _alone(size: tuple[int, ...], rows: bool, dtype: torch.dtype, inputs: int, device: torch.device) -> _Alone | None:
-    """None where several launches are as fast: for data that is far larger than the cache."""
-    if prod(size) * dtype.itemsize > _WHOLE_BYTES:
+    """None where programs cannot meet."""
+    if not _can_meet():
         return None
     shape, outer = _shape(size, rows, dtype)
     way = whole(shape, outer, inputs)
-    total, room = way.walk.programs, _room(device, way.together)
+    total, room = way.walk.programs, _room(device, way.tile.together)
     if way.meetings == 1 and total > room:
         way = way.often(shape.channels)
     grid = min(total, room) if way.meetings else total // way.walk.columns
@@ -442,8 +446,12 @@ def _alone(size: tuple[int, ...], rows: bool, dtype: torch.dtype, inputs: int, d
     tile = way.tile
     constants = (_triton_type(dtype), shape.rows, shape.flat, shape.align, tile.positions, tile.channels, way.span,
                  tile.unroll, *way.merging, way.meetings, *way.policies)  # fmt: skip
-    together = way.together if way.meetings else 0
-    return _Alone((grid, 1, 1), tile.num_warps, together, way.parts * 2 * shape.channels, sizes, constants)
+    return _Alone((grid, 1, 1), tile, way.meetings, way.parts * 2 * shape.channels, sizes, constants)
+
+
+def _can_meet() -> bool:
+    """Whether launches whose programs all run at once are known to work."""
+    return torch.version.hip is None
 
 
 @lru_cache(maxsize=64)
@@ -459,7 +467,7 @@ _counters: dict[tuple[int, int, int], Tensor] = {}
 
 def _counter(alone: _Alone, device: torch.device) -> Tensor:
     """Where the programs of a launch meet: one for each stream, whose launches follow one another."""
-    if not alone.together:
+    if not alone.meetings:
         return _nothing(device)
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
         return torch.zeros(1, dtype=torch.int64, device=device)
@@ -493,7 +501,7 @@ def forward_alone(
     numbers = (*alone.sizes, *_numbers(eps, running.momentum))
     tensors = (x, _or(residual, none), y, partials, _counter(alone, device), *found, *foreign)
     constants = (*alone.constants, *flags, *_running_options(running))
-    _run("forward_kernel", alone.grid, tensors, (*numbers, *constants), alone.warps, foreign, alone.together)
+    _run("forward_kernel", alone.grid, tensors, (*numbers, *constants), alone.tile, foreign, alone.meetings)
     return y, found
 
 
@@ -524,5 +532,5 @@ def backward_alone(
     tensors = (dy, x, residual if has_residual and residual is not None else none, gated, _or(dx, none), partials,
                _counter(alone, device), *found, slopes, *(_or(t, none) for t in made))  # fmt: skip
     constants = (*alone.constants, has_residual, relu, gate, needed[1], needed[2], needed[0])
-    _run("backward_kernel", alone.grid, tensors, (*alone.sizes, *constants), alone.warps, (), alone.together)
+    _run("backward_kernel", alone.grid, tensors, (*alone.sizes, *constants), alone.tile, (), alone.meetings)
     return dx, made[0], made[1], gated

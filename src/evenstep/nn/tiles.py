@@ -19,6 +19,7 @@ __all__ = [
     "is_rows",
     "map_tile",
     "parts_of",
+    "policies",
     "power",
     "sum_tile",
     "summing",
@@ -38,6 +39,8 @@ class Tile:
         num_warps: Warps of a program.
         unroll: Iterations whose loads are in flight at once.
         programs: How many programs a launch should have at most, as far as it can choose.
+        together: How many programs a multiprocessor has to hold at once, so that there are registers for so many; 0
+            leaves it to the compiler.
     """
 
     positions: int
@@ -45,6 +48,7 @@ class Tile:
     num_warps: int
     unroll: int = 1
     programs: int = 1 << 31
+    together: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,21 +130,32 @@ def sum_tile(shape: Geometry, inputs: int) -> Tile:
     """The tile of a pass in company that sums over one input (statistics) or two."""
     if shape.flat:
         return tile(shape, 512, 64, 2, 8, 6 * _PROCESSORS)
-    return tile(shape, 256 * _vector(shape), 64, 8, 4, (2 if shape.rows else 4) * _PROCESSORS)
+    together = 2 if shape.rows else 4
+    unroll = 4 if shape.rows else 4 // inputs
+    return tile(shape, 256 * _vector(shape), 64, 8, unroll, together * _PROCESSORS, together)
 
 
 @lru_cache(maxsize=4096)
 def map_tile(shape: Geometry) -> Tile:
     """The tile of a pass in company that maps element to element."""
     if shape.flat:
-        return tile(shape, 1024, 256, 4, 1, 8 * _PROCESSORS)
+        return tile(shape, 1024, 64, 4, 1, 8 * _PROCESSORS)
+    size = 256 * _vector(shape)
     if shape.rows:
-        return tile(shape, 256 * _vector(shape), 256, 4)
-    # Not `tile`: a long run of one channel, and nobody minds positions that do not exist.
-    length = min(power(shape.inner), 256 * _vector(shape))
-    small = shape.inner < 128 * _vector(shape)
-    size = (512 if small else 256) * _vector(shape)
-    return Tile(length, min(size // length, power(shape.channels)), 4)
+        return tile(shape, size, 256, 4, 1, 1 << 31, 8)
+    # Not `tile`: long runs of one channel are best here, and positions that do not exist cost nothing.
+    length = min(power(shape.inner), size)
+    size *= 2 if 2 * shape.inner < size else 1
+    return Tile(length, min(size // length, power(shape.channels)), 4, 1, 1 << 31, 8)
+
+
+def policies(read_bytes: int) -> tuple[str, str]:
+    """How a pass that reads so many bytes for the second time treats the cache when it loads and stores.
+
+    Of data that the cache holds in good part, what was read once more makes room for what was not, and so does what
+    was written.
+    """
+    return ("evict_first", "evict_first") if read_bytes < 150_000_000 else ("", "")
 
 
 class Walk(NamedTuple):
@@ -183,7 +198,6 @@ class Whole(NamedTuple):
         span: How many of its positions are used.
         walk: How the shard is divided.
         meetings: How often the programs meet.
-        together: Programs that a multiprocessor holds at once.
         parts: Parts of a sum over one channel.
         merging: How many parts and channels a program merges at once.
         policies: How the second pass treats the cache when it loads and stores.
@@ -193,10 +207,9 @@ class Whole(NamedTuple):
     span: int
     walk: Walk
     meetings: int
-    together: int
     parts: int
     merging: tuple[int, int]
-    policies: tuple[str, str] = ("evict_first", "evict_first")
+    policies: tuple[str, str] = ("", "")
 
     def often(self, channels: int) -> "Whole":
         """The same with two meetings, for a device that has not room for all programs at once."""
@@ -211,25 +224,38 @@ def _merging(parts: int, channels: int) -> tuple[int, int]:
 @lru_cache(maxsize=4096)
 def whole(shape: Geometry, outer: int, inputs: int) -> Whole:
     """How to go through a shard in one launch that sums over one input (forward) or two (backward)."""
-    own = _own(shape, inputs)
-    if own is not None:
-        return own
-    together = 2 if shape.rows else 4
-    t = tile(shape, 256 * _vector(shape), 64, 8, 4 if shape.rows or inputs == 1 else 2, together * _PROCESSORS)
+    found = _own(shape, inputs) or (_rows(shape, outer, inputs) if shape.rows else _planes(shape, outer, inputs))
+    num_bytes = shape.stride * (1 if shape.rows or shape.flat else shape.channels) * outer * shape.element_bytes
+    return found._replace(policies=policies(inputs * num_bytes))
+
+
+def _planes(shape: Geometry, outer: int, inputs: int) -> Whole:
+    together = 4
+    t = tile(shape, 256 * _vector(shape), 1, 8, 4 // inputs, together * _PROCESSORS, together)
     w = _rounds(walk(shape, outer, t), outer, t.programs)
     if shape.flat:  # parts must not become as large as the data
         w = w._replace(splits=max(1, min(w.splits, outer // 32)))
     parts = parts_of(shape, w)
-    if shape.rows and parts <= 4:
-        return Whole(t, t.positions, w, 1, together, parts, (power(parts), t.channels))
-    return Whole(t, t.positions, w, 2, together, parts, _merging(parts, shape.channels))
+    return Whole(t, t.positions, w, 2, parts, _merging(parts, shape.channels))
 
 
-def _rounds(walk: Walk, outer: int, programs: int) -> Walk:
+def _rows(shape: Geometry, outer: int, inputs: int) -> Whole:
+    wide = shape.element_bytes == 4 and inputs == 2
+    channels = 32 if wide and shape.channels >= 1024 else 64
+    together, unroll = (1, 8) if wide or shape.channels >= 32 * channels else (2, 4)
+    t = tile(shape, 256 * _vector(shape), channels, 8, unroll, together * _PROCESSORS, together)
+    w = _rounds(walk(shape, outer, t), -(-outer // t.positions), t.programs)
+    parts = parts_of(shape, w)
+    if parts <= 4 and w.programs <= t.programs:
+        return Whole(t, t.positions, w, 1, parts, (power(parts), t.channels))
+    return Whole(t, t.positions, w, 2, parts, _merging(parts, shape.channels))
+
+
+def _rounds(walk: Walk, iterations: int, programs: int) -> Walk:
     """A walk of more programs than there is room for is divided so that their last round is nearly full."""
     if walk.programs <= programs:
         return walk
-    choices = [walk._replace(splits=n) for n in range(1, min(outer, 4) + 1)]
+    choices = [walk._replace(splits=n) for n in range(1, min(iterations, 4) + 1)]
     return max(choices, key=lambda w: w.programs / (-(-w.programs // programs) * programs))
 
 
@@ -244,11 +270,11 @@ def _own(shape: Geometry, inputs: int) -> Whole | None:
     if shape.flat:
         span = channels * shape.inner
         t = Tile(power(span), 1, max(1, min(16, power(span) // 128)), 16 // inputs)
-        return Whole(t, span, Walk(1, blocks, 1), 0, 1, shape.inner, (power(shape.inner), channels))
+        return Whole(t, span, Walk(1, blocks, 1), 0, shape.inner, (power(shape.inner), channels))
     length = power(shape.inner)
     warps = max(1, min(16, length * channels // (32 * _vector(shape))))
     t = Tile(length, channels, warps, 8 if length * channels <= 32 * warps * _vector(shape) else 4 // inputs)
-    return Whole(t, length, Walk(1, 1, blocks), 0, 1, 1, (1, channels))
+    return Whole(t, length, Walk(1, 1, blocks), 0, 1, (1, channels))
 
 
 @lru_cache(maxsize=4096)

@@ -158,6 +158,8 @@ def normalize_kernel(
     U: tl.constexpr,
     RESIDUAL: tl.constexpr,
     RELU: tl.constexpr,
+    LOADS: tl.constexpr,
+    STORES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """The outputs."""
@@ -167,7 +169,8 @@ def normalize_kernel(
     y = address(table, 4, TYPE)
     residual = address(table, 5, TYPE)
     map_outputs(tl.num_programs(0) - 1 - tl.program_id(0), x, residual, y, coefs, tl.load(table), tl.load(table + 2),
-                channels, units, TYPE, ROWS, FLAT, ALIGN, BA, BC, BA, U, RESIDUAL, RELU, "evict_first", "")  # fmt: skip
+                channels, units, TYPE, ROWS, FLAT, ALIGN, BA, BC, BA, U, RESIDUAL, RELU, LOADS,
+                STORES)  # fmt: skip
 
 
 @kernel
@@ -289,6 +292,8 @@ def input_kernel(
     RESIDUAL: tl.constexpr,
     RELU: tl.constexpr,
     GATED: tl.constexpr,
+    LOADS: tl.constexpr,
+    STORES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """The gradients of the inputs; with GATED, from the gradient that `reduce_kernel` wrote."""
@@ -297,4 +302,4 @@ def input_kernel(
     map_gradients(tl.num_programs(0) - 1 - tl.program_id(0), address(table, 6 if GATED else 4, TYPE),
                   address(table, 3, TYPE), address(table, 5, TYPE), address(table, 7, TYPE), coefs, slopes,
                   tl.load(table), tl.load(table + 2), channels, units, TYPE, ROWS, FLAT, ALIGN, BA, BC, BA, U, RESIDUAL,
-                  RELU, "evict_first", "")  # fmt: skip
+                  RELU, LOADS, STORES)  # fmt: skip

@@ -40,7 +40,7 @@ def sum_statistics(
     element of the data where float32 could not hold it otherwise. With FLAT every position is a part of its own:
     ``partials[split, 2, :]``.
     """
-    WIDE: tl.constexpr = TYPE == tl.float32
+    WIDE: tl.constexpr = tl.float32 == TYPE
     split, part, c, exists, base, step, offsets, here = tile(
         pid, 1 if FLAT else channels, units, ROWS, ALIGN, BA, BC, SPAN
     )
