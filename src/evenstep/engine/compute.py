@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
-from evenstep.engine.lanes import Lanes
+from evenstep.engine.lanes import Crew, Lanes
 from evenstep.engine.models import Models
 from evenstep.engine.pair import Pair
 from evenstep.engine.randomness import Stream, derive, preserved
@@ -147,7 +147,7 @@ class Compute:
         functions = [function_of(shard, part) for shard, part in work.parts.items()]
         seeds = [derive("step", self._seed, work.version, shard) for shard in shards]
         try:
-            values = self._lanes.run(shards, lanes, seeds, work.where, self._gather(work.sizes), functions)
+            values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), functions)
             losses = [value[0] * work.weight(shard) for shard, value in zip(shards, values, strict=True)]
             token, self._lanes.token = self._lanes.token, None
             if (
@@ -166,10 +166,11 @@ class Compute:
         self._group.board.computes(self._group.worker, shard)
         points.reach("forward")
 
-    def _gather(self, sizes: Sequence[int]) -> Callable[[str, Tensor], Tensor]:
-        """How a layer's rows reach the other workers: only those with samples take part; the rest are rows of zeros."""
-        shares = [sum(1 for size in sizes[first:end] if size) for first, end in self.spans]
-        present = [k for k, size in enumerate(sizes) if size]
+    def _crew(self, sizes: Sequence[int]) -> Crew:
+        """How a layer reaches the other workers: only those with samples take part; other shards are rows of zeros."""
+        shards = [[k for k in range(first, end) if sizes[k]] for first, end in self.spans]
+        shares = [len(theirs) for theirs in shards]
+        present = [k for theirs in shards for k in theirs]
 
         def gather(tag: str, rows: Tensor) -> Tensor:
             if len(rows) == len(sizes) and rows.device.type != "cpu":  # nobody else: no need to wait for the device
@@ -181,7 +182,11 @@ class Compute:
             every[present] = found
             return every.to(rows.device)
 
-        return gather
+        def swap(tag: str, mine: Tensor) -> list[Tensor]:
+            return self._group.gather_blobs(tag, mine, [bool(share) for share in shares])
+
+        me = sum(1 for share in shares[: self._group.rank] if share)
+        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes))
 
     def _backward(self, losses: list[Tensor], lanes: Sequence[Lane], pair: Pair, shards: Sequence[int]) -> None:
         """One backward for some shards."""

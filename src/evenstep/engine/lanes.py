@@ -6,6 +6,7 @@ inside the forward of a spanning layer; backward is one call for all.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,32 +17,55 @@ from evenstep.exchange.rendezvous import Lead, Participant, Rendezvous
 from evenstep.exchange.surroundings import inside
 from evenstep.exchange.threads import Threads, side_by_side
 
-__all__ = ["LaneSurroundings", "Lanes"]
+__all__ = ["Crew", "LaneSurroundings", "Lanes"]
 
-Gather = Callable[[str, Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Crew:
+    """The workers that compute anything in a step, as a spanning layer sees them: see `Workers`."""
+
+    gather: Callable[[str, Tensor], Tensor]
+    swap: Callable[[str, Tensor], Sequence[Tensor]]
+    shards: Sequence[Sequence[int]]
+    me: int
+    num_shards: int
 
 
 class LaneSurroundings:
     """What a spanning layer sees from one shard's lane."""
 
-    def __init__(self, participant: Participant, prefix: str, gather: Gather) -> None:
+    def __init__(self, participant: Participant, prefix: str, crew: Crew) -> None:
         self.token: Tensor | None = None
-        self._participant, self._prefix, self._gather = participant, prefix, gather
+        self._participant: Participant | None = participant
+        self._prefix, self._crew = prefix, crew
+        self.shards, self.me, self.num_shards = crew.shards, crew.me, crew.num_shards
         self._calls: dict[int, int] = {}
 
     def meet(self, tag: str, value: Any, lead: Lead) -> Any:
         """See `Surroundings`."""
+        assert self._participant is not None, "layers meet in forward"
         return self._participant.meet(self._prefix + tag, value, lead)
 
     def gather(self, tag: str, rows: Tensor) -> Tensor:
         """See `Surroundings`."""
-        return self._gather(self._prefix + tag, rows)
+        return self._crew.gather(self._prefix + tag, rows)
+
+    def swap(self, tag: str, mine: Tensor) -> Sequence[Tensor]:
+        """See `Workers`."""
+        return self._crew.swap(self._prefix + tag, mine)
 
     def call_number(self, layer: object) -> int:
         """See `Surroundings`."""
         number = self._calls.get(id(layer), 0)
         self._calls[id(layer)] = number + 1
         return number
+
+    def end(self) -> None:
+        """The forward is over. The graph holds the surroundings: if they held it too, both would stay.
+
+        A token is part of the graph, and a session that failed holds an error whose traceback holds outputs.
+        """
+        self.token = self._participant = None
 
 
 class Lanes:
@@ -70,7 +94,7 @@ class Lanes:
         lanes: Sequence[Lane],
         seeds: Sequence[int],
         prefix: str,
-        gather: Gather,
+        crew: Crew,
         functions: Sequence[Callable[[], Any]],
     ) -> list[Any]:
         """Run the functions in turn; return their results in the order of the shards.
@@ -84,16 +108,20 @@ class Lanes:
             stream.reseed(seed)
 
         def body(me: Participant) -> Any:
-            surroundings = LaneSurroundings(me, prefix, gather)
+            surroundings = LaneSurroundings(me, prefix, crew)
             try:
                 with inside(surroundings):
                     return functions[me.index]()
             finally:
                 if me.index == 0:
                     self.token = surroundings.token
-                surroundings.token = None  # the graph holds the surroundings: the other way round too, both would stay
+                surroundings.end()
 
-        return side_by_side(self._threads, self._rendezvous.register(shards), body, _explain)
+        try:
+            return side_by_side(self._threads, self._rendezvous.register(shards), body, _explain)
+        except BaseException:
+            self.token = None
+            raise
 
     def close(self) -> None:
         """End the threads."""

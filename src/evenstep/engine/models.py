@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from evenstep.core.config import RunConfig
@@ -186,11 +187,20 @@ def check_model(model: Any) -> None:
                 "sparse=False"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise UnsupportedError(f"'{name}' has no shape yet; call the lazy model once before prepare")
-        if tensor.device.type == "meta":
-            raise UnsupportedError(f"'{name}' is on the meta device; give it memory and values before prepare")
-        if tensor.layout != torch.strided:
-            raise UnsupportedError(f"'{name}' is a {tensor.layout} tensor; evenstep trains dense ones only")
-        if tensor.requires_grad and tensor.dtype not in _GRADIENT_DTYPES:
-            raise UnsupportedError(f"'{name}' has dtype {tensor.dtype}; evenstep trains {_GRADIENT_DTYPES}")
+        _check_tensor(name, tensor)
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        raise UnsupportedError(f"'{name}' has no shape yet; call the lazy model once before prepare")
+    if tensor.device.type == "meta":
+        raise UnsupportedError(f"'{name}' is on the meta device; give it memory and values before prepare")
+    if isinstance(tensor, DTensor):
+        raise UnsupportedError(
+            f"'{name}' is a DTensor, which the ranks of a mesh share; in a run the workers share the whole model: "
+            "use partition(model, marks, parts=P), without a mesh"
+        )
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(f"'{name}' is a {tensor.layout} tensor; evenstep trains dense ones only")
+    if tensor.requires_grad and tensor.dtype not in _GRADIENT_DTYPES:
+        raise UnsupportedError(f"'{name}' has dtype {tensor.dtype}; evenstep trains {_GRADIENT_DTYPES}")

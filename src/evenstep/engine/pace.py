@@ -14,7 +14,7 @@ __all__ = ["Pace"]
 Span = tuple[int, int]
 
 _WINDOW = 8  # steps to look at before anything is moved, and after that
-_SLOW = 1.5  # how many times longer than the fastest a worker takes for a shard when it counts as slow
+_SLOW = 1.5  # how many times longer than the fastest a worker takes for a shard, even at best, when it counts as slow
 _WORTH_S = 0.005  # what a step must lose by it
 
 
@@ -46,10 +46,11 @@ class Pace:
         self._times.append([time / (end - first) for time, (first, end) in zip(seconds, spans, strict=True)])
         if len(self._times) < _WINDOW or self.num_workers == 1:
             return None
-        per_shard = [statistics.median(times) for times in zip(*self._times, strict=True)]
+        by_worker = list(zip(*self._times, strict=True))
+        per_shard = [statistics.median(times) for times in by_worker]
         self._times.clear()
-        fastest = max(min(per_shard), 1e-9)
-        uneven = max(per_shard) > _SLOW * fastest
+        # one that waits for a core now and then is slow in some steps; one that is slow is so in its best
+        uneven = max(min(times) for times in by_worker) > _SLOW * max(min(per_shard), 1e-9)
         self.weights = [1 / max(time, 1e-9) for time in per_shard] if uneven else [1.0] * self.num_workers
         wanted = share(spans[-1][1], self.weights)
         if wanted == list(spans) or _longest(per_shard, spans) - _longest(per_shard, wanted) < _WORTH_S:

@@ -165,7 +165,8 @@ class Engine:
             pair.adopt(news, took_part)
             if took_part:
                 self.models.pull()
-                self._keep_pace()
+                if all(samples.sizes):  # a shard without samples takes no time
+                    self._keep_pace()
             else:
                 pair.stepped_elsewhere()
             self._settled()

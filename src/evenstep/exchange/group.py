@@ -207,6 +207,14 @@ class Group:
         for rank, at, theirs in layout:
             self._collect(self.members[rank], seq, tag, place + at, theirs, deadline)
 
+    def gather_blobs(self, tag: str, mine: Tensor, active: Sequence[bool]) -> list[Tensor]:
+        """Offer bytes [n] of any number but 0; return those of all active workers. Only these take part."""
+        found = self.gather(f"{tag} (sizes)", torch.tensor([[len(mine)]]), [int(here) for here in active])
+        sizes = [int(size) for size in found]
+        told = iter(sizes)
+        rows = self.gather(tag, mine.unsqueeze(1), [next(told) if here else 0 for here in active])
+        return list(torch.split(rows[:, 0], sizes))
+
     def gather_json(self, tag: str, value: Any) -> list[Any]:
         """Offer a JSON value of any size; return everyone's in rank order. All workers take part."""
         text = json.dumps(value).encode()

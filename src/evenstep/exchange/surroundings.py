@@ -5,15 +5,15 @@ none it is alone.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from evenstep.exchange.rendezvous import Lead
 
-__all__ = ["Surroundings", "current", "inside"]
+__all__ = ["Surroundings", "Workers", "current", "inside"]
 
 
 class Surroundings(Protocol):
@@ -36,6 +36,24 @@ class Surroundings(Protocol):
 
     def call_number(self, layer: object) -> int:
         """How often the local participant has called this layer in this forward before."""
+
+
+@runtime_checkable
+class Workers(Surroundings, Protocol):
+    """Surroundings in which a layer can share out its work: the workers that compute anything in a step of a run.
+
+    Attributes:
+        shards: The shards of each of them that have samples.
+        me: Which of them this one is.
+        num_shards: K; those without samples count too.
+    """
+
+    shards: Sequence[Sequence[int]]
+    me: int
+    num_shards: int
+
+    def swap(self, tag: str, mine: Tensor) -> Sequence[Tensor]:
+        """Offer some bytes, at least one; return those of all these workers, in order."""
 
 
 _local = threading.local()

@@ -39,11 +39,12 @@ class Node:
     Attributes:
         id: Unique in the network.
         label: The path of the module, or the name of the function.
-        kind: The class of the module; "input", "output" or "function".
+        kind: The class of the module; "input", "output", "function", or "connector" before and after layers in parts.
         detail: What the module says of itself.
         shape: The shape of what it gives, if an example input was there to tell.
         parameters: The names of those it uses.
         meets: Whether all shards meet here, as in batch norm.
+        worker: Who computes this for all shards, as a part of a partitioned layer; None: who has the shard.
     """
 
     id: str
@@ -53,6 +54,7 @@ class Node:
     shape: tuple[int, ...] | None = None
     parameters: tuple[str, ...] = ()
     meets: bool = False
+    worker: int | None = None
 
 
 @dataclass(frozen=True)

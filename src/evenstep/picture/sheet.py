@@ -11,7 +11,8 @@ __all__ = ["draw", "page"]
 
 _MARGIN = 32.0
 _ROW, _CHIPS = 17.0, 6  # of a parameter; how many are shown in a box
-_FILLS = {"input": "#e4e7eb", "output": "#e4e7eb", "function": "#f5f7fa"}
+_FILLS = {"input": "#e4e7eb", "output": "#e4e7eb", "function": "#f5f7fa", "connector": "#fff7e0"}
+_SMALL = ("function", "connector")
 _MEETS = "#f0a202"
 
 
@@ -94,17 +95,15 @@ def _draw_workers(canvas: Canvas, network: Network, top: float) -> tuple[float, 
 def _size(node: Node) -> tuple[float, float]:
     rows = min(len(node.parameters), _CHIPS) + (len(node.parameters) > _CHIPS)
     parts = [node.label, _kind_line(node)]
-    letters = len("".join(parts)) if node.kind == "function" else max(map(len, parts))
+    letters = len("".join(parts)) if node.kind in _SMALL else max(map(len, parts))
     width = min(max(7.2 * letters + 26, 110.0), 260.0)
-    return max(width, 200.0 if rows else 0.0), (28 if node.kind == "function" else 42) + rows * _ROW + (
-        6 if rows else 0
-    )
+    return max(width, 200.0 if rows else 0.0), (28 if node.kind in _SMALL else 42) + rows * _ROW + (6 if rows else 0)
 
 
 def _kind_line(node: Node) -> str:
     shape = "" if node.shape is None else "  \u2192 " + _shape(node.shape)
-    if node.kind in ("function", "input", "output"):
-        return (node.kind if node.kind != "function" else "") + shape
+    if node.kind in _FILLS:
+        return (node.kind if node.kind not in _SMALL else "") + shape
     return node.kind + shape
 
 
@@ -120,17 +119,20 @@ def _draw_node(
     fill = _FILLS.get(node.kind, "#fff7e0" if node.meets else "#eaf2fb" if node.parameters else "#f5f7fa")
     stroke = _MEETS if node.meets else "#cbd2d9"
     tip = f"{node.label}: {node.kind}({node.detail})" + ("; all shards meet here" if node.meets else "")
+    tip += "" if node.worker is None else f"; computed by worker {node.worker} for all shards"
     canvas.rect(left, top, width, height, fill=fill, stroke=stroke, radius=14 if node.kind in _FILLS else 8, tip=tip)
-    if node.meets:
+    if node.worker is not None:
+        canvas.rect(left, top + 6, 4, height - 12, fill=colour(node.worker), radius=2)
+    if node.meets and node.kind not in _SMALL:
         canvas.text(left + width - 10, top + 14, "shards meet", size=9, fill="#8d5f00", anchor="end")
-    if node.kind == "function":
+    if node.kind in _SMALL:
         line = node.label + _kind_line(node)
         canvas.text(x, top + 14, line, size=11, fill=INK, anchor="middle", room=width - 12)
     else:
         room = width - (80 if node.meets else 20)
         canvas.text(left + 10, top + 14, node.label, size=12, bold=True, room=room)
         canvas.text(left + 10, top + 30, _kind_line(node), size=11, fill=MUTED, room=width - 20)
-    at = top + (28 if node.kind == "function" else 42)
+    at = top + (28 if node.kind in _SMALL else 42)
     for number, name in enumerate(node.parameters[:_CHIPS]):
         _draw_parameter(canvas, known[name], node.label, left + 8, at + number * _ROW, width - 16)
     if len(node.parameters) > _CHIPS:

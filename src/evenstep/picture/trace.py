@@ -14,6 +14,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.picture.network import Network, Node, partition
+from evenstep.picture.parts import InParts, expand
 
 __all__ = ["trace"]
 
@@ -40,9 +41,9 @@ def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequenc
     shared = partition(parameters, num_shards, num_workers)
     if examples:
         _try_out(model, examples)
-    ways: list[tuple[str, Callable[[], Found]]] = [("fx", lambda: _by_fx(model, examples))]
+    ways: list[tuple[str, Callable[[], Found]]] = [("fx", lambda: _by_fx(model, examples, num_workers))]
     if examples:
-        ways.append(("export", lambda: _by_export(model, examples)))
+        ways.append(("export", lambda: _by_export(model, examples, num_workers)))
     notes = []
     for source, way in ways:
         try:
@@ -96,7 +97,7 @@ class _Tracer(fx.Tracer):
         return type(m).__module__.startswith("evenstep.") or super().is_leaf_module(m, module_qualified_name)
 
 
-def _by_fx(model: nn.Module, examples: Sequence[Tensor]) -> Found:
+def _by_fx(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -> Found:
     model = copy.deepcopy(model).cpu().eval()
     graph = _Tracer().trace(model)
     if examples:
@@ -105,18 +106,22 @@ def _by_fx(model: nn.Module, examples: Sequence[Tensor]) -> Found:
     names = {id(parameter): name for name, parameter in _named(model)}
     nodes: list[Node] = []
     edges: dict[tuple[str, str], None] = {}
+    in_parts: dict[str, InParts] = {}
     for each in graph.nodes:
         if each.op == "get_attr":
             continue  # a parameter or constant: it is named where it is used
         about: dict[str, Any]
         if each.op == "call_module":
-            about = _about(str(each.target), model.get_submodule(str(each.target)), names)
+            module = model.get_submodule(str(each.target))
+            about = _about(str(each.target), module, names)
+            if isinstance(module, InParts):
+                in_parts[each.name] = module
         else:
             used = [_attribute(model, str(n.target)) for n in each.all_input_nodes if n.op == "get_attr"]
             about = {**_plain(each), "parameters": tuple(names[id(value)] for value in used if id(value) in names)}
         nodes.append(Node(each.name, shape=_shape(each.meta.get("tensor_meta")), **about))
         edges.update({(n.name, each.name): None for n in each.all_input_nodes if n.op != "get_attr"})
-    return nodes, list(edges)
+    return expand(nodes, list(edges), in_parts, names, num_workers)
 
 
 def _plain(node: fx.Node) -> dict[str, Any]:
@@ -146,8 +151,8 @@ def _shape(found: Any) -> tuple[int, ...] | None:
 # ---- torch.export ----
 
 
-def _by_export(model: nn.Module, examples: Sequence[Tensor]) -> Found:
-    """Operators, those of one call of a module without children taken together."""
+def _by_export(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -> Found:
+    """Operators, those of one call of a module without children, or of a layer in parts, taken together."""
     model = copy.deepcopy(model).cpu().eval()
     program = torch.export.export(model, tuple(examples))
     names = {id(parameter): name for name, parameter in _named(model)}
@@ -156,13 +161,16 @@ def _by_export(model: nn.Module, examples: Sequence[Tensor]) -> Found:
     group: dict[str, str] = {}
     found: dict[str, dict[str, Any]] = {}
     edges: dict[tuple[str, str], None] = {}
+    in_parts: dict[str, InParts] = {}
     for each in program.graph.nodes:
         if each.op == "get_attr" or each.name in held:
             continue
-        call, path = _innermost(each)
+        call, path = _innermost(each, model)
         module = model.get_submodule(path) if each.op == "call_function" and path else None
-        whole = module is not None and not list(module.children())
+        whole = module is not None and (isinstance(module, InParts) or not list(module.children()))
         name = group[each.name] = call if whole else each.name
+        if isinstance(module, InParts):
+            in_parts[name] = module
         if name not in found:
             found[name] = (
                 _about(path, module, names) if whole and module is not None else {**_plain(each), "parameters": ()}
@@ -173,15 +181,21 @@ def _by_export(model: nn.Module, examples: Sequence[Tensor]) -> Found:
         found[name]["shape"] = _shape(each.meta.get("val")) or found[name].get("shape")
         before = [group[n.name] for n in inputs if n.name in group]
         edges.update({(source, name): None for source in before if source != name})
-    return [Node(name, **about) for name, about in found.items()], list(edges)
+    nodes = [Node(name, **about) for name, about in found.items()]
+    return expand(nodes, list(edges), in_parts, names, num_workers)
 
 
-def _innermost(node: fx.Node) -> tuple[str, str]:
-    """Which call of which module a node belongs to; the path is empty for the model itself."""
-    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
-    call = next(reversed(stack))
-    path = str(stack[call][0])
-    return call, path.removeprefix("L['self']").lstrip(".").split("@")[0]
+def _innermost(node: fx.Node, model: nn.Module) -> tuple[str, str]:
+    """Which call of which module a node belongs to; the path is empty for the model itself.
+
+    A layer in parts is not looked into.
+    """
+    found = ("", "")
+    for call, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
+        found = (call, str(path).removeprefix("L['self']").lstrip(".").split("@")[0])
+        if isinstance(model.get_submodule(found[1]), InParts):
+            break
+    return found
 
 
 # ---- modules ----

@@ -27,6 +27,7 @@ from evenstep.engine.step import Engine
 from evenstep.exchange.group import Group
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
+from evenstep.nn.features.layer import Partitioned
 from evenstep.plan import tree
 from evenstep.plan.placement import cut
 from evenstep.server.client import Client, connect
@@ -165,10 +166,14 @@ class ServedEngine(Engine):
             raise UnsupportedError(
                 "a run through a server trains one model with one optimizer; prepare was called twice"
             )
-        if spanning_layers(list(model.modules())) and self._num_workers > 1:
+        spanning = [type(layer) for layer in spanning_layers(list(model.modules()))]
+        if spanning and self._num_workers > 1:
+            what, remedy = "batch norm", "run.prepare(..., sync_batchnorm=False)"
+            if Partitioned in spanning:
+                what, remedy = "a layer that is partitioned by features", "leave layers whole"
             raise UnsupportedError(
-                "batch norm spans the shards of all workers, but through a server they share gradients only: "
-                "run.prepare(..., sync_batchnorm=False), or train without a server"
+                f"{what} spans the shards of all workers, but through a server they share gradients only: {remedy}, "
+                "or train without a server"
             )
         super().prepare(model, optimizer)
         for pair in self.pairs:

@@ -27,7 +27,7 @@ from evenstep.testing.faults import Fault
 __all__ = ["Result", "main", "plan", "under"]
 
 _KINDS = {"kill": 10, "kill all": 1, "stop": 1, "slow": 3, "raise": 3, "exit": 2, "scale": 4}
-_RARE = ("join", "recover")  # points that nobody comes by before somebody else has died
+_RARE = ("join", "recover")  # points that nobody comes by unless somebody else has died or come
 _INSIDE = [p for p in POINTS if p not in _RARE]
 _STEPS_PER_FAULT = 5
 
@@ -61,7 +61,7 @@ def plan(seed: int, num_faults: int) -> list[Fault]:
         point = dice.choice([p for p in _INSIDE if p != "checkpoint"] if own_fault else POINTS)
         visit = dice.randint(1, {"exchange": 30, "checkpoint": 1, "join": 1, "recover": 1}.get(point, 4))
         if point in _RARE:
-            found.append(Fault("kill", "forward", 2))
+            found += [Fault("scale", "after commit", workers=3), Fault("kill", "forward", 2)]
         found.append(Fault(kind, point, visit, seconds=dice.random() * 0.05, workers=dice.randint(1, 5)))  # type: ignore[arg-type]  # a kind
         if own_fault:
             found.append(Fault("slow", "after commit", 2, seconds=0.0))

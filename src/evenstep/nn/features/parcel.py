@@ -1,0 +1,37 @@
+"""Tensors as bytes, to be sent between workers: sizes and types first, then the data. No pickle."""
+
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["pack", "unpack"]
+
+
+def pack(tensors: Sequence[Tensor | None]) -> Tensor:
+    """All tensors as one of bytes on the CPU, never empty. That a tensor has a gradient, or is none, is sent too."""
+    facts = [
+        None if t is None else [str(t.dtype).removeprefix("torch."), list(t.shape), t.requires_grad] for t in tensors
+    ]
+    head = json.dumps(facts).encode()
+    rows = [torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)]
+    rows += [t.detach().contiguous().cpu().reshape(-1).view(torch.uint8) for t in tensors if t is not None]
+    return torch.cat(rows)
+
+
+def unpack(parcel: Tensor, device: torch.device) -> list[Tensor | None]:
+    """The tensors again, each in memory of its own."""
+    start = 8 + int.from_bytes(parcel[:8].numpy().tobytes(), "little")
+    found: list[Tensor | None] = []
+    for fact in json.loads(parcel[8:start].numpy().tobytes()):
+        if fact is None:
+            found.append(None)
+            continue
+        dtype, shape, requires_grad = fact
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        end = start + tensor.nbytes
+        tensor.reshape(-1).view(torch.uint8).copy_(parcel[start:end])
+        found.append(tensor.to(device).requires_grad_(requires_grad))
+        start = end
+    return found
