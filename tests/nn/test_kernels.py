@@ -21,13 +21,36 @@ EPS = 1e-5
 def few_programs(monkeypatch):
     """The interpreter takes milliseconds for every program."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(gpu, "sum_tile", lambda shape, inputs: tiles.tile(shape, 128, 16, 1, 2, 1, 4))
-        monkeypatch.setattr(gpu, "map_tile", lambda shape: tiles.tile(shape, 256, 16, 1, 1, 1, 4))
+        monkeypatch.setattr(gpu, "sum_tile", lambda shape, inputs: small_tile(shape))
+        monkeypatch.setattr(gpu, "map_tile", lambda shape: tiles.tile(shape, 256, 16, 1, 2, 4))
+        monkeypatch.setattr(gpu, "whole", small_whole)
     for cache in (gpu._frame, gpu._alone):
         cache.cache_clear()
     yield
     for cache in (gpu._frame, gpu._alone):
         cache.cache_clear()
+
+
+def small_tile(shape):
+    return tiles.tile(shape, 128, 16, 1, 2, 4)
+
+
+def small_whole(shape, outer, inputs):
+    tile = small_tile(shape)
+    walk = tiles.walk(shape, outer, tile)
+    parts = tiles.parts_of(shape, walk)
+    return tiles.Whole(tile, tile.positions, walk, 2, parts, (2, 4))
+
+
+def own_channels(shape, outer, inputs):
+    """Every program has two channels for itself."""
+    if shape.flat:
+        tile = tiles.Tile(tiles.power(2 * shape.inner), 1, 1, 2)
+        walk = tiles.Walk(1, -(-shape.channels // 2), 1)
+        return tiles.Whole(tile, 2 * shape.inner, walk, 0, shape.inner, (4, 2))
+    tile = tiles.Tile(16, 2, 1, 2, 1)
+    walk = tiles.walk(shape, outer, tile)
+    return tiles.Whole(tile, 16, walk, 0, walk.columns, (2, 2))
 
 
 def draw(shape, dtype=torch.float32, rows=False, seed=0, mean=0.0, std=1.0):
@@ -66,8 +89,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "rows", "activation", "has_residual"), CASES, ids=str)
-def test_a_layer_alone_equals_torch_in_float64(shape, dtype, rows, activation, has_residual):
+WAYS = [(case, "usual") for case in CASES]
+WAYS += [(case, "own") for case in CASES[:9:2]] + [(case, "separate") for case in CASES[1:7:4]]
+
+
+@pytest.mark.parametrize(("case", "way"), WAYS, ids=str)
+def test_a_layer_alone_equals_torch_in_float64(case, way, monkeypatch):
+    shape, dtype, rows, activation, has_residual = case
+    if way == "own":
+        monkeypatch.setattr(gpu, "whole", own_channels)
+    if way == "separate":
+        monkeypatch.setattr(gpu, "_can_meet", lambda: False)
     x, dy = draw(shape, dtype, rows, 1, mean=0.5), draw(shape, dtype, rows, 2)
     residual = draw(shape, dtype, rows, 3) if has_residual else None
     weight, bias = draw(shape[1:2], seed=4, mean=1.0), draw(shape[1:2], seed=5)

@@ -11,7 +11,7 @@ The caller asks `takes` first. In company it makes `Shards` of what it has in fo
     rows, ... = shards.reduce(found)               # then those of all shards: meeting 2
     dxs = shards.gradients(found, finish_sums(rows, found, ...))
 
-`forward_alone` and `backward_alone` are the whole of a layer that has nobody to meet: fewer launches, and other last
+`forward_alone` and `backward_alone` are the whole of a layer that has nobody to meet: one launch each, and other last
 bits than the same values in company.
 """
 
@@ -26,7 +26,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evenstep.nn.tiles import Geometry, Tile, Walk, geometry, is_rows, map_tile, power, sum_tile, summing, walk
+from evenstep.nn.tiles import (
+    Geometry,
+    Tile,
+    Walk,
+    geometry,
+    is_rows,
+    map_tile,
+    parts_of,
+    policies,
+    power,
+    sum_tile,
+    summing,
+    walk,
+    whole,
+)
 
 __all__ = [
     "Found",
@@ -44,6 +58,8 @@ __all__ = [
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FIELDS = 8  # kernels.FIELDS, known without Triton
 _MOST_LAUNCHERS = 16384
+_REGISTERS = 65536  # of a multiprocessor
+_NO_TILE = Tile(1, 1, 4)
 
 
 @lru_cache(maxsize=1)
@@ -110,8 +126,9 @@ def _run(
     grid: tuple[int, int, int],
     tensors: tuple[Tensor, ...],
     rest: tuple[Any, ...],
-    warps: int = 4,
+    tile: Tile = _NO_TILE,
     foreign: tuple[Tensor, ...] = (),
+    meetings: int | None = None,
 ) -> None:
     """Launch a kernel. What Triton compiled for it is kept, as finding it again takes Triton longest.
 
@@ -120,22 +137,31 @@ def _run(
         grid: Programs in each direction.
         tensors: The kernel's tensors, in its order.
         rest: Its numbers and constants, in its order.
-        warps: Warps of a program.
+        tile: Says how large a program is.
         foreign: Those tensors whose dtype does not follow from the constants.
+        meetings: For a kernel of a layer that is alone, how often its programs meet.
     """
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _run(name, grid, tensors, rest, warps, foreign)
+            _run(name, grid, tensors, rest, tile, foreign, meetings)
         return
-    key = (name, device.index, grid, rest, warps, tuple([t.dtype for t in foreign]))
+    if meetings is None:
+        rest = (*rest, _begins_early(device))
+    key = (name, device.index, grid, rest, tile, tuple([t.dtype for t in foreign]))
     launch = _launchers.get(key)
     if launch is not None:
-        launch(*tensors, *rest, _begins_early(device))
+        launch(*tensors, *rest)
         return
-    early = _begins_early(device)
-    options = {"enable_fp_fusion": True} | ({"launch_pdl": True} if early else {})
-    compiled = getattr(_kernels(), name)[grid](*tensors, *rest, early, num_warps=warps, **options)
+    options: dict[str, Any] = {"enable_fp_fusion": True, "num_warps": tile.num_warps}
+    if meetings is None and rest[-1]:
+        options["launch_pdl"] = True
+    if meetings and device.type == "cuda":
+        options["launch_cooperative_grid"] = True
+    if tile.together and device.type == "cuda" and torch.version.hip is None:
+        registers = _REGISTERS // (32 * tile.num_warps * tile.together) // 8 * 8  # of a thread; given out by eight
+        options["maxnreg"] = min(255, registers)
+    compiled = getattr(_kernels(), name)[grid](*tensors, *rest, **options)
     if compiled is not None:  # the interpreter compiles nothing
         if len(_launchers) >= _MOST_LAUNCHERS:  # sizes that never come again
             _launchers.clear()
@@ -185,43 +211,41 @@ class _Frame:
     parts: int
     type: Any
 
-    def sizes(self, walk: Walk) -> tuple[int, int, int, int]:
-        return self.outer, walk.splits, self.shape.channels, self.shape.stride // self.shape.align
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.shape.channels, self.shape.stride // self.shape.align
 
-    def constants(self, tile: Tile, *, joint: bool) -> tuple[Any, ...]:
+    def constants(self, tile: Tile) -> tuple[Any, ...]:
         shape = self.shape
-        return self.type, joint, shape.rows, shape.flat, shape.align, tile.positions, tile.channels
+        return (
+            self.type,
+            shape.rows,
+            shape.flat,
+            shape.align,
+            tile.positions,
+            tile.channels,
+            tile.unroll,
+        )
 
-    def merging(self, *, joint: bool) -> tuple[Any, ...]:
+    @property
+    def merging(self) -> tuple[Any, ...]:
         shape = self.shape
-        parts, channels = summing(shape, self.sum_tile)
-        return joint, shape.rows, shape.flat, shape.align, self.sum_tile.positions, parts, channels
-
-    def merge_blocks(self) -> int:
-        return -(-self.shape.channels // summing(self.shape, self.sum_tile)[1])
+        return shape.rows, shape.flat, shape.align, self.sum_tile.positions, *summing(shape, self.sum_tile)
 
 
 @lru_cache(maxsize=16384)
 def _frame(size: tuple[int, ...], rows: bool, dtype: torch.dtype, inputs: int) -> _Frame:
-    channels = size[1]
-    inner = prod(size[2:])
-    shape = Geometry(rows, channels, 1 if rows else inner, dtype.itemsize)
-    outer = size[0] * inner // shape.inner
+    shape, outer = _shape(size, rows, dtype)
     first, second = sum_tile(shape, inputs), map_tile(shape)
-    sums = walk(shape, outer, first)
-    parts = sums.splits * shape.inner if shape.flat else sums.parts
-    maps = walk(shape, outer, second)
-    return _Frame(shape, outer, first, second, sums, maps, parts, _triton_type(dtype))
+    sums, maps = walk(shape, outer, first), walk(shape, outer, second)
+    return _Frame(shape, outer, first, second, sums, maps, parts_of(shape, sums), _triton_type(dtype))
 
 
-@lru_cache(maxsize=16384)
-def _alone(frame: _Frame) -> dict[str, Any]:
-    """What the launches over one shard of a layer that is alone always have."""
-    return {
-        "sum": ((frame.sums.programs, 1, 1), frame.sizes(frame.sums), frame.constants(frame.sum_tile, joint=False)),
-        "map": ((frame.maps.programs, 1, 1), frame.sizes(frame.maps), frame.constants(frame.map_tile, joint=False)),
-        "merge": ((frame.merge_blocks(), 1, 1), frame.merging(joint=False)),
-    }
+def _shape(size: tuple[int, ...], rows: bool, dtype: torch.dtype) -> tuple[Geometry, int]:
+    """The geometry of a shard, and how often it has it."""
+    inner = prod(size[2:])
+    shape = Geometry(rows, size[1], 1 if rows else inner, dtype.itemsize)
+    return shape, size[0] * inner // shape.inner
 
 
 class Shards:
@@ -233,7 +257,6 @@ class Shards:
         residuals: What was or is added to the outputs, laid out as the inputs; None where nothing is.
         activation: None or "relu".
         gate: In backward, whether the gradients of the residuals are asked for.
-        alone: Whether there is nobody to meet. Only for the two functions at the end of this module.
     """
 
     def __init__(
@@ -244,28 +267,21 @@ class Shards:
         activation: str | None = None,
         *,
         gate: bool = False,
-        alone: bool = False,
     ) -> None:
         self.xs, self.dys, self.residuals = xs, dys, residuals
-        self.device, self._joint, self._relu = xs[0].device, not alone, activation == "relu"
+        self.device, self._relu = xs[0].device, activation == "relu"
         frames = [_frame(tuple(x.shape), is_rows(x), x.dtype, 1 if dys is None else 2) for x in xs]
         self.outputs = [torch.empty_like(x) for x in xs]
         self.gated: list[Tensor] | None = None
         if gate and self._relu and residuals is not None:
             self.gated = [torch.empty_like(x) for x in xs]
-        self._none, self._frame = _nothing(self.device), frames[0]
-        self._table, self._most = self._none, max([frame.parts for frame in frames])
-        if alone:
-            static = _alone(frames[0])
-            self._sum, self._map, self._merge = static["sum"], static["map"], static["merge"]
-            return
-        self._table = self._make_table(frames)
-        first, num = frames[0], len(xs)
-        sizes = (1, 1, first.shape.channels, first.shape.stride // first.shape.align)  # the others are in the table
-        programs = max([frame.sums.programs for frame in frames]), max([frame.maps.programs for frame in frames])
-        self._sum = ((programs[0], num, 1), sizes, first.constants(first.sum_tile, joint=True))
-        self._map = ((programs[1], num, 1), sizes, first.constants(first.map_tile, joint=True))
-        self._merge = ((first.merge_blocks(), num, 1), first.merging(joint=True))
+        self._frame, num = frames[0], len(xs)
+        self._table, self._most = self._make_table(frames), max([frame.parts for frame in frames])
+        self._sum = max([frame.sums.programs for frame in frames]), num, 1
+        self._map = max([frame.maps.programs for frame in frames]), num, 1
+        read_bytes = sum([x.nbytes for x in xs]) * (1 if dys is None else 2)
+        self._policies = policies(read_bytes)
+        self._merge = -(-self._frame.shape.channels // self._frame.merging[-1]), num, 1
 
     def _make_table(self, frames: Sequence[_Frame]) -> Tensor:
         """What the kernels of a joint launch read instead of arguments, a row for each shard."""
@@ -279,53 +295,33 @@ class Shards:
             rows.append(row + [0] * (_FIELDS - len(row)))
         return torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)
 
-    def _first(self, tensors: Sequence[Tensor] | None) -> Tensor:
-        return self._none if tensors is None else tensors[0]
-
     def _partials(self) -> Tensor:
         size = len(self.xs) * self._most * 2 * self._frame.shape.channels
         return torch.empty(size, dtype=torch.float64, device=self.device)
 
     def _rows(self) -> Tensor:
-        if not self._joint:
-            return self._none
         width = 1 + 2 * self._frame.shape.channels
         return torch.empty((len(self.xs), width), dtype=torch.float64, device=self.device)
 
     def statistics(self) -> Tensor:
         """Count, mean and M2 of each shard: a row ``[1 + 2C]`` in float64 for each."""
-        return self._statistics(Found(self._none, self._none), None, None, 0.0, Running())
-
-    def _statistics(
-        self, found: Found, weight: Tensor | None, bias: Tensor | None, eps: float, running: Running
-    ) -> Tensor:
-        none, tile, rows, partials = self._none, self._frame.sum_tile, self._rows(), self._partials()
-        grid, sizes, constants = self._sum
-        _run(
-            "statistics_kernel",
-            grid,
-            (self.xs[0], self._table, partials),
-            (*sizes, self._most, *constants, tile.unroll, tile.stages),
-            tile.num_warps,
-        )
-        foreign = (_or(weight, none), _or(bias, none), *_running_arguments(running, none))
-        grid, constants = self._merge
-        constants = (*constants, weight is not None, bias is not None, *_running_options(running))
-        numbers = (*sizes, self._most, *_numbers(eps, running.momentum))
-        tensors = (partials, self._table, rows, *found, *foreign)
-        _run("merge_statistics_kernel", grid, tensors, (*numbers, *constants), foreign=foreign)
+        frame, rows, partials = self._frame, self._rows(), self._partials()
+        sizes, tensors = (*frame.sizes, self._most), (self._table, partials)
+        constants = frame.constants(frame.sum_tile)
+        _run("statistics_kernel", self._sum, tensors, (*sizes, *constants), frame.sum_tile)
+        _run("merge_statistics_kernel", self._merge, (*tensors, rows), (*sizes, *frame.merging))
         return rows
 
     def normalize(self, coefs: Tensor) -> list[Tensor]:
         """The outputs, from the coefs of the global statistics."""
-        grid, sizes, constants = self._map
-        tensors = (self.xs[0], self._first(self.residuals), self.outputs[0], self._table, coefs)
-        constants = (*constants, self.residuals is not None, self._relu)
-        _run("normalize_kernel", grid, tensors, (*sizes, *constants), self._frame.map_tile.num_warps)
+        frame = self._frame
+        constants = (*frame.constants(frame.map_tile), self.residuals is not None, self._relu, *self._policies)
+        tensors = (self._table, coefs)
+        _run("normalize_kernel", self._map, tensors, (*frame.sizes, *constants), frame.map_tile)
         return self.outputs
 
     def reduce(
-        self, found: Found, *, weight: bool = False, bias: bool = False, slopes: Tensor | None = None
+        self, found: Found, *, weight: bool = False, bias: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The two sums of each shard that backward needs.
 
@@ -333,48 +329,32 @@ class Shards:
             found: From the forward.
             weight: Whether the gradient of the weight is wanted.
             bias: Whether the gradient of the bias is wanted.
-            slopes: For a layer that is alone: where to put what `finish_sums` returns otherwise.
 
         Returns:
             A row ``[1 + 2C]`` for each shard (1, sum of dy, sum of dy (x - mean)) in float64, and the gradients of
             weight and bias, ``[shards, C]`` in float32.
         """
-        none, tile, rows, partials = self._none, self._frame.sum_tile, self._rows(), self._partials()
-        residual = self.residuals if self._relu else None
-        grid, sizes, constants = self._sum
-        flags = (residual is not None, self._relu, self.gated is not None)
-        _run(
-            "reduce_kernel",
-            grid,
-            (self._first(self.dys), self.xs[0], self._first(residual), self._first(self.gated), self._table, partials,
-             found.coefs),
-            (*sizes, self._most, *constants, tile.unroll, tile.stages, *flags),
-            tile.num_warps,
-        )  # fmt: skip
+        frame, rows, partials, none = self._frame, self._rows(), self._partials(), _nothing(self.device)
+        sizes, tensors = (*frame.sizes, self._most), (self._table, partials)
+        flags = (self._relu and self.residuals is not None, self._relu, self.gated is not None)
+        constants = (*sizes, *frame.constants(frame.sum_tile), *flags)
+        _run("reduce_kernel", self._sum, (*tensors, found.coefs), constants, frame.sum_tile)
         made = [
-            torch.empty((len(self.xs), self._frame.shape.channels), dtype=torch.float32, device=self.device)
+            torch.empty((len(self.xs), frame.shape.channels), dtype=torch.float32, device=self.device)
             if wanted
             else None
             for wanted in (weight, bias)
         ]
-        grid, constants = self._merge
-        tensors = (partials, self._table, rows, *found, _or(slopes, none), *(_or(t, none) for t in made))
-        _run("merge_sums_kernel", grid, tensors, (*sizes, self._most, 0, *constants, weight, bias))
+        merged = (*tensors, rows, found.vectors, *(_or(t, none) for t in made))
+        _run("merge_sums_kernel", self._merge, merged, (*sizes, *frame.merging, weight, bias))
         return rows, made[0], made[1]
 
     def gradients(self, found: Found, slopes: Tensor) -> list[Tensor]:
         """The gradients of the inputs, from the slopes of the sums over all shards; after `reduce`."""
-        relu = self._relu and self.gated is None
-        residual = self.residuals if relu else None
-        grid, sizes, constants = self._map
-        dy = self.dys if self.gated is None else self.gated
-        _run(
-            "input_kernel",
-            grid,
-            (self._first(dy), self.xs[0], self._first(residual), self.outputs[0], self._table, found.coefs, slopes),
-            (*sizes, *constants, residual is not None, relu, self.gated is not None),
-            self._frame.map_tile.num_warps,
-        )
+        frame, relu = self._frame, self._relu and self.gated is None
+        flags = (relu and self.residuals is not None, relu, self.gated is not None)
+        constants = (*frame.sizes, *frame.constants(frame.map_tile), *flags, *self._policies)
+        _run("input_kernel", self._map, (self._table, found.coefs, slopes), constants, frame.map_tile)
         return self.outputs
 
 
@@ -437,6 +417,67 @@ def _empty(channels: int, device: torch.device) -> Found:
     )
 
 
+class _Alone(NamedTuple):
+    """How one launch goes through a whole direction of a layer that is alone."""
+
+    grid: tuple[int, int, int]
+    tile: Tile
+    meetings: int
+    partials: int
+    sizes: tuple[int, ...]
+    constants: tuple[Any, ...]
+
+
+@lru_cache(maxsize=16384)
+def _alone(size: tuple[int, ...], rows: bool, dtype: torch.dtype, inputs: int, device: torch.device) -> _Alone | None:
+    """None where programs cannot meet."""
+    if not _can_meet():
+        return None
+    shape, outer = _shape(size, rows, dtype)
+    way = whole(shape, outer, inputs)
+    total, room = way.walk.programs, _room(device, way.tile.together)
+    if way.meetings == 1 and total > room:
+        way = way.often(shape.channels)
+    grid = min(total, room) if way.meetings else total // way.walk.columns
+    if shape.flat and not way.meetings:
+        grid = total
+    columns = 1 if shape.flat and not way.meetings else way.walk.columns
+    sizes = (outer, way.walk.splits, total, columns, shape.channels, shape.stride // shape.align, way.parts)
+    tile = way.tile
+    constants = (_triton_type(dtype), shape.rows, shape.flat, shape.align, tile.positions, tile.channels, way.span,
+                 tile.unroll, *way.merging, way.meetings, *way.policies)  # fmt: skip
+    return _Alone((grid, 1, 1), tile, way.meetings, way.parts * 2 * shape.channels, sizes, constants)
+
+
+def _can_meet() -> bool:
+    """Whether launches whose programs all run at once are known to work."""
+    return torch.version.hip is None
+
+
+@lru_cache(maxsize=64)
+def _room(device: torch.device, together: int) -> int:
+    """How many programs run at once, of which a multiprocessor holds so many."""
+    if device.type != "cuda":
+        return 1  # the interpreter runs one after the other
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) * together
+
+
+_counters: dict[tuple[int, int, int], Tensor] = {}
+
+
+def _counter(alone: _Alone, device: torch.device) -> Tensor:
+    """Where the programs of a launch meet: one for each stream, whose launches follow one another."""
+    if not alone.meetings:
+        return _nothing(device)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph may be replayed on any stream
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream, alone.grid[0])
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int64, device=device)
+    return counter
+
+
 def forward_alone(
     x: Tensor,
     weight: Tensor | None,
@@ -447,10 +488,21 @@ def forward_alone(
     running: Running,
 ) -> tuple[Tensor, Found]:
     """The output of a layer that has nobody to meet, and what `backward_alone` wants of it."""
-    shards = Shards([x], None, None if residual is None else [residual], activation, alone=True)
-    found = _empty(x.shape[1], x.device)
-    shards._statistics(found, weight, bias, eps, running)
-    return shards.normalize(found.coefs)[0], found
+    device = x.device
+    alone = _alone(tuple(x.shape), is_rows(x), x.dtype, 1, device)
+    if alone is None:
+        shards = Shards([x], None, None if residual is None else [residual], activation)
+        found = finish(shards.statistics(), weight, bias, eps, "plus", running)
+        return shards.normalize(found.coefs)[0], found
+    none, found, y = _nothing(device), _empty(x.shape[1], device), torch.empty_like(x)
+    partials = torch.empty(alone.partials, dtype=torch.float64, device=device)
+    foreign = (_or(weight, none), _or(bias, none), *_running_arguments(running, none))
+    flags = (residual is not None, activation == "relu", weight is not None, bias is not None)
+    numbers = (*alone.sizes, *_numbers(eps, running.momentum))
+    tensors = (x, _or(residual, none), y, partials, _counter(alone, device), *found, *foreign)
+    constants = (*alone.constants, *flags, *_running_options(running))
+    _run("forward_kernel", alone.grid, tensors, (*numbers, *constants), alone.tile, foreign, alone.meetings)
+    return y, found
 
 
 def backward_alone(
@@ -462,10 +514,23 @@ def backward_alone(
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of input, weight, bias and residual, as far as they are needed."""
-    added = None if residual is None else [residual]
-    shards = Shards([x], [dy], added, activation, gate=needed[3], alone=True)
-    slopes = torch.empty(2 * x.shape[1], dtype=torch.float32, device=x.device)
-    _, dweight, dbias = shards.reduce(found, weight=needed[1], bias=needed[2], slopes=slopes)
-    dx = shards.gradients(found, slopes)[0] if needed[0] else None
-    gated = dy if shards.gated is None else shards.gated[0]
-    return dx, None if dweight is None else dweight[0], None if dbias is None else dbias[0], gated
+    device, channels, relu = x.device, x.shape[1], activation == "relu"
+    alone = _alone(tuple(x.shape), is_rows(x), x.dtype, 2, device)
+    if alone is None:
+        shards = Shards([x], [dy], None if residual is None else [residual], activation, gate=needed[3])
+        rows, *made = shards.reduce(found, weight=needed[1], bias=needed[2])
+        dx = shards.gradients(found, finish_sums(rows, found, 0.0, "plus"))[0] if needed[0] else None
+        gated = dy if shards.gated is None else shards.gated[0]
+        return dx, *(None if t is None else t[0] for t in made), gated
+    none, has_residual = _nothing(device), relu and residual is not None
+    gate = has_residual and needed[3]
+    gated = torch.empty_like(x) if gate else dy
+    dx = torch.empty_like(x) if needed[0] else None
+    made = [torch.empty(channels, dtype=torch.float32, device=device) if n else None for n in needed[1:3]]
+    partials = torch.empty(alone.partials, dtype=torch.float64, device=device)
+    slopes = torch.empty(2 * channels, dtype=torch.float32, device=device)
+    tensors = (dy, x, residual if has_residual and residual is not None else none, gated, _or(dx, none), partials,
+               _counter(alone, device), *found, slopes, *(_or(t, none) for t in made))  # fmt: skip
+    constants = (*alone.constants, has_residual, relu, gate, needed[1], needed[2], needed[0])
+    _run("backward_kernel", alone.grid, tensors, (*alone.sizes, *constants), alone.tile, (), alone.meetings)
+    return dx, made[0], made[1], gated

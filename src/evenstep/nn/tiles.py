@@ -14,14 +14,18 @@ __all__ = [
     "Geometry",
     "Tile",
     "Walk",
+    "Whole",
     "geometry",
     "is_rows",
     "map_tile",
+    "parts_of",
+    "policies",
     "power",
     "sum_tile",
     "summing",
     "tile",
     "walk",
+    "whole",
 ]
 
 
@@ -33,17 +37,18 @@ class Tile:
         positions: Positions in a tile.
         channels: Channels in a tile.
         num_warps: Warps of a program.
-        unroll: Iterations between two jumps.
-        stages: Iterations whose loads are in flight at once, through shared memory; 1 leaves it to the compiler.
+        unroll: Iterations whose loads are in flight at once.
         programs: How many programs a launch should have at most, as far as it can choose.
+        together: How many programs a multiprocessor has to hold at once, so that there are registers for so many; 0
+            leaves it to the compiler.
     """
 
     positions: int
     channels: int
     num_warps: int
     unroll: int = 1
-    stages: int = 1
     programs: int = 1 << 31
+    together: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,17 +96,20 @@ def power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def tile(shape: Geometry, size: int, channels: int, *rest: int, snug: bool = False) -> Tile:
+def tile(shape: Geometry, size: int, channels: int, *rest: int) -> Tile:
     """A tile of `size` elements; of `channels` channels at most, for rows.
 
-    The positions of a `snug` one are few enough that nearly all of them exist: for passes that the arithmetic holds up.
+    Positions of planes are few enough that nearly all of them exist.
     """
     if shape.rows:
         channels = min(power(shape.channels), channels)
         return Tile(size // channels, channels, *rest)
     if shape.flat:
         return Tile(min(size, power(shape.stride)), 1, *rest)
-    lengths = [min(size >> n, power(shape.inner)) for n in range(4 if snug else 1)]
+    whole = gcd(shape.inner, min(size, 1024))
+    if whole >= 64:
+        return Tile(whole, min(size // whole, power(shape.channels)), *rest)
+    lengths = [min(size >> n, power(shape.inner)) for n in range(4)]
     waste = [-(-shape.inner // length) * length / shape.inner for length in lengths]
     length = next(n for n, w in zip(lengths, waste, strict=True) if w <= max(1.07, min(waste)))
     return Tile(length, min(size // length, power(shape.channels)), *rest)
@@ -109,29 +117,45 @@ def tile(shape: Geometry, size: int, channels: int, *rest: int, snug: bool = Fal
 
 # The sizes that were fastest on an H200; the orders of magnitude, and not the last per cent, matter elsewhere.
 
+_PROCESSORS = 132
+
+
+def _vector(shape: Geometry) -> int:
+    """Elements that a thread reads at once."""
+    return 16 // shape.element_bytes
+
 
 @lru_cache(maxsize=4096)
 def sum_tile(shape: Geometry, inputs: int) -> Tile:
-    """The tile of a pass that sums over one input (statistics) or two."""
+    """The tile of a pass in company that sums over one input (statistics) or two."""
     if shape.flat:
-        return tile(shape, 512, 64, 2, 4, 1, 792)
-    if inputs == 2:
-        return tile(shape, 2048, 64, 4, 1, 4, 528, snug=True)
-    if shape.element_bytes == 2:
-        return tile(shape, 2048, 64, 4, 1, 4, 792, snug=True)
-    if shape.rows:
-        return tile(shape, 1024, 64, 4, 1, 4, 528)
-    return tile(shape, 2048, 64, 4, 1, 4, 792) if shape.inner >= 1024 else tile(shape, 1024, 64, 4, 4, 1, 1056)
+        return tile(shape, 512, 64, 2, 8, 6 * _PROCESSORS)
+    together = 2 if shape.rows else 4
+    unroll = 4 if shape.rows else 4 // inputs
+    return tile(shape, 256 * _vector(shape), 64, 8, unroll, together * _PROCESSORS, together)
 
 
 @lru_cache(maxsize=4096)
 def map_tile(shape: Geometry) -> Tile:
-    """The tile of a pass that maps element to element."""
+    """The tile of a pass in company that maps element to element."""
     if shape.flat:
-        return tile(shape, 1024, 256, 4, 1, 1, 1056)
-    size = 4096 // shape.element_bytes  # 4 KiB
-    small = not shape.rows and shape.inner < (1024 if shape.element_bytes == 2 else 512)
-    return tile(shape, 2 * size if small else size, 256, 4)
+        return tile(shape, 1024, 64, 4, 1, 8 * _PROCESSORS)
+    size = 256 * _vector(shape)
+    if shape.rows:
+        return tile(shape, size, 256, 4, 1, 1 << 31, 8)
+    # Not `tile`: long runs of one channel are best here, and positions that do not exist cost nothing.
+    length = min(power(shape.inner), size)
+    size *= 2 if 2 * shape.inner < size else 1
+    return Tile(length, min(size // length, power(shape.channels)), 4, 1, 1 << 31, 8)
+
+
+def policies(read_bytes: int) -> tuple[str, str]:
+    """How a pass that reads so many bytes for the second time treats the cache when it loads and stores.
+
+    Of data that the cache holds in good part, what was read once more makes room for what was not, and so does what
+    was written.
+    """
+    return ("evict_first", "evict_first") if read_bytes < 150_000_000 else ("", "")
 
 
 class Walk(NamedTuple):
@@ -140,11 +164,6 @@ class Walk(NamedTuple):
     splits: int
     columns: int
     blocks: int
-
-    @property
-    def parts(self) -> int:
-        """Parts of a sum over one channel."""
-        return self.splits * self.columns
 
     @property
     def programs(self) -> int:
@@ -166,9 +185,101 @@ def walk(shape: Geometry, outer: int, tile: Tile) -> Walk:
     return Walk(min(iterations, most), columns, blocks)
 
 
+def parts_of(shape: Geometry, walk: Walk) -> int:
+    """Parts of a sum over one channel; those of flat samples are single positions."""
+    return walk.splits * (shape.inner if shape.flat else walk.columns)
+
+
+class Whole(NamedTuple):
+    """How one launch goes through a whole direction of a layer that is alone; see `kernels.alone`.
+
+    Attributes:
+        tile: The tile of both passes.
+        span: How many of its positions are used.
+        walk: How the shard is divided.
+        meetings: How often the programs meet.
+        parts: Parts of a sum over one channel.
+        merging: How many parts and channels a program merges at once.
+        policies: How the second pass treats the cache when it loads and stores.
+    """
+
+    tile: Tile
+    span: int
+    walk: Walk
+    meetings: int
+    parts: int
+    merging: tuple[int, int]
+    policies: tuple[str, str] = ("", "")
+
+    def often(self, channels: int) -> "Whole":
+        """The same with two meetings, for a device that has not room for all programs at once."""
+        return self._replace(meetings=2, merging=_merging(self.parts, channels))
+
+
+def _merging(parts: int, channels: int) -> tuple[int, int]:
+    parts = min(power(parts), 1024)
+    return parts, max(1, min(power(channels) // 128, 2048 // parts))
+
+
+@lru_cache(maxsize=4096)
+def whole(shape: Geometry, outer: int, inputs: int) -> Whole:
+    """How to go through a shard in one launch that sums over one input (forward) or two (backward)."""
+    found = _own(shape, inputs) or (_rows(shape, outer, inputs) if shape.rows else _planes(shape, outer, inputs))
+    num_bytes = shape.stride * (1 if shape.rows or shape.flat else shape.channels) * outer * shape.element_bytes
+    return found._replace(policies=policies(inputs * num_bytes))
+
+
+def _planes(shape: Geometry, outer: int, inputs: int) -> Whole:
+    together = 4
+    t = tile(shape, 256 * _vector(shape), 1, 8, 4 // inputs, together * _PROCESSORS, together)
+    w = _rounds(walk(shape, outer, t), outer, t.programs)
+    if shape.flat:  # parts must not become as large as the data
+        w = w._replace(splits=max(1, min(w.splits, outer // 32)))
+    parts = parts_of(shape, w)
+    return Whole(t, t.positions, w, 2, parts, _merging(parts, shape.channels))
+
+
+def _rows(shape: Geometry, outer: int, inputs: int) -> Whole:
+    wide = shape.element_bytes == 4 and inputs == 2
+    channels = 32 if wide and shape.channels >= 1024 else 64
+    together, unroll = (1, 8) if wide or shape.channels >= 32 * channels else (2, 4)
+    t = tile(shape, 256 * _vector(shape), channels, 8, unroll, together * _PROCESSORS, together)
+    w = _rounds(walk(shape, outer, t), -(-outer // t.positions), t.programs)
+    parts = parts_of(shape, w)
+    if parts <= 4 and w.programs <= t.programs:
+        return Whole(t, t.positions, w, 1, parts, (power(parts), t.channels))
+    return Whole(t, t.positions, w, 2, parts, _merging(parts, shape.channels))
+
+
+def _rounds(walk: Walk, iterations: int, programs: int) -> Walk:
+    """A walk of more programs than there is room for is divided so that their last round is nearly full."""
+    if walk.programs <= programs:
+        return walk
+    choices = [walk._replace(splits=n) for n in range(1, min(iterations, 4) + 1)]
+    return max(choices, key=lambda w: w.programs / (-(-w.programs // programs) * programs))
+
+
+def _own(shape: Geometry, inputs: int) -> Whole | None:
+    """The same where a program can have some channels for itself; None where the processors were badly used so."""
+    if shape.rows or shape.inner > 1024:
+        return None
+    channels = 1 << max(0, (shape.channels // _PROCESSORS).bit_length() - (1 if shape.flat else 0))
+    blocks = -(-shape.channels // channels)
+    if blocks < 0.9 * -(-blocks // _PROCESSORS) * _PROCESSORS:
+        return None
+    if shape.flat:
+        span = channels * shape.inner
+        t = Tile(power(span), 1, max(1, min(16, power(span) // 128)), 16 // inputs)
+        return Whole(t, span, Walk(1, blocks, 1), 0, shape.inner, (power(shape.inner), channels))
+    length = power(shape.inner)
+    warps = max(1, min(16, length * channels // (32 * _vector(shape))))
+    t = Tile(length, channels, warps, 8 if length * channels <= 32 * warps * _vector(shape) else 4 // inputs)
+    return Whole(t, length, Walk(1, 1, blocks), 0, 1, (1, channels))
+
+
 @lru_cache(maxsize=4096)
 def summing(shape: Geometry, tile: Tile) -> tuple[int, int]:
-    """How many parts and channels a program adds up at once: the same for shards of any size."""
+    """How many parts and channels a program adds up at once in company: the same for shards of any size."""
     most, columns, _ = _most_splits(shape, tile)
     parts = min(power(most * (shape.inner if shape.flat else columns)), 1024)
     return parts, max(1, min(power(shape.channels), 1024 // parts))

@@ -1,4 +1,4 @@
-"""How kernels walk over the data of a shard, and where they leave parts of a sum; see the package."""
+"""How kernels walk over the data of a shard, where they leave parts of a sum, and how they meet; see the package."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 FIELDS = tl.constexpr(8)
 """Integers in a row of a table."""
 
-_SIZES = ["outer", "splits", "channels", "units", "max_parts", "num_rows", "width", "eps", "momentum"]
+_SIZES = ["outer", "splits", "total", "columns", "channels", "units", "max_parts", "num_rows", "eps", "momentum"]
 _FOREIGN = ["weight", "bias", "running_mean", "running_var", "tracked", "vectors"]
 
 
@@ -38,11 +38,36 @@ def address(table, field: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def tile(pid, channels, units, ROWS: tl.constexpr, ALIGN: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr):
+def meet(counter, programs):
+    """Wait for all programs of a launch, all of which run at once; what each wrote before, all read afterwards.
+
+    ``counter`` counts arrivals for ever, so nobody has to set it back; it belongs to launches of as many programs that
+    follow one another. Who arrives when changes no result.
+    """
+    tl.debug_barrier()
+    ticket = tl.atomic_add(counter, 1, sem="acq_rel")
+    everyone = (ticket // programs + 1) * programs
+    while tl.atomic_add(counter, 0, sem="acquire") < everyone:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def tile(
+    pid,
+    channels,
+    units,
+    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BA: tl.constexpr,
+    BC: tl.constexpr,
+    SPAN: tl.constexpr,
+):
     """Which tile a program walks with.
 
     ``units * ALIGN`` is the inner size of planes, the number of channels of rows, or the size of a flat sample: said
-    so, the compiler knows how far it may read at once. Flat samples are planes of one channel here.
+    so, the compiler knows how far it may read at once. Flat samples are planes of one channel here. Of the BA positions
+    of a column, SPAN are used.
 
     Returns:
         The number of the part along the walk, of the part of the sum, the channels, whether each is one, the offset of
@@ -57,13 +82,13 @@ def tile(pid, channels, units, ROWS: tl.constexpr, ALIGN: tl.constexpr, BA: tl.c
         first = (pid % blocks) * BC
         c = first + tl.arange(0, BC)
         exists = c < width
-        base = first.to(tl.int64)
+        base = tl.cast(first, tl.int64)
         step = tl.cast(width, tl.int64) * BA
         offsets = positions * width + tl.arange(0, BC)[None, :]
         here = exists[None, :] & (positions >= 0)
     else:
         inner = units * ALIGN
-        columns = tl.cdiv(inner, BA)
+        columns = tl.cdiv(inner, SPAN)
         column = pid % columns
         blocks = tl.cdiv(channels, BC)
         split = pid // (columns * blocks)
@@ -71,11 +96,60 @@ def tile(pid, channels, units, ROWS: tl.constexpr, ALIGN: tl.constexpr, BA: tl.c
         first = ((pid // columns) % blocks) * BC
         c = first + tl.arange(0, BC)
         exists = c < channels
-        base = tl.cast(first, tl.int64) * inner + column * BA
+        base = tl.cast(first, tl.int64) * inner + column * SPAN
         step = tl.cast(inner, tl.int64) * channels
         offsets = positions + tl.arange(0, BC)[None, :] * inner
-        here = exists[None, :] & (positions < inner - column * BA)
+        here = exists[None, :] & (positions < tl.minimum(inner - column * SPAN, SPAN))
     return split, part, c, exists, base, step, offsets, here
+
+
+@triton.jit
+def there(i, outer, here, ROWS: tl.constexpr, BA: tl.constexpr):
+    """Which positions of iteration i exist."""
+    if ROWS:
+        return here & (tl.arange(0, BA)[:, None] < outer - i * BA)
+    else:  # noqa: RET505  # Triton compiles what follows a return too
+        return here & (tl.zeros((1, 1), tl.int64) + i < outer)
+
+
+@triton.jit
+def load(
+    x,
+    i,
+    splits,
+    base,
+    step,
+    offsets,
+    outer,
+    here,
+    ROWS: tl.constexpr,
+    BA: tl.constexpr,
+    U: tl.constexpr,
+    LAST: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """The tiles of U iterations from i on; all are asked for before the first is used. Not all of the LAST exist."""
+    tiles = ()
+    for u in tl.static_range(U):
+        mask = here
+        if LAST:
+            mask = there(i + u * splits, outer, here, ROWS, BA)
+        start = base + (i + u * splits) * step
+        tiles = tiles + (tl.load(x + start + offsets, mask=mask, other=0.0, eviction_policy=POLICY),)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def places(
+    channels, units, ROWS: tl.constexpr, FLAT: tl.constexpr, ALIGN: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr
+):
+    """How many places a walk over a shard has, columns times blocks of channels."""
+    if FLAT:
+        return tl.cdiv(units * ALIGN, BA)
+    blocks = tl.cdiv(channels, BC)
+    if ROWS:
+        return blocks
+    return blocks * tl.cdiv(units * ALIGN, BA)
 
 
 @triton.jit
