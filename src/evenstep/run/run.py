@@ -19,7 +19,7 @@ from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError, ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
-from evenstep.data.loader import Batch, Loader, cut_batch, num_rows
+from evenstep.data.loader import Batch, Loader, cut_batch, num_rows, num_samples
 from evenstep.data.order import Deal, Plan
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
@@ -31,7 +31,7 @@ from evenstep.exchange.journal import Entry
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.plan.placement import cut
 from evenstep.run import checkpoint
-from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
+from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot, say
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
 from evenstep.run.join import alone, join
 from evenstep.run.progress import Display, Pipe, Progress
@@ -125,6 +125,8 @@ class Run:
         else:
             self._engine = ServedEngine(self.config, self._ledger, through, self._env.worker, self._env.num_workers)
         self._closed = False
+        if self._env.events_fd is not None:
+            send(self._env.events_fd, {"made": True})
         self._group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
         try:
             points.reach("join")
@@ -193,11 +195,24 @@ class Run:
 
     def _perform(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """Do an operation on all workers; what spoils it here reaches them all."""
+        self._check_open()
         try:
             return self._ledger.perform(kind, self.version, attempt, adopt)
         except BaseException:
             self._tell_others()
             raise
+
+    def _check_open(self) -> None:
+        """Say that the run is over.
+
+        Raises:
+            ConfigError: It is.
+        """
+        if self._closed:
+            raise ConfigError(
+                "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
+                "`with evenstep.Run(...) as run`, or make another run"
+            )
 
     def _refuse_served(self, what: str) -> None:
         """Say that something needs the other workers, which a run through a server does not meet.
@@ -277,6 +292,7 @@ class Run:
             UnsupportedError: Something in the model or the optimizer cannot be trained exactly.
             MismatchError: Another worker prepares something else.
         """
+        self._check_open()
         try:
             check_model(model)
             if sync_batchnorm:
@@ -323,7 +339,7 @@ class Run:
         Raises:
             CheckpointError: What was loaded had global batches of another size, with `batch_per_worker`.
         """
-        plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last, deal)
+        plan = Plan(num_samples(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last, deal)
         num_workers = self._num_workers_at_start() if batch_per_worker else None
         if num_workers is not None:
             plan = replace(plan, batch_size=batch_size * num_workers)
@@ -426,7 +442,9 @@ class Run:
             MismatchError: Workers or shards reached different exchanges.
             UnsupportedError: The step met something that cannot be trained exactly.
         """
+        self._check_open()
         try:
+            self._look_for_checkpoints()
             pair = self._pair(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
@@ -441,6 +459,13 @@ class Run:
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
         self._last = (float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
+
+    def _look_for_checkpoints(self) -> None:
+        """Before the first step: say so if the run shall go on from a checkpoint and has none to look for."""
+        if self._env.resume and self._checkpoints is None and not self.version and not self._ledger.catching_up:
+            if self._group.rank == 0:
+                say("--resume, but the script has not called run.checkpoint(directory, every=...): starting anew")
+            self._env = replace(self._env, resume=False)
 
     def _pair(self, optimizer: Optimizer | None) -> Pair:
         pairs = self._engine.pairs
@@ -524,7 +549,7 @@ class Run:
         return self._perform("predict", attempt, lambda entry, _: fill(entry.value, safetensors.torch.load(entry.blob)))
 
     def _in_order(self, dataset: Any, batch_size: int, collate: Any, loaders: int, prefetch: int) -> Iterator[Batch]:
-        plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle=False, drop_last=False)
+        plan = Plan(num_samples(dataset), batch_size, self.shards, self.config.seed, shuffle=False, drop_last=False)
         return self._loader(dataset, "evaluate", collate, loaders, prefetch).load(plan.requests(0))
 
     def edit(self, function: Callable[[], None]) -> None:
@@ -533,6 +558,7 @@ class Run:
         They are one tensor for all workers, so only worker 0 calls the function, without gradients and with random
         numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
+        self._check_open()
         self._refuse_served("edit")
         try:
             self._engine.edit(function, derive("edit", self.config.seed, self.version))
