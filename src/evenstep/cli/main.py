@@ -39,7 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run a script on several workers of this machine",
-        description="Run a script on several workers of this machine; the weights are the same for any number of them.",
+        description="Run a script on several workers of this machine; the weights are the same for any number of them. "
+        "What follows the script is handed to it.",
     )
     run.add_argument(
         "-n", "--workers", metavar="N", default="auto", help="number of workers, or auto: one for each core (default)"
