@@ -104,7 +104,7 @@ class Compute:
         exchanges with the other workers that have samples.
         """
         buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
-        for parameter in work.pair.parameters:  # what user code left there would count as this worker's alone
+        for parameter in work.pair.parameters:  # what user code left there is none of this step's
             parameter.grad = None
         with preserved():
             if spanning_layers(self._models.slots.modules):
