@@ -93,3 +93,10 @@ def test_auto_is_no_more_than_the_shards(script):
     path = script("import os; print(os.environ['EVENSTEP_WORKERS'], os.environ['EVENSTEP_SHARDS'])")
     done = cli_run("run", "-n", "auto", "--shards", "1", path)
     assert (done.code, done.stdout) == (0, "[0] 1 1\n")
+
+
+def test_an_option_behind_the_script_is_the_scripts_and_a_line_says_so(script):
+    done = cli_run("run", "-n", "1", script("import sys; print(sys.argv[1:])"), "--shards=3", "--lr", "0.1")
+    assert done.stdout == "[0] ['--shards=3', '--lr', '0.1']\n"
+    assert done.stderr.startswith("evenstep: --shards comes after ")
+    assert done.stderr.endswith("so it goes to the script; if it is meant for evenstep, put it before\n")

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import processes
 from evenstep.core.errors import ConfigError, SilenceError
-from evenstep.data.loader import Loader, cut_batch, num_rows, to_device
+from evenstep.data.loader import Loader, cut_batch, num_rows, num_samples, to_device
 from evenstep.data.order import Plan
 from workers import run_outcomes, run_workers
 
@@ -254,6 +254,22 @@ def test_a_stream_is_refused_with_the_reason():
         ConfigError, match=r"range_iterator without __getitem__ and __len__.*a stream has to be indexed"
     ):
         load(iter(range(3)))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+    def __len__(self):
+        return 3
+
+
+def test_a_stream_that_knows_its_length_and_a_loader_are_refused_with_what_to_pass():
+    with pytest.raises(ConfigError, match=r"Stream without __getitem__.*can go to run\.step"):
+        num_samples(Stream())
+    with pytest.raises(ConfigError, match=r"is a DataLoader; expected what it loads from: pass loader\.dataset"):
+        num_samples(torch.utils.data.DataLoader(range(3)))
+    assert num_samples(range(3)) == 3
 
 
 @pytest.mark.parametrize("changes", [{"loaders": -1}, {"prefetch": 0}], ids=str)

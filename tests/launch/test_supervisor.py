@@ -302,3 +302,23 @@ def test_a_reader_that_goes_away_ends_the_run_without_a_traceback(script):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_script_without_a_run_is_told_that_it_ran_several_times(script):
+    done = cli_run("run", "-n", "2", script("print('hello')"))
+    assert done.code == 0
+    assert sorted(done.stdout.split()) == ["[0]", "[1]", "hello", "hello"]
+    assert "made no evenstep.Run: 2 workers have each run all of it by themselves; train inside" in done.stderr
+    assert "made no" not in cli_run("run", "-n", "1", script("print('hello')")).stderr
+
+
+def test_a_worker_that_crashes_in_the_same_step_every_time_ends_the_run(script):
+    """Else a wrong instruction, or a library with a bug, would be tried for ever."""
+    crash = "    os.kill(os.getpid(), signal.SIGSEGV) if number == 2 else None"
+    path = script(
+        TRAIN + f"\n    def each(number):\n    {crash}\n    with evenstep.Run() as run: train(run, each=each)\n"
+    )
+    done = cli_run("run", "-n", "1", path, timeout_s=30)
+    assert done.code == 128 + signal.SIGSEGV
+    assert done.stderr.count("was killed by SIGSEGV") == 4
+    assert "as 3 before it without a committed step in between" in done.stderr.splitlines()[-1]

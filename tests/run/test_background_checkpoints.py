@@ -81,6 +81,7 @@ def test_a_stopped_run_goes_on_with_any_number_of_workers(script, tmp_path, undi
     where = f"evenstep: stopped by SIGTERM after step {newest}; its checkpoint is {saved}/step-{newest:09}"
     assert first.stderr.splitlines()[-1] == f"{where}: go on with --resume"
     second = cli_run("run", "-n", str(counts[1]), "--resume", script(training()), saved)
+    assert second.stderr.startswith(f"[0] evenstep: going on from {saved}/step-{newest:09}, after step {newest}\n")
     assert lines(second) == undisturbed
     assert len(steps(saved)) == 2, "only the newest are kept"
 
@@ -153,6 +154,13 @@ def test_without_a_checkpoint_resuming_is_starting(script, tmp_path, undisturbed
     done = cli_run("run", "-n", "2", "--resume", script(training()), tmp_path / "none")
     assert lines(done) == undisturbed
     assert "starting anew" in done.stderr
+
+
+def test_resuming_a_script_without_checkpoints_is_said(script, tmp_path, undisturbed):
+    path = script(re.sub(r"run\.checkpoint\(.*\)", "pass", training()))
+    done = cli_run("run", "-n", "2", "--resume", path, tmp_path / "none")
+    assert lines(done) == undisturbed
+    assert done.stderr.count("--resume, but the script has not called run.checkpoint(directory, every=...)") == 1
 
 
 def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(script, tmp_path, undisturbed):

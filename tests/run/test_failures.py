@@ -1,9 +1,11 @@
 """Whatever goes wrong is said clearly, to everyone."""
 
+import gc
 import os
 import signal
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -351,3 +353,86 @@ def test_evaluate_wants_the_same_metrics_from_every_part():
         calls = iter(range(100))
         with pytest.raises(evenstep.ConfigError, match=r"metrics gave \['b'\] in batch 0, shard 2, but \['a'\]"):
             run.evaluate(images(16), 8, lambda part: {"b" if next(calls) == 2 else "a": 1.0})
+
+
+def test_a_step_function_that_failed_behind_a_batch_norm_keeps_no_memory():
+    """Else a notebook would keep the parameters of every run in which a step failed."""
+
+    def failing_run():
+        with evenstep.Run(shards=2, quiet=True) as run:
+            model = prepare(run, nn.Sequential(nn.BatchNorm2d(3), flat()))
+
+            def function(part):
+                loss = F.cross_entropy(model(part[0]), part[1])
+                raise KeyError(loss)
+
+            with pytest.raises(KeyError):
+                step(run, model, function)
+            return weakref.ref(run._engine)
+
+    engine = failing_run()
+    for _ in range(3):
+        gc.collect()
+    assert engine() is None
+
+
+@pytest.mark.parametrize("make", [flat, lambda: nn.Sequential(nn.BatchNorm2d(3), flat())], ids=["plain", "batch norm"])
+def test_backward_inside_of_the_step_function_is_refused(make):
+    """Its gradients would be added to ours, without the weight of the part."""
+    with evenstep.Run(shards=2, quiet=True) as run:
+        model = prepare(run, make())
+        before = run.fingerprint()
+
+        def function(part):
+            F.cross_entropy(model(part[0]), part[1]).backward()
+            return F.cross_entropy(model(part[0]), part[1])
+
+        with pytest.raises(evenstep.ConfigError, match=r"called backward\(\) by itself.*use more shards"):
+            step(run, model, function)
+        assert run.fingerprint() == before
+        step(run, model)
+        after = run.fingerprint()
+    with evenstep.Run(shards=2, quiet=True) as run:
+        model = prepare(run, make())
+        step(run, model)
+        assert run.fingerprint() == after, "nothing of it is left"
+
+
+def test_gradients_that_user_code_left_do_not_count():
+    def fingerprint(before, between):
+        with evenstep.Run(shards=2, quiet=True) as run:
+            model = nn.Sequential(nn.BatchNorm2d(3), flat())
+            x, y = images(16).tensors
+            if before:
+                F.cross_entropy(model[1](x), y).backward()
+            model = prepare(run, model)
+            for _ in range(2):
+                step(run, model)
+                if between:
+                    F.cross_entropy(model[1](x), y).backward()  # without the running statistics
+            return run.fingerprint()
+
+    assert fingerprint(before=True, between=True) == fingerprint(before=False, between=False)
+
+
+def test_a_batch_cannot_be_unpacked_and_says_what_to_do():
+    with (
+        evenstep.Run(shards=2, quiet=True) as run,
+        pytest.raises(evenstep.ConfigError, match=r"cannot be unpacked.*run\.step\(batch, lambda part"),
+    ):
+        for _, _ in run.batches(images(16), 8):
+            pass
+
+
+def test_a_closed_run_says_that_it_is():
+    with evenstep.Run(shards=2, quiet=True) as run:
+        model = prepare(run, flat())
+    uses = (
+        lambda: step(run, model),
+        lambda: prepare(run, model),
+        lambda: run.edit(lambda: None),
+        lambda: run.evaluate(images(16), 8, lambda part: {}),
+    )
+    for use in uses:
+        with pytest.raises(evenstep.ConfigError, match="this run is closed"):
+            use()

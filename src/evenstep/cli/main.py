@@ -42,7 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run a script on several workers of this machine",
-        description="Run a script on several workers of this machine; the weights are the same for any number of them.",
+        description="Run a script on several workers of this machine; the weights are the same for any number of them. "
+        "What follows the script is handed to it.",
     )
     run.add_argument("-n", "--workers", metavar="N", help="number of workers, or auto: one for each core (default)")
     run.add_argument(
@@ -115,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     ))  # fmt: skip
 
     for command in (run, verify):
+        own = {text for action in command._actions for text in action.option_strings}
+        command.set_defaults(own=own)
         command.add_argument("script", type=Path, help="the training script")
         command.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
     return parser
@@ -173,6 +176,7 @@ def _server(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     _check_script(options.script)
+    _note_misplaced(options)
     setup = groups.setup_of(options)
     wanted = (options.workers or "auto") if setup is None else str(setup.workers)
     num_workers = _num_workers(wanted, options.shards)
@@ -236,6 +240,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     _check_script(options.script)
+    _note_misplaced(options)
     counts = [_num_workers(text, options.shards) for text in options.workers.split(",")]
     if len(counts) < 2:
         raise ConfigError(f"--workers {options.workers} is one number; expected at least two to compare, such as 1,2,4")
@@ -251,6 +256,17 @@ def _verify(options: argparse.Namespace) -> int:
 def _check_script(script: Path) -> None:
     if not script.is_file():
         raise ConfigError(f"there is no script {script}; name a Python file to run")
+
+
+def _note_misplaced(options: argparse.Namespace) -> None:
+    """What follows the script is the script's, even where it looks like ours: that may not be what was meant."""
+    for word in options.args:
+        if (name := word.partition("=")[0]) in options.own - {"-h", "--help"}:
+            print(
+                f"evenstep: {name} comes after {options.script}, so it goes to the script; if it is meant for "
+                "evenstep, put it before",
+                file=sys.stderr,
+            )
 
 
 def _num_workers(text: str, shards: int | None) -> int:

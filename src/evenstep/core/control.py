@@ -67,7 +67,7 @@ def ask(request: dict[str, Any], pid: int | None = None) -> dict[str, Any]:
     if pid is None:
         pids = _running()
         if len(pids) != 1:
-            found = ", ".join(map(str, pids)) or "none"
+            found = ", ".join(f"{pid} ({_command(pid)})" for pid in pids) or "none"
             raise ConfigError(f"running jobs of this user: {found}; expected one, or say which by --job PID")
         (pid,) = pids
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -86,3 +86,12 @@ def ask(request: dict[str, Any], pid: int | None = None) -> dict[str, Any]:
 def _running() -> list[int]:
     names = re.findall(rf"@evenstep/{os.getuid()}/(\d+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)
     return sorted({int(name) for name in names})
+
+
+def _command(pid: int) -> str:
+    """What a job runs, as it was typed after `evenstep`, so that a user can tell several apart."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return "it has just ended"
+    return " ".join(words[words.index("run") + 1 :] if "run" in words else words)

@@ -9,18 +9,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
 from evenstep.data.order import Request
 from evenstep.engine.randomness import Stream, derive, preserved, seed_all
 from evenstep.native import core
 
-__all__ = ["Batch", "Loader", "cut_batch", "to_device"]
+__all__ = ["Batch", "Loader", "cut_batch", "num_samples", "to_device"]
 
 Collate = Callable[[list[Any]], Any]
 _SLICE_S = 0.5  # how soon a loader process that died is noticed, at the latest
@@ -60,6 +60,17 @@ class Batch:
     def __len__(self) -> int:
         return sum(self.sizes)
 
+    def __iter__(self) -> NoReturn:
+        """Refuse, with the remedy: of the batch only some parts are on this worker.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "a batch of run.batches cannot be unpacked: its parts lie on different workers; pass it whole, as in "
+            "run.step(batch, lambda part: ...), which calls the function with one collated part after the other"
+        )
+
 
 class _Parts(Dataset[dict[int, Any]]):
     """A data set of batches: a request in, the parts of some shards out."""
@@ -81,6 +92,28 @@ class _Parts(Dataset[dict[int, Any]]):
             seed_all(derive(self._purpose, self._seed, epoch, index))
             samples.append(self._dataset[index])
         return self._collate(samples)
+
+
+def num_samples(dataset: Any) -> int:
+    """How many samples a map-style data set has.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    name = type(dataset).__name__
+    whole = "whole global batches, the same ones on every worker, can go to run.step(batch, function) as they are"
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            f"the data set is a {name}; expected what it loads from: pass loader.dataset, and its batch_size and "
+            f"collate_fn ({whole})"
+        )
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not indexed or isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"the data set is a {name} without __getitem__ and __len__; expected a map-style one: the order of samples "
+            f"is part of the result, so a stream has to be indexed first ({whole})"
+        )
+    return len(dataset)
 
 
 class Loader:
@@ -113,11 +146,7 @@ class Loader:
         timeout_s: float = 300.0,
         skip: Callable[[], bool] = lambda: False,
     ) -> None:
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise ConfigError(
-                f"the data set is a {type(dataset).__name__} without __getitem__ and __len__; expected a map-style "
-                "one: the order of samples is part of the result, so a stream has to be indexed first"
-            )
+        num_samples(dataset)
         if loaders < 0 or prefetch < 1:
             raise ConfigError(f"loaders={loaders}, prefetch={prefetch}; expected loaders >= 0 and prefetch >= 1")
         self._span, self._skip, self._device = span, skip, device

@@ -5,7 +5,8 @@ time. If one does, each shard has a lane; they go forward in turns, meet in the 
 way hooks on the leaves carry every gradient away as it comes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,6 +95,7 @@ class Compute:
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
         self._hooks: list[Any] = []
         self.number_of: Callable[[int], int] = lambda version: version  # the step whose random numbers a step has
+        self._calling = False
         self._arrivals: dict[int, tuple[Pair, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
 
     def run(self, work: Work) -> dict[int, ShardResult]:
@@ -103,6 +105,8 @@ class Compute:
         exchanges with the other workers that have samples.
         """
         buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
+        for parameter in work.pair.parameters:  # what user code left there is none of this step's
+            parameter.grad = None
         with preserved():
             if spanning_layers(self._models.slots.modules):
                 values = self._side_by_side(work, buffers)
@@ -121,7 +125,9 @@ class Compute:
             self._stream.resume()
             try:
                 with inside(_Alone()):
-                    loss, metrics = _split(work.function(part))
+                    with self._user_code():
+                        value = work.function(part)
+                    loss, metrics = _split(value)
                     self._backward([loss * work.weight(shard)], [lane], work.pair, [shard])
             except Exception as error:
                 error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
@@ -148,7 +154,8 @@ class Compute:
         functions = [function_of(shard, part) for shard, part in work.parts.items()]
         seeds = [self._seed_of(work, shard) for shard in shards]
         try:
-            values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), functions)
+            with self._user_code():
+                values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), functions)
             losses = [value[0] * work.weight(shard) for shard, value in zip(shards, values, strict=True)]
             token, self._lanes.token = self._lanes.token, None
             if (
@@ -165,6 +172,15 @@ class Compute:
 
     def _seed_of(self, work: Work, shard: int) -> int:
         return derive("step", self._seed, self.number_of(work.version), shard)
+
+    @contextmanager
+    def _user_code(self) -> Iterator[None]:
+        """While this is open, step functions run: a gradient that arrives is not of our backward."""
+        self._calling = True
+        try:
+            yield
+        finally:
+            self._calling = False
 
     def _begins(self, shard: int) -> None:
         self._group.board.computes(self._group.worker, shard)
@@ -225,6 +241,12 @@ class Compute:
     def _hook(self, lane: Lane, name: str, leaf: nn.Parameter) -> None:
         def arrived(_: Tensor) -> None:
             found = self._arrivals.get(id(lane))
+            if found is None and self._calling:
+                leaf.grad = None
+                raise ConfigError(
+                    "the step function called backward() by itself; expected that it returns the mean loss of its "
+                    "part, from which run.step goes backward (for smaller micro-batches use more shards)"
+                )
             if found is not None and leaf.grad is not None:
                 pair, index, shard = found
                 gradient, leaf.grad = leaf.grad, None

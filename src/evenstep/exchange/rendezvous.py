@@ -191,6 +191,17 @@ class Session:
         with self._lock:
             self._end(ParticipantError, reason, error)
 
+    def forget(self) -> None:
+        """Let go of what was offered and answered, and of the error itself, when a session has failed.
+
+        These may hold autograd graphs, whose nodes hold the session: no collector would ever find that circle.
+        """
+        with self._lock:
+            if self._failure is not None:
+                self._failure = (*self._failure[:2], None)
+            for participant in self.participants:
+                participant._offer = participant._answer = None
+
     # ---- what a participant's handle calls ----
 
     def arrive(self, me: Participant, offer: _Offer) -> None:

@@ -103,6 +103,7 @@ def side_by_side(
         session.cancel(f"the caller was interrupted by {type(error).__name__}", error)
         raise
     if failures:
+        session.forget()
         raise explain(*_first_cause(failures))
     return [results[p.index] for p in session.participants]
 

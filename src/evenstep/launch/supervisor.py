@@ -43,6 +43,8 @@ _LONGEST_LINE_BYTES = 1 << 20  # what comes without a line feed is shown in piec
 _DRAIN_S = 1.0  # how long to read on after the last worker has ended, if something that it started still writes
 _LOOK_S = 0.25  # how often to look whether somebody is stopped or stuck
 _STOPPED_S = 1.0  # how long a worker may be stopped
+_CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS}
+_MAX_CRASHES = 4  # in one place without a committed step in between: then the next one would crash too
 _STACK_S = 0.3  # how long a worker that is given up has to write its stack
 _BACKOFF_S = (
     0.1,
@@ -99,6 +101,7 @@ class _Supervisor:
         self._failed_at: int | None = None  # how much was committed when a script last failed by itself
         self._lost_at: float | None = None  # when a worker was lost, until a step is committed again
         self._stepped = False
+        self._trained = False  # whether the script has made a run, be it one that meets others at a server
         self._over_since: float | None = None  # since when all but those who catch up have ended
         self._shards: int | None = job.shards
         self._timeout_s = job.step_timeout_s
@@ -111,6 +114,7 @@ class _Supervisor:
         self._control = Control()
         self._events: dict[str, Callable[[WorkerProcess, Event], None]] = {
             "progress": lambda _, event: console.progress(Progress(**event["progress"])),
+            "made": self._on_made,
             "shards": self._on_run,
             "waits": self._on_waits,
             "committed": self._on_committed,
@@ -277,10 +281,15 @@ class _Supervisor:
     def _is_final(self, worker: WorkerProcess, committed: int) -> bool:
         """Whether the run cannot go on: the script is at fault, and would be again."""
         if (worker.code is not None and worker.code < 0) or worker.given_up:
-            return False
+            return self._crashes_always(worker)
         again = self._failed_at == committed
         self._failed_at = committed
         return worker.final or worker.hopeless or worker.mistake or not self._stepped or again or worker.closed
+
+    def _crashes_always(self, worker: WorkerProcess) -> bool:
+        """Whether a worker crashed, and so did those before it in its place since the last committed step."""
+        crashed = worker.code is not None and -worker.code in _CRASHES and not worker.given_up
+        return crashed and self._failures.get(worker.number, -1) + 2 >= _MAX_CRASHES
 
     def _lose(self, worker: WorkerProcess) -> None:
         """Go on without a worker, and start another one in its place."""
@@ -520,6 +529,9 @@ class _Supervisor:
         worker.waits = True
         self._form()
 
+    def _on_made(self, _: WorkerProcess, __: Event) -> None:
+        self._trained = True
+
     def _on_run(self, worker: WorkerProcess, event: Event) -> None:
         worker.in_run, worker.closed = True, False
         self._shards, self._timeout_s = event["shards"], event["timeout_s"]
@@ -574,6 +586,11 @@ class _Supervisor:
             self._console.say(f"stopped by {signal_name(self._stop_signal)}")
             return 128 + self._stop_signal
         self._console.show_fingerprint()
+        if self._job.num_workers > 1 and not self._trained:
+            self._console.say(
+                f"{self._job.script} made no evenstep.Run: {self._job.num_workers} workers have each run all of it by "
+                "themselves; train inside `with evenstep.Run() as run`"
+            )
         return 0
 
     def _came_to_its_end(self) -> bool:
@@ -586,7 +603,9 @@ class _Supervisor:
         how, code = worker.describe_end(), worker.code
         assert code is not None, "a worker that failed has ended"
         if not worker.mistake:
-            print(f"evenstep: {how}", file=sys.stderr)
+            crashes = self._crashes_always(worker)
+            again = f", as {_MAX_CRASHES - 1} before it without a committed step in between" if crashes else ""
+            print(f"evenstep: {how}{again}", file=sys.stderr)
         if worker.error:
             print(worker.error.rstrip(), file=sys.stderr)
         elif code == 0:

@@ -24,7 +24,7 @@ from evenstep.exchange.journal import Entry, Journal
 from evenstep.exchange.ledger import Ledger
 from evenstep.run import checkpoint
 
-__all__ = ["Checkpoints", "Found", "Resumption", "Snapshot"]
+__all__ = ["Checkpoints", "Found", "Resumption", "Snapshot", "say"]
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _RETRY_S = 5.0  # after a failed write
@@ -113,7 +113,7 @@ class Checkpoints:
         except Exception as error:  # noqa: BLE001  # the border of a thread: reported, and tried again
             if not _is_whole(path):  # what is half written would only take the room that there is not
                 shutil.rmtree(path, ignore_errors=True)
-            _say(f"CHECKPOINT FAILED, training goes on and it will be tried again: {error}")
+            say(f"CHECKPOINT FAILED, training goes on and it will be tried again: {error}")
             self._retry_s = time.monotonic() + _RETRY_S
 
     def newest(self) -> Path | None:
@@ -125,7 +125,7 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.join(_PATIENCE_S)
             if self._writer.is_alive():
-                _say(f"CHECKPOINT NOT WRITTEN: {self._directory} has taken more than {_PATIENCE_S:g} s")
+                say(f"CHECKPOINT NOT WRITTEN: {self._directory} has taken more than {_PATIENCE_S:g} s")
             self._writer = None
 
     def find(self, here: Mapping[str, Any], state: Mapping[str, Tensor], ledger: Ledger) -> Found | None:
@@ -144,11 +144,12 @@ class Checkpoints:
                 facts, tensors = checkpoint.read(path, tensors=True)
                 entries = Journal.unpack(checkpoint.read_journal(path, facts))
             except CheckpointError as error:
-                _say(f"passed over: {error}")
+                say(f"passed over: {error}")
                 continue
             checkpoint.check(path, facts, tensors, here, state)
+            say(f"going on from {path}, after step {facts['version']}")
             return Found(path, facts, _after(path, entries, ledger))
-        _say(f"no checkpoint in {self._directory} yet: starting anew")
+        say(f"no checkpoint in {self._directory} yet: starting anew")
         return None
 
 
@@ -205,7 +206,8 @@ class Resumption:
             ledger.prelude = self._go_on
 
 
-def _say(sentence: str) -> None:
+def say(sentence: str) -> None:
+    """Say something of our own, where it disturbs no output of the script's."""
     print(f"evenstep: {sentence}", file=sys.stderr, flush=True)
 
 

@@ -19,7 +19,7 @@ from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError, ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
-from evenstep.data.loader import Batch, Loader, cut_batch, num_rows
+from evenstep.data.loader import Batch, Loader, cut_batch, num_rows, num_samples
 from evenstep.data.order import Deal, Plan
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
@@ -32,7 +32,7 @@ from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.plan.placement import cut
 from evenstep.run import checkpoint
 from evenstep.run.aggregated import AggregatedEngine
-from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
+from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot, say
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
 from evenstep.run.grouped import GroupedEngine
 from evenstep.run.join import alone, join
@@ -150,6 +150,8 @@ class Run:
         else:
             self._engine = ServedEngine(self.config, self._ledger, through, self._env)
         self._closed = False
+        if self._env.events_fd is not None:
+            send(self._env.events_fd, {"made": True})
         self._group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
         try:
             points.reach("join")
@@ -226,11 +228,24 @@ class Run:
 
     def _perform(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """Do an operation on all workers; what spoils it here reaches them all."""
+        self._check_open()
         try:
             return self._ledger.perform(kind, self.version, attempt, adopt)
         except BaseException:
             self._tell_others()
             raise
+
+    def _check_open(self) -> None:
+        """Say that the run is over.
+
+        Raises:
+            ConfigError: It is.
+        """
+        if self._closed:
+            raise ConfigError(
+                "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
+                "`with evenstep.Run(...) as run`, or make another run"
+            )
 
     def _refuse_served(self, what: str) -> None:
         """Say that something needs the other workers, which a run through a server does not meet.
@@ -324,6 +339,7 @@ class Run:
             UnsupportedError: Something in the model or the optimizer cannot be trained exactly.
             MismatchError: Another worker prepares something else.
         """
+        self._check_open()
         try:
             check_model(model)
             if sync_batchnorm:
@@ -370,8 +386,10 @@ class Run:
         Raises:
             CheckpointError: What was loaded had global batches of another size, with `batch_per_worker`.
         """
-        groups = (self.group, self.num_groups)
-        plan = Plan(len(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last, deal, *groups)
+        plan = Plan(
+            num_samples(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last, deal,
+            self.group, self.num_groups,
+        )  # fmt: skip
         num_workers = self._num_workers_at_start() if batch_per_worker else None
         if num_workers is not None:
             plan = replace(plan, batch_size=batch_size * num_workers)
@@ -505,7 +523,9 @@ class Run:
             MismatchError: Workers or shards reached different exchanges.
             UnsupportedError: The step met something that cannot be trained exactly.
         """
+        self._check_open()
         try:
+            self._look_for_checkpoints()
             pair = self._pair(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
@@ -521,6 +541,13 @@ class Run:
         self._last = (float(outcome.loss), outcome.metrics)
         self._add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
+
+    def _look_for_checkpoints(self) -> None:
+        """Before the first step: say so if the run shall go on from a checkpoint and has none to look for."""
+        if self._env.resume and self._checkpoints is None and not self.version and not self._ledger.catching_up:
+            if self._group.rank == 0:
+                say("--resume, but the script has not called run.checkpoint(directory, every=...): starting anew")
+            self._env = replace(self._env, resume=False)
 
     def _pair(self, optimizer: Optimizer | None) -> Pair:
         pairs = self._engine.pairs
@@ -566,7 +593,7 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
-        plan = self._in_order(len(dataset), batch_size, self.group, self.num_groups)
+        plan = self._in_order(dataset, batch_size, self.group, self.num_groups)
         tag = f"evaluate {self._meetings}"
 
         def attempt() -> Entry:
@@ -600,7 +627,7 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
-        plan = self._in_order(len(dataset), batch_size)
+        plan = self._in_order(dataset, batch_size)
         tag = f"predict {self._meetings}"
 
         def attempt() -> Entry:
@@ -613,8 +640,9 @@ class Run:
         self._meetings += 1
         return self._perform("predict", attempt, lambda entry, _: fill(entry.value, safetensors.torch.load(entry.blob)))
 
-    def _in_order(self, num_samples: int, batch_size: int, group: int = 0, groups: int = 1) -> Plan:
-        return Plan(num_samples, batch_size, self.shards, self.config.seed, False, False, group=group, groups=groups)
+    def _in_order(self, dataset: Any, batch_size: int, group: int = 0, groups: int = 1) -> Plan:
+        size, seed = num_samples(dataset), self.config.seed
+        return Plan(size, batch_size, self.shards, seed, shuffle=False, drop_last=False, group=group, groups=groups)
 
     def edit(self, function: Callable[[], None]) -> None:
         """Change parameters or buffers of prepared models between steps: clip, reset, average, load.
@@ -622,6 +650,7 @@ class Run:
         They are one tensor for all workers, so only worker 0 calls the function, without gradients and with random
         numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
+        self._check_open()
         self._refuse_served("edit")
         try:
             self._engine.edit(function, derive("edit", self.config.seed, self.version))

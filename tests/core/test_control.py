@@ -1,0 +1,19 @@
+"""Asking a running job: which one, if there are several."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from evenstep.core import control
+from evenstep.core.errors import ConfigError
+
+
+def test_several_jobs_are_told_apart_by_what_they_run(monkeypatch):
+    monkeypatch.setattr(control, "_running", lambda: [os.getpid(), 1 << 30])
+    with pytest.raises(ConfigError) as found:
+        control.ask({"status": True})
+    last = Path("/proc/self/cmdline").read_text().rstrip("\0").split("\0")[-1]
+    assert last in str(found.value)
+    assert f"running jobs of this user: {os.getpid()} (" in str(found.value)
+    assert f"{1 << 30} (it has just ended); expected one, or say which by --job PID" in str(found.value)

@@ -1,0 +1,62 @@
+"""The scripts of docs/porting.md run, and hold what the page says of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from evenstep.testing import Fault, plant
+from evenstep.testing.faults import struck
+from workers import cli_run
+
+PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
+BEFORE, AFTER, AVERAGED = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+MINE = """
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    inputs = torch.randn(500, 20, generator=torch.Generator().manual_seed(0))
+    labels = (inputs[:, :10].sum(1) > inputs[:, 10:].sum(1)).long()
+    train, test = TensorDataset(inputs[:400], labels[:400]), TensorDataset(inputs[400:], labels[400:])
+
+    def build():
+        return nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
+"""
+
+
+@pytest.fixture
+def page(script, tmp_path, monkeypatch):
+    """Writes a script of the page, with the reader's model and data beside it."""
+    script(MINE, "mine.py")
+    monkeypatch.chdir(tmp_path)
+    return script
+
+
+def accuracies(done):
+    assert done.code == 0, done.stderr
+    return [float(number) for number in re.findall(r"(?:accuracy|best) ([\d.]+)", done.stdout)]
+
+
+def test_the_script_before_runs_and_learns(page):
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    found = accuracies(cli_run("run", "-n", "1", page(BEFORE), variables=alone))
+    assert len(found) == 4
+    assert found[-1] > 0.85
+
+
+def test_the_ported_script_learns_as_much_and_gives_one_result(page):
+    path = page(AFTER)
+    one, two = (cli_run("run", "-n", n, path) for n in ("1", "2"))
+    assert one.stdout == two.stdout, "accuracies and fingerprint"
+    assert len(accuracies(one)) == 4
+    assert accuracies(one)[-1] > 0.85
+
+
+def test_averaged_weights_survive_the_loss_of_the_worker_that_averages(page, tmp_path):
+    path = page(AVERAGED)
+    undisturbed = cli_run("run", "-n", "1", path)
+    killed = cli_run("run", "-n", "2", path, variables=plant([Fault("kill", "forward", 9)], tmp_path / "faults"))
+    assert struck(tmp_path / "faults") == [0]
+    assert killed.stdout == undisturbed.stdout
+    assert accuracies(killed)[-1] > 0.85
