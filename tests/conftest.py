@@ -1,5 +1,6 @@
 """What holds for all tests: a safe process to fork from, and nothing left behind by any test."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,12 @@ import processes
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(False)  # imports torch._inductor, which takes a second: now, and not in every fork
 processes.adopt_orphans()
+
+
+def pytest_collection_finish() -> None:
+    """Everything is imported: collections need not go through all of torch from now on, nor do those of every fork."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
