@@ -142,11 +142,11 @@ def map_tile(shape: Geometry) -> Tile:
         return tile(shape, 1024, 64, 4, 1, 8 * _PROCESSORS)
     size = 256 * _vector(shape)
     if shape.rows:
-        return tile(shape, size, 256, 4, 1, 1 << 31, 8)
+        return tile(shape, size, 256, 4)
     # Not `tile`: long runs of one channel are best here, and positions that do not exist cost nothing.
     length = min(power(shape.inner), size)
     size *= 2 if 2 * shape.inner < size else 1
-    return Tile(length, min(size // length, power(shape.channels)), 4, 1, 1 << 31, 8)
+    return Tile(length, min(size // length, power(shape.channels)), 4)
 
 
 def policies(read_bytes: int) -> tuple[str, str]:
