@@ -308,6 +308,11 @@ class Engine:
         """While this is open, the shards of this worker are those it has when everyone evaluates together."""
         return nullcontext()
 
+    def refusal(self, what: str) -> str | None:
+        """Why `run.what` cannot be had from this engine; None: it can."""
+        del what
+        return None
+
     def collect(self) -> None:
         """Wait until every parameter is that of the last committed step."""
 

@@ -187,6 +187,15 @@ class AggregatedEngine(Engine):
         super().edit(tell, seed)
         self._sent += 1
 
+    def refusal(self, what: str) -> str | None:
+        """See `Engine`."""
+        if what not in ("load", "checkpoint"):
+            return None
+        return (
+            f"run.{what} in a run with sync='server' would need the optimizer's state, which is the server's: it "
+            "keeps and restores it by --directory, --snapshot-every and --durable"
+        )
+
     def close(self) -> None:
         """Leave the server too."""
         super().close()

@@ -231,6 +231,10 @@ class GroupedEngine(Engine):
             courier.commit(self.version)
         return outcome
 
+    def refusal(self, what: str) -> str | None:
+        """See `Engine`."""
+        return f"run.{what} would see this group only, for the parameters are the servers'; run without --servers"
+
     def begin(self, operation: int) -> None:
         """See `Engine.begin`."""
         super().begin(operation)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from evenstep.core import env as environment
 from evenstep.core import points
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import CheckpointError, ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
+from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
 from evenstep.data.loader import Batch, Loader, cut_batch, num_rows, num_samples
 from evenstep.data.order import Deal, Plan
@@ -30,13 +30,12 @@ from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.plan.placement import cut
-from evenstep.run import checkpoint
 from evenstep.run.aggregated import AggregatedEngine
-from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot, say
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
 from evenstep.run.grouped import GroupedEngine
 from evenstep.run.join import alone, join
 from evenstep.run.progress import Display, Pipe, Progress
+from evenstep.run.saving import Saving
 from evenstep.run.served import ServedEngine
 from evenstep.run.through import Through
 
@@ -125,17 +124,11 @@ class Run:
         self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
         self._group = self._ledger.group
         self.worker = self._env.worker if apart else self._group.worker
-        self._tracked: dict[str, Any] = {}
-        self._position: dict[str, int] | None = None  # where the loaded checkpoint was
         self._epochs = 0  # that were asked for so far
-        self._data: list[list[int]] = []  # the sizes of what was gone through so far
-        self._past: list[list[int]] = []  # the same of the loaded checkpoint
         self._last: tuple[float | None, dict[str, float]] = (None, {})
         self._sums: tuple[int, dict[str, float]] = (0, {})  # samples of this epoch so far, and sums over them
         self._meetings = 0  # how often all groups have met
         self._display: Display | Pipe | None = None
-        self._checkpoints: Checkpoints | None = None
-        self._resumption: Resumption | None = None
         self.grad_norm: float | None = None
         if place is not None:
             self._engine: Engine = GroupedEngine(self.config, self._ledger, place)
@@ -149,6 +142,7 @@ class Run:
                 raise
         else:
             self._engine = ServedEngine(self.config, self._ledger, through, self._env)
+        self._saving = Saving(self.config, self._ledger, self._engine, self._perform)
         self._closed = False
         if self._env.events_fd is not None:
             send(self._env.events_fd, {"made": True})
@@ -213,8 +207,7 @@ class Run:
         try:
             self._conclude()
             self._perform("end of the run", attempt, adopt)
-            if self._checkpoints is not None:
-                self._checkpoints.close()
+            self._saving.close()
             self._group.tell({"closed": True})
         finally:
             self._release()
@@ -247,26 +240,15 @@ class Run:
                 "`with evenstep.Run(...) as run`, or make another run"
             )
 
-    def _refuse_served(self, what: str) -> None:
-        """Say that something needs the other workers, which a run through a server does not meet.
+    def _refuse(self, what: str) -> None:
+        """Say that something is not possible here.
 
         Raises:
-            UnsupportedError: It is such a run.
+            UnsupportedError: It is not.
         """
-        if isinstance(self._engine, AggregatedEngine) and what in ("load", "checkpoint"):
-            raise UnsupportedError(
-                f"run.{what} in a run with sync='server' would need the optimizer's state, which is the server's: it "
-                "keeps and restores it by --directory, --snapshot-every and --durable"
-            )
-        if isinstance(self._engine, ServedEngine):
-            raise UnsupportedError(
-                f"run.{what} in a run with sync='server' would see this worker only: the parameters are the server's, "
-                "which keeps them by --snapshot-every or --durable; use sync='exchange' for it"
-            )
-        if isinstance(self._engine, GroupedEngine):
-            raise UnsupportedError(
-                f"run.{what} would see this group only, for the parameters are the servers'; run without --servers"
-            )
+        why = self._engine.refusal(what)
+        if why is not None:
+            raise UnsupportedError(why)
 
     def _tell_others(self) -> None:
         """Say why this worker stops, unless it stops because of another or was told to."""
@@ -281,8 +263,7 @@ class Run:
         self._closed = True
         if self._display is not None:
             self._display.close()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        self._saving.close()
         self._engine.close()
         self._close_group()
 
@@ -398,9 +379,9 @@ class Run:
                 f"{self.num_groups} groups but only {plan.num_batches} batches of {plan.batch_size} in an epoch: every "
                 "group needs one; use a smaller batch_size, or fewer groups"
             )
-        self._check_data(plan, num_workers)
+        self._saving.begin_data(plan, num_workers)
         loader = self._loader(dataset, "sample", collate_fn, loaders, prefetch, skip=lambda: self._ledger.catching_up)
-        start = self._position or {"epoch": 0, "batch": 0}
+        start = self._saving.position or {"epoch": 0, "batch": 0}
         base, self._epochs = self._epochs, self._epochs + epochs
 
         def requests() -> Iterator[Any]:
@@ -412,7 +393,7 @@ class Run:
             if self._env.max_steps is not None and self.version >= self._env.max_steps:
                 return
             wrap = batch.number == plan.numbers[-1]
-            self._next = {"epoch": batch.epoch + wrap, "batch": 0 if wrap else batch.number + 1}
+            self._saving.next = {"epoch": batch.epoch + wrap, "batch": 0 if wrap else batch.number + 1}
             self._last = (None, {})
             at, of = plan.numbers.index(batch.number), len(plan.numbers)
             if batch.epoch != shown:
@@ -448,8 +429,6 @@ class Run:
         self._meetings += 1
         return found
 
-    _next: dict[str, int] | None = None  # where batches would go on after the current one
-
     def _show(self, progress: Progress) -> None:
         """Show the progress of all: the first worker's."""
         if self._display is not None and self._group.rank == 0 and self._ledger.took_part:
@@ -466,19 +445,6 @@ class Run:
 
         found: int = self._perform("batch per worker", attempt, lambda entry, _: entry.value)
         return found
-
-    def _check_data(self, plan: Plan, num_workers: int | None) -> None:
-        sizes, number = [plan.num_samples, plan.batch_size], len(self._data)
-        if self._resumption is not None:
-            self._resumption.check_data(number, sizes)
-        if num_workers is not None and number < len(self._past) and self._past[number] != sizes:
-            raise CheckpointError(
-                f"the checkpoint that was loaded had {self._past[number][0]} samples in global batches of "
-                f"{self._past[number][1]}; with batch_per_worker=True, {num_workers} workers make global batches of "
-                f"{sizes[1]} of {sizes[0]} here: start as many workers as then, or give batch_size="
-                f"{self._past[number][1]} without batch_per_worker"
-            )
-        self._data.append(sizes)
 
     def _loader(self, dataset: Any, purpose: str, collate: Any, loaders: int, prefetch: int, **options: Any) -> Loader:
         return Loader(
@@ -525,15 +491,16 @@ class Run:
         """
         self._check_open()
         try:
-            self._look_for_checkpoints()
+            if self._env.resume:
+                self._saving.say_if_none()
             pair = self._pair(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
             outcome = self._engine.step(samples, function, pair, clip_norm, clip_value)
-            if self._next is not None and self._next["batch"] == 0:
+            if self._saving.next is not None and self._saving.next["batch"] == 0:
                 self._engine.end_of_epoch()
             self._trace(first=False)
-            self._heed()
+            self._saving.heed()
         except BaseException:
             self._tell_others()
             raise
@@ -541,13 +508,6 @@ class Run:
         self._last = (float(outcome.loss), outcome.metrics)
         self._add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
-
-    def _look_for_checkpoints(self) -> None:
-        """Before the first step: say so if the run shall go on from a checkpoint and has none to look for."""
-        if self._env.resume and self._checkpoints is None and not self.version and not self._ledger.catching_up:
-            if self._group.rank == 0:
-                say("--resume, but the script has not called run.checkpoint(directory, every=...): starting anew")
-            self._env = replace(self._env, resume=False)
 
     def _pair(self, optimizer: Optimizer | None) -> Pair:
         pairs = self._engine.pairs
@@ -651,7 +611,7 @@ class Run:
         numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
         self._check_open()
-        self._refuse_served("edit")
+        self._refuse("edit")
         try:
             self._engine.edit(function, derive("edit", self.config.seed, self.version))
         except BaseException:
@@ -669,7 +629,7 @@ class Run:
         Returns:
             The sum over all shards in tree order, [n], the same bits on every worker.
         """
-        self._refuse_served("exchange")
+        self._refuse("exchange")
         generation, kind = self._group.generation, f"exchange {tag}"
         total = torch.empty(0)
 
@@ -721,11 +681,7 @@ class Run:
 
     def track(self, name: str, value: Any) -> None:
         """Save and load something else with the run, such as a scheduler: anything with a plain `state_dict`."""
-        if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
-            raise ConfigError(
-                f"track got a {type(value).__name__}; expected an object with state_dict and load_state_dict"
-            )
-        self._tracked[name] = value
+        self._saving.track(name, value)
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint (worker 0; the others wait). All workers must call this alike, between steps.
@@ -733,22 +689,9 @@ class Run:
         Through a server, it holds the server's parameters, and not the state of its optimizer; workers that send
         updates on their own do not wait. Several groups wait for each other, and the first writes.
         """
-        tag = f"save {self._meetings}"
-
-        def attempt() -> Entry:
-            failure = None
-            self._engine.level(tag)
-            if self._group.rank == 0 and self.group == 0 and not (self._apart and self.worker > 0):
-                try:
-                    checkpoint.write(Path(path), self._engine.tensors(), self._facts())
-                except CheckpointError as error:
-                    failure = str(error)
-            return Entry("save", self._group.gather_json("save", failure)[0])
-
-        failure = self._perform("save", attempt, lambda entry, _: entry.value)
+        writes = self.group == 0 and not (self._apart and self.worker > 0)
+        self._saving.save(Path(path), f"save {self._meetings}", writes=writes)
         self._meetings += 1
-        if failure is not None:
-            raise CheckpointError(failure)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, on any number of workers. All workers must call this alike, after `prepare`.
@@ -757,40 +700,8 @@ class Run:
             CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing
                 changed.
         """
-        self._refuse_served("load")
-
-        def attempt() -> Entry:
-            failure = None
-            try:
-                facts, tensors = checkpoint.read(Path(path), tensors=True)
-                here = {**self._identity(), "tracked": sorted(self._tracked)}
-                checkpoint.check(Path(path), facts, tensors, here, self._engine.state.tensors())
-            except CheckpointError as error:
-                failure = str(error)
-            failures = [text for text in self._group.gather_json("load", failure) if text is not None]
-            if failures:  # on any worker: nobody has changed anything yet
-                return Entry("load", {"failure": failures[0]})
-            news = self._engine.restore(tensors, facts["values"])
-            return Entry("load", {**facts, "news": news})
-
-        def adopt(entry: Entry, took_part: bool) -> str | None:
-            facts = entry.value
-            if "failure" in facts:
-                return str(facts["failure"])
-            self._engine.restored(facts["news"], facts["version"], took_part)
-            for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
-                pair.set_hyperparameters(checkpoint.unpack(groups))
-            for name, value in self._tracked.items():
-                value.load_state_dict(checkpoint.unpack(facts["tracked"][name]))
-            self._position = self._next = facts["position"]
-            self._past = facts["data"]
-            if took_part and self.fingerprint() != facts["fingerprint"]:
-                raise CheckpointError(f"{path} was loaded but its fingerprint differs from the one that was saved")
-            return None
-
-        failure = self._perform("load", attempt, adopt)
-        if failure is not None:
-            raise CheckpointError(failure)
+        self._refuse("load")
+        self._saving.load(Path(path))
 
     def checkpoint(self, directory: str | Path, *, every: int | str, keep: int = 3, resume: bool | None = None) -> None:
         """Write checkpoints from now on, in the background. All workers must call this alike, after `prepare`.
@@ -807,61 +718,8 @@ class Run:
         Raises:
             CheckpointError: The newest good checkpoint belongs to another run.
         """
-        self._refuse_served("checkpoint")
-        self._checkpoints = Checkpoints(Path(directory), every, keep)
-        wanted = self._env.resume if resume is None else resume
-
-        def attempt() -> Entry:
-            found, failure = None, None
-            if wanted and self._group.rank == 0 and self._checkpoints is not None:
-                try:
-                    found = self._checkpoints.find(self._identity(), self._engine.state.tensors(), self._ledger)
-                except CheckpointError as error:
-                    failure = str(error)
-            facts = found and {"path": str(found.path), **{key: found.facts[key] for key in ("data", "fingerprint")}}
-            facts, failure = self._group.gather_json("checkpoint", [facts, failure])[0]
-            if failure is not None:
-                raise CheckpointError(failure)
-            return Entry("checkpoint", facts, followers=found.entries if found else ())
-
-        def adopt(entry: Entry, _: bool) -> None:
-            if entry.value is not None:
-                self._resumption = Resumption(Path(entry.value["path"]), entry.value, self._engine, self._ledger)
-                for number, sizes in enumerate(self._data):
-                    self._resumption.check_data(number, sizes)
-
-        self._perform("checkpoint", attempt, adopt)
-
-    def _heed(self) -> None:
-        """After a step: write a checkpoint if one is due, and stop if we are asked to."""
-        if not self._ledger.took_part:
-            return
-        _, asked, stop = self._ledger.asked
-        saves = self._checkpoints if self._group.rank == 0 else None
-        if saves is not None and (stop or saves.due(self.version, asked)):
-            tensors = {name: tensor.clone() for name, tensor in self._engine.state.tensors().items()}
-            past = self._ledger.journal.packed(self._ledger.done)
-            saves.write(Snapshot(tensors, self._facts(), past), wait=bool(stop))
-        if stop:
-            if self._group.rank == 0:
-                path = saves and saves.newest()
-                self._group.tell({"stopped": {"step": self.version, "checkpoint": path and str(path)}})
-            raise Stopped
-
-    def _facts(self) -> dict[str, Any]:
-        return {
-            **self._identity(),
-            "version": self.version,
-            "position": self._next,
-            "data": list(self._data),
-            "values": dict(self._engine.state.values),
-            "groups": [checkpoint.pack(pair.hyperparameters()) for pair in self._engine.pairs],
-            "tracked": {name: checkpoint.pack(value.state_dict()) for name, value in self._tracked.items()},
-        }
-
-    def _identity(self) -> dict[str, int]:
-        """What must be alike for a checkpoint to fit."""
-        return {"shards": self.shards, "seed": self.config.seed, "optimizers": len(self._engine.pairs)}
+        self._refuse("checkpoint")
+        self._saving.begin(Path(directory), every, keep, resume=self._env.resume if resume is None else resume)
 
     # ---- for `evenstep verify` ----
 

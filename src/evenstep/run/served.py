@@ -313,6 +313,13 @@ class ServedEngine(Engine):
     def _keep_pace(self) -> None:
         """A worker keeps its shards."""
 
+    def refusal(self, what: str) -> str | None:
+        """See `Engine`."""
+        return (
+            f"run.{what} in a run with sync='server' would see this worker only: the parameters are the server's, "
+            "which keeps them by --snapshot-every or --durable; use sync='exchange' for it"
+        )
+
     def close(self) -> None:
         """Leave the server too."""
         super().close()

@@ -1,0 +1,208 @@
+"""What of a run is kept in checkpoints, and how it goes on from them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from evenstep.core.config import RunConfig
+from evenstep.core.errors import CheckpointError, ConfigError, Stopped
+from evenstep.data.order import Plan
+from evenstep.engine.step import Engine
+from evenstep.exchange.journal import Entry
+from evenstep.exchange.ledger import Ledger
+from evenstep.run import checkpoint
+from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot, say
+
+__all__ = ["Perform", "Saving"]
+
+T = TypeVar("T")
+
+
+class Perform(Protocol):
+    """Does an operation on all workers; `Run._perform`."""
+
+    def __call__(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
+        """See `Ledger.perform`."""
+
+
+class Saving:
+    """The checkpoints of a run.
+
+    Args:
+        config: The run's.
+        ledger: The run's.
+        engine: Holds the state.
+        perform: Does an operation on all workers.
+
+    Attributes:
+        tracked: What else the user wants to be kept, by name.
+        position: Where the loaded checkpoint was in the data.
+        next: Where batches would go on after the current one.
+    """
+
+    def __init__(self, config: RunConfig, ledger: Ledger, engine: Engine, perform: Perform) -> None:
+        self._config, self._ledger, self._group, self._engine = config, ledger, ledger.group, engine
+        self._perform = perform
+        self.tracked: dict[str, Any] = {}
+        self.position: dict[str, int] | None = None
+        self.next: dict[str, int] | None = None
+        self._data: list[list[int]] = []  # the sizes of what was gone through so far
+        self._past: list[list[int]] = []  # the same of the loaded checkpoint
+        self._checkpoints: Checkpoints | None = None
+        self._resumption: Resumption | None = None
+
+    def track(self, name: str, value: Any) -> None:
+        """See `Run.track`."""
+        if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
+            raise ConfigError(
+                f"track got a {type(value).__name__}; expected an object with state_dict and load_state_dict"
+            )
+        self.tracked[name] = value
+
+    def begin_data(self, plan: Plan, num_workers: int | None) -> None:
+        """A data set is about to be gone through; see that the checkpoint we go on from went through the like of it.
+
+        Args:
+            plan: How.
+            num_workers: Of which number of workers its global batches are a multiple, if that was asked for.
+
+        Raises:
+            CheckpointError: It went through another.
+        """
+        sizes, number = [plan.num_samples, plan.batch_size], len(self._data)
+        if self._resumption is not None:
+            self._resumption.check_data(number, sizes)
+        if num_workers is not None and number < len(self._past) and self._past[number] != sizes:
+            raise CheckpointError(
+                f"the checkpoint that was loaded had {self._past[number][0]} samples in global batches of "
+                f"{self._past[number][1]}; with batch_per_worker=True, {num_workers} workers make global batches of "
+                f"{sizes[1]} of {sizes[0]} here: start as many workers as then, or give batch_size="
+                f"{self._past[number][1]} without batch_per_worker"
+            )
+        self._data.append(sizes)
+
+    def save(self, path: Path, tag: str, *, writes: bool) -> None:
+        """See `Run.save`.
+
+        Args:
+            path: Where.
+            tag: Which of the meetings of all groups this is.
+            writes: Whether it is for us to write, if we are the first worker.
+        """
+
+        def attempt() -> Entry:
+            failure = None
+            self._engine.level(tag)
+            if self._group.rank == 0 and writes:
+                try:
+                    checkpoint.write(path, self._engine.tensors(), self._facts())
+                except CheckpointError as error:
+                    failure = str(error)
+            return Entry("save", self._group.gather_json("save", failure)[0])
+
+        failure = self._perform("save", attempt, lambda entry, _: entry.value)
+        if failure is not None:
+            raise CheckpointError(failure)
+
+    def load(self, path: Path) -> None:
+        """See `Run.load`."""
+
+        def attempt() -> Entry:
+            failure = None
+            try:
+                facts, tensors = checkpoint.read(path, tensors=True)
+                here = {**self._identity(), "tracked": sorted(self.tracked)}
+                checkpoint.check(path, facts, tensors, here, self._engine.state.tensors())
+            except CheckpointError as error:
+                failure = str(error)
+            failures = [text for text in self._group.gather_json("load", failure) if text is not None]
+            if failures:  # on any worker: nobody has changed anything yet
+                return Entry("load", {"failure": failures[0]})
+            news = self._engine.restore(tensors, facts["values"])
+            return Entry("load", {**facts, "news": news})
+
+        def adopt(entry: Entry, took_part: bool) -> str | None:
+            facts = entry.value
+            if "failure" in facts:
+                return str(facts["failure"])
+            self._engine.restored(facts["news"], facts["version"], took_part)
+            for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
+                pair.set_hyperparameters(checkpoint.unpack(groups))
+            for name, value in self.tracked.items():
+                value.load_state_dict(checkpoint.unpack(facts["tracked"][name]))
+            self.position = self.next = facts["position"]
+            self._past = facts["data"]
+            if took_part and self._engine.state.fingerprint() != facts["fingerprint"]:
+                raise CheckpointError(f"{path} was loaded but its fingerprint differs from the one that was saved")
+            return None
+
+        failure = self._perform("load", attempt, adopt)
+        if failure is not None:
+            raise CheckpointError(failure)
+
+    def begin(self, directory: Path, every: int | str, keep: int, *, resume: bool) -> None:
+        """See `Run.checkpoint`."""
+        self._checkpoints = Checkpoints(directory, every, keep)
+
+        def attempt() -> Entry:
+            found, failure = None, None
+            if resume and self._group.rank == 0 and self._checkpoints is not None:
+                try:
+                    found = self._checkpoints.find(self._identity(), self._engine.state.tensors(), self._ledger)
+                except CheckpointError as error:
+                    failure = str(error)
+            facts = found and {"path": str(found.path), **{key: found.facts[key] for key in ("data", "fingerprint")}}
+            facts, failure = self._group.gather_json("checkpoint", [facts, failure])[0]
+            if failure is not None:
+                raise CheckpointError(failure)
+            return Entry("checkpoint", facts, followers=found.entries if found else ())
+
+        def adopt(entry: Entry, _: bool) -> None:
+            if entry.value is not None:
+                self._resumption = Resumption(Path(entry.value["path"]), entry.value, self._engine, self._ledger)
+                for number, sizes in enumerate(self._data):
+                    self._resumption.check_data(number, sizes)
+
+        self._perform("checkpoint", attempt, adopt)
+
+    def say_if_none(self) -> None:
+        """The run shall go on from a checkpoint and is about to do its first step: say so if there is none to find."""
+        fresh = self._checkpoints is None and not self._engine.version and not self._ledger.catching_up
+        if fresh and self._group.rank == 0:
+            say("--resume, but the script has not called run.checkpoint(directory, every=...): starting anew")
+
+    def heed(self) -> None:
+        """After a step: write a checkpoint if one is due, and stop if we are asked to."""
+        if not self._ledger.took_part:
+            return
+        _, asked, stop = self._ledger.asked
+        saves = self._checkpoints if self._group.rank == 0 else None
+        if saves is not None and (stop or saves.due(self._engine.version, asked)):
+            tensors = {name: tensor.clone() for name, tensor in self._engine.state.tensors().items()}
+            past = self._ledger.journal.packed(self._ledger.done)
+            saves.write(Snapshot(tensors, self._facts(), past), wait=bool(stop))
+        if stop:
+            if self._group.rank == 0:
+                path = saves and saves.newest()
+                self._group.tell({"stopped": {"step": self._engine.version, "checkpoint": path and str(path)}})
+            raise Stopped
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            **self._identity(),
+            "version": self._engine.version,
+            "position": self.next,
+            "data": list(self._data),
+            "values": dict(self._engine.state.values),
+            "groups": [checkpoint.pack(pair.hyperparameters()) for pair in self._engine.pairs],
+            "tracked": {name: checkpoint.pack(value.state_dict()) for name, value in self.tracked.items()},
+        }
+
+    def _identity(self) -> dict[str, int]:
+        """What must be alike for a checkpoint to fit."""
+        return {"shards": self._config.shards, "seed": self._config.seed, "optimizers": len(self._engine.pairs)}
+
+    def close(self) -> None:
+        """Wait for what is being written, for a bounded time."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
