@@ -29,6 +29,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Python ends as it always does."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Fail a test that leaks a thread, a process, a memfd or an environment variable, or changes torch's settings."""
