@@ -22,9 +22,8 @@ from evenstep.core.events import send
 from evenstep.launch.console import Console
 from evenstep.launch.servers import ServerProcess, start_servers
 from evenstep.launch.supervisor import Job, supervise
-from evenstep.launch.worker import take_streams
+from evenstep.launch.worker import live_apart
 from evenstep.launch.worker_process import signal_name
-from evenstep.native import core
 from evenstep.plan.groups import Setup
 from evenstep.run.progress import Merger, Progress
 
@@ -247,12 +246,7 @@ def _become_supervisor(parent: int, job: Job, streams: tuple[int, int], report: 
     """Turn this process, just forked by the launcher, into the supervisor of one group. Never returns."""
     code = 1
     try:
-        core.die_with_parent()
-        if os.getppid() != parent:
-            os._exit(1)
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        take_streams(streams, {report})
+        live_apart(parent, streams, {report})
         code = supervise(job)
     except EvenstepError as error:
         print(f"evenstep: {error}", file=sys.stderr)

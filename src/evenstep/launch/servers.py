@@ -13,9 +13,8 @@ from typing import NoReturn
 import torch
 
 from evenstep.core.errors import EvenstepError, ServerError
-from evenstep.launch.worker import take_streams
+from evenstep.launch.worker import live_apart
 from evenstep.launch.worker_process import signal_name
-from evenstep.native import core
 from evenstep.plan.groups import Setup
 from evenstep.server.replicas import Replica
 from evenstep.server.server import ParameterServer
@@ -125,14 +124,9 @@ def _become_server(parent: int, number: int, setup: Setup, token: str, told: int
     """Turn this process, just forked by the launcher, into a server. Never returns."""
     code = 1
     try:
-        core.die_with_parent()
-        if os.getppid() != parent:
-            os._exit(1)
-        os.setsid()
-        signal.set_wakeup_fd(-1)
+        live_apart(parent, (1, 2), {told, report})
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(name, signal.SIG_DFL)
-        take_streams((1, 2), {told, report})
         torch.set_num_threads(1)  # as in a run
         code = _serve(number, setup, token, told, report)
     except EvenstepError as error:

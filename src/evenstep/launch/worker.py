@@ -26,7 +26,7 @@ from evenstep.core.errors import (
 from evenstep.core.events import send
 from evenstep.native import core
 
-__all__ = ["STACK_SIGNAL", "become_worker", "take_streams"]
+__all__ = ["STACK_SIGNAL", "become_worker", "live_apart"]
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Lets a worker write the stacks of its threads to standard error."""
@@ -49,17 +49,12 @@ def become_worker(
     """
     code = 1
     try:
-        core.die_with_parent()
-        if os.getppid() != parent:
-            os._exit(1)
-        os.setsid()
-        signal.set_wakeup_fd(-1)
+        live_apart(parent, streams, keep)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
-        take_streams(streams, keep)
         faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
         env.write(variables)
         place = env.read()
@@ -76,8 +71,19 @@ def become_worker(
         os._exit(code & 0xFF)  # as the kernel would; a larger number raises, and this process would go on
 
 
-def take_streams(streams: tuple[int, int], keep: set[int]) -> None:
-    """Make these pipes standard output and error; close everything else but the descriptors to keep."""
+def live_apart(parent: int, streams: tuple[int, int], keep: set[int]) -> None:
+    """Let a process that was just forked have a life of its own, which ends with its parent's.
+
+    Args:
+        parent: If it is gone already, so are we.
+        streams: What becomes standard output and error.
+        keep: The descriptors to keep; all others are closed.
+    """
+    core.die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
+    signal.set_wakeup_fd(-1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(streams[0], 1)

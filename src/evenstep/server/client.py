@@ -44,22 +44,7 @@ def connect(
     top_k: float | None = None,
     register: bool = True,
 ) -> "Client":
-    """Connect to a parameter server.
-
-    Args:
-        url: `http://host:port`, `https://`, `tcp://host:port`, `tcps://`, or `memory://name` on the server's machine.
-        worker: What this worker calls itself; another one with the same name would be taken for it.
-        token: What the server printed, if it wants one.
-        timeout_s: How long to try when the server cannot be reached, and to wait for other workers.
-        cafile: For TLS: whom to trust, if not the system's authorities.
-        bfloat16: Send and get parameters in bfloat16, which halves what travels and loses precision.
-        top_k: Send only this share of each gradient, the largest, and keep the rest for later.
-        register: Be counted among the workers. False for those who only read: nobody waits for them.
-
-    Raises:
-        ConfigError: An argument makes no sense.
-        UnreachableError: Nobody is there.
-    """
+    """Connect to one server; see `connecting.connect`."""
     parts = urlsplit(url)
     context = None
     if parts.scheme in ("https", "tcps"):
