@@ -303,8 +303,9 @@ def test_weights_share_out_the_shards(script, undisturbed):
 
 
 def test_workers_come_and_go_by_command_and_by_signal(script, tmp_path, undisturbed):
-    there = f"lambda shard: torch.tensor([float(os.path.exists(r'{tmp_path}/go'))])"
-    hold = f"while run.version == 10 and not run.exchange('go', {there}): time.sleep(0.02)"  # all decide alike
+    wait = "time.sleep(0.01)"  # only those who take part do, so that who comes later catches up
+    there = f"lambda shard: torch.tensor([float(os.path.exists(r'{tmp_path}/go'))]) if {wait} is None else None"
+    hold = f"while run.version == 10 and not run.exchange('go', {there}): pass"  # all decide alike
     with Cli("run", "-n", "2", script(training(before=hold))) as cli:
 
         def workers():

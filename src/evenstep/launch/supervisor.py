@@ -496,7 +496,9 @@ class _Supervisor:
         self._first_failure = worker
         self._starts.clear()
         for other in self._others(worker):
-            if other.waits:  # nobody will call it any more
+            if other.replaying:  # it has nothing to say, and may be so young that it would take a SIGTERM for ours
+                other.signal(signal.SIGKILL)
+            elif other.waits:  # nobody will call it any more
                 other.signal(signal.SIGTERM)
         self._deadline = time.monotonic() + (0 if worker.final else _GRACE_S)
 
