@@ -25,7 +25,7 @@ def deltas(amount=-1.0):
     return {name: torch.full_like(p, amount) for name, p in model().named_parameters()}
 
 
-@pytest.fixture(params=[*((name, 1) for name in TRANSPORTS), ("tcp", 2), ("memory", 3)], ids=lambda p: f"{p[0]}x{p[1]}")
+@pytest.fixture(params=[*((name, 1) for name in TRANSPORTS), ("tcp", 2)], ids=lambda p: f"{p[0]}x{p[1]}")
 def serve(request):
     """Starts servers, and connects to them by one transport."""
     started, clients = [], []
