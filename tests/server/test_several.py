@@ -275,6 +275,17 @@ def test_the_command_starts_them_watches_them_and_takes_them_along(script, tmp_p
         assert "with a directory it would have been started again" in done.stderr.splitlines()[-1]
 
 
+def test_a_signal_to_all_processes_ends_them_as_one_to_the_first_does(script):
+    argv = ["server", f"{script(BUILDER, 'model.py')}:build", "--servers", "2", "--transports", "tcp"]
+    with Cli(*argv) as cli:
+        cli.until_it_says("serving at")
+        for pid in [*processes.descendants(cli.pid), cli.pid]:
+            os.kill(pid, signal.SIGTERM)
+        done = cli.wait(20.0)
+    assert done.code == 0
+    assert "lost the server" not in done.stderr
+
+
 def test_without_a_lock_clients_change_the_memory_of_every_server():
     with serving(lock=False, transports=("memory",)) as server, connect(server.url) as client:
         for version in range(1, 6):

@@ -76,7 +76,7 @@ def become(main: Callable[[Line], None], keep: socket.socket) -> NoReturn:
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN)  # who signals all of us means the user's process, which ends us
         signal.set_wakeup_fd(-1)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) != keep.fileno():
