@@ -19,6 +19,7 @@ from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
+from evenstep.core.output import unheard
 from evenstep.data.loader import Batch, Loader, cut_batch, num_rows, num_samples
 from evenstep.data.order import Deal, Plan
 from evenstep.engine.determinism import profile
@@ -202,7 +203,8 @@ class Run:
             if self._env.events_fd is not None:
                 send(self._env.events_fd, {"fingerprint": fingerprint, "operation": self._ledger.done})
             elif self._group.rank == 0:
-                print(f"fingerprint {fingerprint}", flush=True)
+                with unheard(sys.stdout):
+                    print(f"fingerprint {fingerprint}", flush=True)
 
         try:
             self._conclude()
