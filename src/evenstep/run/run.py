@@ -231,11 +231,12 @@ class Run:
             raise
 
     def _check_open(self) -> None:
-        """Say that the run is over.
+        """See that this run goes on, in this process.
 
         Raises:
-            ConfigError: It is.
+            ConfigError: It is over, or this is a copy of the process that runs it.
         """
+        self._group.check_process()
         if self._closed:
             raise ConfigError(
                 "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
