@@ -48,7 +48,7 @@ def test_a_copy_that_goes_on_is_told_so_and_the_run_ends_as_without_it(script, t
     done = cli_run("run", "-n", "2", path, tmp_path / "both")
     assert done.code == 0, done.stderr
     assert "[1] the copy ended with 2" in done.stdout
-    told = r"\[1\] evenstep: process (\d+) is a forked copy of worker 1 \(process (?!\1)\d+\) and cannot go on in its place"
+    told = r"\[1\] evenstep: process (\d+) is a forked copy of worker 1 \(process (?!\1)\d+\) and cannot go on in"
     assert re.search(told, done.stderr)
     assert done.stdout.splitlines()[-1] == alone.stdout.splitlines()[-1], "the fingerprint"
     if not loaders:  # else the copy's iterator ends the loaders that it shares with the worker's, and that is replaced

@@ -20,8 +20,9 @@ from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
 from evenstep.core.output import unheard
-from evenstep.data.loader import Batch, Loader, cut_batch, num_rows, num_samples
+from evenstep.data.loader import Batch, Loader, num_samples
 from evenstep.data.order import Deal, Plan
+from evenstep.data.whole import Whole
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
 from evenstep.engine.pair import Pair
@@ -475,8 +476,8 @@ class Run:
         """Do one step on a batch. All workers must call this alike; blocks until all have committed it, or none.
 
         Args:
-            batch: One of `batches`, or tensors (in tuples, lists, dicts) that hold the whole global batch on every
-                worker and are cut by position.
+            batch: One of `batches`, or a whole global batch, the same on every worker, which is cut by position: any
+                structure of tensors, arrays and lists of samples (see `data.whole`).
             function: Called once for every part of this worker; returns the mean loss over the part's samples, or
                 (loss, {"metric": per-sample values or their mean}).
             optimizer: Which of several prepared optimizers steps; with one it need not be said.
@@ -526,12 +527,10 @@ class Run:
         raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
 
     def _cut(self, batch: Any) -> Batch:
-        rows = num_rows(batch)
-        if not rows:
-            raise ConfigError("the batch holds no tensor with samples in its first dimension")
-        spans = cut(rows, self.shards)
+        whole = Whole(batch)
+        spans = cut(whole.num_rows, self.shards)
         sizes = [end - first for first, end in spans]
-        return Batch(0, self.version, sizes, {}, lambda k: cut_batch(batch, *spans[k]), self.config.device)
+        return Batch(0, self.version, sizes, {}, lambda k: whole.part(*spans[k]), self.config.device)
 
     def evaluate(
         self,
