@@ -19,6 +19,7 @@ from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
+from evenstep.core.output import unheard
 from evenstep.data.loader import Batch, Loader, num_samples
 from evenstep.data.order import Deal, Plan
 from evenstep.data.whole import Whole
@@ -203,7 +204,8 @@ class Run:
             if self._env.events_fd is not None:
                 send(self._env.events_fd, {"fingerprint": fingerprint, "operation": self._ledger.done})
             elif self._group.rank == 0:
-                print(f"fingerprint {fingerprint}", flush=True)
+                with unheard(sys.stdout):
+                    print(f"fingerprint {fingerprint}", flush=True)
 
         try:
             self._conclude()
@@ -230,11 +232,12 @@ class Run:
             raise
 
     def _check_open(self) -> None:
-        """Say that the run is over.
+        """See that this run goes on, in this process.
 
         Raises:
-            ConfigError: It is.
+            ConfigError: It is over, or this is a copy of the process that runs it.
         """
+        self._group.check_process()
         if self._closed:
             raise ConfigError(
                 "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
