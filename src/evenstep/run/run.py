@@ -32,6 +32,7 @@ from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.plan.placement import cut
+from evenstep.run import unclosed
 from evenstep.run.aggregated import AggregatedEngine
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
 from evenstep.run.grouped import GroupedEngine
@@ -158,6 +159,8 @@ class Run:
             raise
         if not self.config.quiet and not (apart and self.worker > 0):
             self._display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
+        if not self.config.quiet and self.worker == 0:
+            unclosed.opened(self, self._say)
         seed_all(seed)
 
     def _meet(self) -> Entry:
@@ -198,9 +201,11 @@ class Run:
             self._engine.finish(took_part)
             if self._display is not None:
                 self._display.close()
+            fingerprint = entry.value or self.fingerprint()
+            if self._env.trace is not None and self._group.rank == 0:
+                self._note({"fingerprint": fingerprint})
             if self.config.quiet:
                 return
-            fingerprint = entry.value or self.fingerprint()
             if self._env.events_fd is not None:
                 send(self._env.events_fd, {"fingerprint": fingerprint, "operation": self._ledger.done})
             elif self._group.rank == 0:
@@ -265,11 +270,19 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        unclosed.closed(self)
         if self._display is not None:
             self._display.close()
         self._saving.close()
         self._engine.close()
         self._close_group()
+
+    def _say(self, sentence: str) -> None:
+        """Say something of our own, through the launcher if there is one."""
+        if self._env.events_fd is not None:
+            send(self._env.events_fd, {"says": sentence})
+        else:
+            print(f"evenstep: {sentence}", file=sys.stderr, flush=True)
 
     def _close_group(self) -> None:
         """Let go of the segment, unless another run of this process may go on in it."""
@@ -728,8 +741,12 @@ class Run:
     def _trace(self, *, first: bool) -> None:
         if self._env.trace is None or self._group.rank != 0 or (first and self.version) or not self._ledger.took_part:
             return
+        self._note({"step": self.version, "digests": self._engine.state.digests()})
+
+    def _note(self, record: dict[str, Any]) -> None:
+        assert self._env.trace is not None, "somebody wants to know"
         with self._env.trace.open("a") as file:
-            file.write(json.dumps({"step": self.version, "digests": self._engine.state.digests()}) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
 def _compare_profiles(worker: int, mine: dict[str, Any], first: dict[str, Any]) -> None:
