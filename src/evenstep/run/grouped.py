@@ -103,6 +103,11 @@ class GroupedEngine(Engine):
         super().__init__(config, ledger)
         self.compute.number_of = lambda version: version * place.groups + place.group
 
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]  # decided for each step here
+        """Whether losses can be weighted by something else than rows: not if sums leave during backward."""
+        return self._gradients.send is None
+
     # ---- prepare ----
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:

@@ -528,7 +528,7 @@ class Run:
             raise ConfigError("the batch holds no tensor with samples in its first dimension")
         spans = cut(rows, self.shards)
         sizes = [end - first for first, end in spans]
-        return Batch(0, self.version, sizes, {}, lambda k: cut_batch(batch, *spans[k]), self.config.device)
+        return Batch(0, self.version, sizes, {}, lambda k: cut_batch(batch, *spans[k]), self.config.device, batch)
 
     def evaluate(
         self,
