@@ -58,6 +58,7 @@ class Engine:
     """
 
     weighs = True  # whether losses can be weighted by something else than rows
+    has_optimizer = True  # whether the optimizer that steps is here
 
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self.config, self.ledger, self.group = config, ledger, ledger.group
@@ -114,6 +115,7 @@ class Engine:
         """No operation is under way on this worker."""
         for pair in self.pairs:
             pair.gradients.clear()
+            pair.remember()
         self.models.slots.bind_base()
         self.models.remember_versions()
 
@@ -180,9 +182,31 @@ class Engine:
         self.determinism.check()
         if not self.ledger.catching_up:
             self.models.check_versions()
+            pair.check_untouched()
+        self._take_in(pair)
         return self.ledger.perform(
             kind, self.version, lambda: self._try(kind, samples, function, pair, clip_norm, clip_value), adopt
         )
+
+    def _take_in(self, pair: Pair) -> None:
+        """Train what user code has added to an optimizer since it was prepared."""
+        added = pair.added()
+        if not added:
+            return
+        if not self.has_optimizer:
+            raise UnsupportedError(
+                "parameters were added to an optimizer after it was prepared, but the servers have theirs already; add "
+                "them before run.prepare"
+            )
+        pair.extend(added, {id(p): name for name, p in self.models.slots.parameters.items()})
+        pair.gradients.replan(self.spans)
+        kind = "parameters added"
+
+        def attempt() -> Entry:
+            pair.compare(kind)
+            return Entry(kind)
+
+        self.ledger.perform(kind, self.version, attempt, lambda *_: None)
 
     def _try(
         self,
@@ -339,15 +363,25 @@ class Engine:
         """The last batch of an epoch was a step."""
 
     def edit(self, function: Callable[[], None], seed: int) -> None:
-        """Let the first worker change parameters and buffers; everyone has the result afterwards."""
+        """Let the first worker change parameters, buffers and optimizers; everyone has the result afterwards."""
 
         def attempt() -> Entry:
             self.group.barrier("edit begins")
-            self.models.edit(function, seed)
-            self.group.barrier("edit ends")
-            return Entry("edit")
+            mine = self.models.edit(function, seed, self.pairs) if self.group.rank == 0 else None
+            changes = self.group.gather_json("edit ends", mine)[0]
+            for pair, (news, gone, _) in zip(self.pairs, changes, strict=True):
+                if (news or gone) and not self.has_optimizer:
+                    raise UnsupportedError(
+                        "run.edit changed the state of an optimizer, but the one that steps is the server's; change "
+                        "parameters and learning rates only"
+                    )
+                pair.settle(news, {i for i, _, _ in news} if self.group.rank == 0 else set())
+            self.group.barrier("state moved")
+            return Entry("edit", changes)
 
-        def adopt(_: Entry, took_part: bool) -> None:
+        def adopt(entry: Entry, took_part: bool) -> None:
+            for pair, changes in zip(self.pairs, entry.value, strict=True):
+                pair.adopt_changes(changes, took_part)
             with torch.no_grad():
                 self.models.pull()
             self._settled()

@@ -92,6 +92,8 @@ class GroupedEngine(Engine):
         place: Where the group stands.
     """
 
+    has_optimizer = False
+
     def __init__(self, config: RunConfig, ledger: Ledger, place: Place) -> None:
         self.place = place
         self._servers: Servers | None = None

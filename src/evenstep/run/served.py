@@ -95,6 +95,8 @@ class ServedEngine(Engine):
         UnsupportedError: This worker was started again, and synchronous updates need what it had.
     """
 
+    has_optimizer = False
+
     def __init__(self, config: RunConfig, ledger: Ledger, through: Through, env: Environment) -> None:
         self._options: list[dict[str, Any]] = []  # as the server knows them
         worker, num_workers = env.worker, env.num_workers
