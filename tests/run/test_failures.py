@@ -202,7 +202,7 @@ def test_mistakes_in_a_step_are_said_in_a_sentence():
                 step(run, model, wrong)
         with pytest.raises(evenstep.ConfigError, match="has 3 values for a part of 2 samples"):
             step(run, model, lambda part: (model(part[0]).mean(), {"m": torch.zeros(3)}))
-        with pytest.raises(evenstep.ConfigError, match="no tensor with samples"):
+        with pytest.raises(evenstep.ConfigError, match="no tensor, array or list with samples"):
             run.step({"a": 3}, lambda part: part)
 
 

@@ -19,8 +19,10 @@ from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
-from evenstep.data.loader import Batch, Loader, cut_batch, num_rows, num_samples
+from evenstep.core.output import unheard
+from evenstep.data.loader import Batch, Loader, num_samples
 from evenstep.data.order import Deal, Plan
+from evenstep.data.whole import Whole
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
 from evenstep.engine.pair import Pair
@@ -202,7 +204,8 @@ class Run:
             if self._env.events_fd is not None:
                 send(self._env.events_fd, {"fingerprint": fingerprint, "operation": self._ledger.done})
             elif self._group.rank == 0:
-                print(f"fingerprint {fingerprint}", flush=True)
+                with unheard(sys.stdout):
+                    print(f"fingerprint {fingerprint}", flush=True)
 
         try:
             self._conclude()
@@ -229,11 +232,12 @@ class Run:
             raise
 
     def _check_open(self) -> None:
-        """Say that the run is over.
+        """See that this run goes on, in this process.
 
         Raises:
-            ConfigError: It is.
+            ConfigError: It is over, or this is a copy of the process that runs it.
         """
+        self._group.check_process()
         if self._closed:
             raise ConfigError(
                 "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
@@ -472,8 +476,8 @@ class Run:
         """Do one step on a batch. All workers must call this alike; blocks until all have committed it, or none.
 
         Args:
-            batch: One of `batches`, or tensors (in tuples, lists, dicts) that hold the whole global batch on every
-                worker and are cut by position.
+            batch: One of `batches`, or a whole global batch, the same on every worker, which is cut by position: any
+                structure of tensors, arrays and lists of samples (see `data.whole`).
             function: Called once for every part of this worker; returns the mean loss over the part's samples, or
                 (loss, {"metric": per-sample values or their mean}).
             optimizer: Which of several prepared optimizers steps; with one it need not be said.
@@ -523,12 +527,10 @@ class Run:
         raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
 
     def _cut(self, batch: Any) -> Batch:
-        rows = num_rows(batch)
-        if not rows:
-            raise ConfigError("the batch holds no tensor with samples in its first dimension")
-        spans = cut(rows, self.shards)
+        whole = Whole(batch)
+        spans = cut(whole.num_rows, self.shards)
         sizes = [end - first for first, end in spans]
-        return Batch(0, self.version, sizes, {}, lambda k: cut_batch(batch, *spans[k]), self.config.device, batch)
+        return Batch(0, self.version, sizes, {}, lambda k: whole.part(*spans[k]), self.config.device, batch)
 
     def evaluate(
         self,
