@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
+from evenstep.data.contents import contents_of
 from evenstep.data.nested import to_device
 from evenstep.data.order import Request
 from evenstep.engine.randomness import Stream, derive, preserved, seed_all
@@ -37,6 +38,7 @@ class Batch:
         parts: The collated samples of the shards that were loaded so far.
         load: Loads the samples of any shard: a worker may have to take over the shards of another.
         device: Where the samples shall be.
+        whole: All samples, if every worker came with all of them.
     """
 
     epoch: int
@@ -45,11 +47,16 @@ class Batch:
     parts: dict[int, Any]
     load: Callable[[int], Any]
     device: str = "cpu"
+    whole: Any = None
 
     @property
     def name(self) -> str:
         """Which batch this is, in words."""
         return f"epoch {self.epoch} batch {self.number}"
+
+    def contents(self) -> dict[str, str]:
+        """What it holds, in a few words, where every worker came with all of it; nothing where each loads its own."""
+        return {} if self.whole is None else contents_of(self.whole)
 
     def part(self, shard: int) -> Any:
         """The samples of a shard, on the device."""

@@ -543,7 +543,7 @@ class Run:
         whole = Whole(batch)
         spans = cut(whole.num_rows, self.shards)
         sizes = [end - first for first, end in spans]
-        return Batch(0, self.version, sizes, {}, lambda k: whole.part(*spans[k]), self.config.device)
+        return Batch(0, self.version, sizes, {}, lambda k: whole.part(*spans[k]), self.config.device, batch)
 
     def evaluate(
         self,
