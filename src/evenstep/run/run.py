@@ -19,7 +19,7 @@ from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
-from evenstep.core.output import unheard
+from evenstep.core.output import say, unheard
 from evenstep.data.loader import Batch, Loader, num_samples
 from evenstep.data.order import Deal, Plan
 from evenstep.data.whole import Whole
@@ -282,7 +282,7 @@ class Run:
         if self._env.events_fd is not None:
             send(self._env.events_fd, {"says": sentence})
         else:
-            print(f"evenstep: {sentence}", file=sys.stderr, flush=True)
+            say(sentence)
 
     def _close_group(self) -> None:
         """Let go of the segment, unless another run of this process may go on in it."""
