@@ -1,5 +1,6 @@
 """The operations of a group, in the order in which they were started."""
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Work
 
+from evenstep.core.errors import ConfigError
 from evenstep.distributed.work import DONE, PendingWork
 
 __all__ = ["Progress"]
@@ -25,6 +27,7 @@ class Progress:
     def __init__(self, name: str, in_background: Callable[[bool], None]) -> None:
         self._name = name
         self._in_background = in_background
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._num_open = 0  # started and not over
         self._turn = threading.Lock()  # held while a job is done
@@ -43,6 +46,7 @@ class Progress:
 
         Raises:
             EvenstepError: What the job raised, if it was done here.
+            ConfigError: This process is a fork of the one that made this, whose thread it has not.
         """
         if not asynchronous and self.enter():
             try:
@@ -50,6 +54,11 @@ class Progress:
             finally:
                 self.leave()
             return DONE
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"{name} was called by process {os.getpid()}, a fork of process {self._pid}, which alone may use its "
+                "process group; communicate there, or make a group here"
+            )
         with self._lock:
             self._num_open += 1
             work = PendingWork(name, result)
@@ -78,6 +87,8 @@ class Progress:
 
     def close(self) -> None:
         """End the thread when the jobs that were started are over."""
+        if os.getpid() != self._pid:  # a fork has no thread, and maybe a lock that it held
+            return
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:

@@ -17,6 +17,7 @@ enum {
     ES_GONE = 4,        /* the process of the culprit has ended, or it left the team */
     ES_SILENT = 5,      /* the culprit did not come in time */
     ES_INTERRUPTED = 6, /* `look` said so */
+    ES_FORKED = 7,      /* this process is a fork of the rank */
 };
 
 enum {
@@ -39,6 +40,7 @@ typedef struct {
     uint8_t merges[ES_MAX_INPUTS]; /* the tree over the ranks */
     size_t at_once_bytes; /* up to here everyone reduces everything; above, each rank reduces a part and shares it */
     uint64_t step;         /* the last one that this rank has published */
+    uint32_t num_forks;    /* es_num_forks() in the process of this rank */
     uint32_t culprit;      /* after an error: who it is about */
     /* Called now and then during a long wait, about each rank that has not come yet: 1 if its process has ended, 0 if
      * not, -1 to stop waiting. */
@@ -54,7 +56,7 @@ typedef struct {
     int dtype, op;  /* of a reduction; else dtype is ES_U8 */
     uint32_t root;  /* where there is one */
     size_t count;   /* items of one piece; a piece is what one rank contributes, or gets, in one `in` or `out` */
-    int64_t timeout_ns;
+    int64_t timeout_ns;       /* how long a rank may take for a step of it */
     uint32_t spin;            /* how often to look before sleeping */
     size_t step_bytes;        /* how much to move in a step; of what the ranks say, the most counts */
     const void *const *in;    /* one piece, or one for each rank; NULL where this rank has nothing to give */
@@ -64,7 +66,7 @@ typedef struct {
 } es_call;
 
 /* Takes part in an operation; all ranks of the team must call it. Blocks until this rank has what it is to get.
- * Returns ES_OK, ES_ABORTED, ES_MISMATCH, ES_GONE, ES_SILENT or ES_INTERRUPTED; after an error the team is lost. */
+ * Returns ES_OK, ES_ABORTED, ES_MISMATCH, ES_GONE, ES_SILENT or ES_INTERRUPTED, and the team is lost; or ES_FORKED. */
 int es_collective(es_team *team, const es_call *call);
 
 /* ---- messages ---- */

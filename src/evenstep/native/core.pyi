@@ -8,6 +8,7 @@ ES_ABORTED: int
 ES_MISMATCH: int
 ES_GONE: int
 ES_SILENT: int
+ES_FORKED: int
 ES_BARRIER: int
 ES_ALL_REDUCE: int
 ES_REDUCE: int

@@ -221,6 +221,7 @@ static PyObject *make_team(PyObject *self, PyObject *args) {
     team->num_ranks = (uint32_t)num_ranks;
     memcpy(team->merges, merges, (size_t)num_ranks);
     team->at_once_bytes = (size_t)at_once_bytes;
+    team->num_forks = es_num_forks();
     team->look = look_around;
     team->context = Py_NewRef(look);
     PyObject *capsule = PyCapsule_New(team, TEAM, forget_team);
@@ -487,6 +488,7 @@ PyMODINIT_FUNC PyInit_core(void) {
     PyModule_AddIntMacro(m, ES_MISMATCH);
     PyModule_AddIntMacro(m, ES_GONE);
     PyModule_AddIntMacro(m, ES_SILENT);
+    PyModule_AddIntMacro(m, ES_FORKED);
     PyModule_AddIntMacro(m, ES_BARRIER);
     PyModule_AddIntMacro(m, ES_ALL_REDUCE);
     PyModule_AddIntMacro(m, ES_REDUCE);
