@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import signal
 import socket
 import time
@@ -241,3 +242,27 @@ def test_a_tensor_of_another_layout_is_refused():
         failure(EvenstepError, lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BOR))
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "asynchronously", "send", "barrier"])
+def test_a_forked_copy_of_a_rank_is_told_that_it_is_none(name):
+    def body(rank):
+        one = torch.ones(1000)
+        dist.all_reduce(one, async_op=True).wait()  # there is a thread, which a copy has not
+        if rank == 0:
+            copy = os.fork()
+            if copy == 0:
+                try:
+                    text = failure(ConfigError, operations(rank)[name])
+                    os._exit(
+                        0 if f"is a forked copy of a rank of torch.distributed (process {os.getppid()})" in text else 1
+                    )
+                finally:
+                    os._exit(2)
+            pidfd = os.pidfd_open(copy)
+            assert select.select([pidfd], [], [], 20)[0], "it waits"
+            assert os.waitpid(copy, 0)[1] == 0
+        dist.all_reduce(one)
+        return float(one[0])
+
+    assert run_ranks(3, body) == [9.0] * 3

@@ -1,5 +1,6 @@
 """The operations of a group, in the order in which they were started."""
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Work
 
+from evenstep.core.identity import check_not_a_copy
 from evenstep.distributed.work import DONE, PendingWork
 
 __all__ = ["Progress"]
@@ -24,6 +26,7 @@ class Progress:
 
     def __init__(self, name: str, in_background: Callable[[bool], None]) -> None:
         self._name = name
+        self._pid = os.getpid()
         self._in_background = in_background
         self._lock = threading.Lock()
         self._num_open = 0  # started and not over
@@ -44,6 +47,7 @@ class Progress:
         Raises:
             EvenstepError: What the job raised, if it was done here.
         """
+        self.check_process()
         if not asynchronous and self.enter():
             try:
                 job()
@@ -59,8 +63,21 @@ class Progress:
                 self._thread.start()
         return work
 
+    def check_process(self) -> None:
+        """See that this process is the rank whose operations these are.
+
+        Raises:
+            ConfigError: It is a forked copy of it.
+        """
+        check_not_a_copy(self._pid, "a rank of torch.distributed")
+
     def enter(self) -> bool:
-        """Take the turn for a job that is done here and now, if no other is open. Then `leave` must follow."""
+        """Take the turn for a job that is done here and now, if no other is open. Then `leave` must follow.
+
+        Raises:
+            ConfigError: This process is a copy of the rank.
+        """
+        self.check_process()
         return self._num_open == 0 and self._turn.acquire(blocking=False)
 
     def _over(self) -> None:
