@@ -239,9 +239,12 @@ class Cli:
     def __init__(self, *argv: str | Path, variables: dict[str, str] | None = None) -> None:
         self._files = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("out", "err")]
         self._code: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            _be_cli([str(arg) for arg in argv], variables or {}, self._files)
+        self.pid = fork_cli([str(arg) for arg in argv], self._attach, variables)
+
+    def _attach(self) -> None:
+        os.setsid()
+        for fd, file in enumerate(self._files, start=1):
+            os.dup2(os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_APPEND), fd)
 
     def __enter__(self) -> "Cli":
         return self
@@ -289,17 +292,19 @@ class Cli:
         return Completed(self._code, self.stdout, self.stderr, self._read(0))
 
 
-def _be_cli(argv: list[str], variables: dict[str, str], files: Sequence[int]) -> None:
+def fork_cli(argv: Sequence[str], attach: Callable[[], None], variables: dict[str, str] | None = None) -> int:
+    """Run the command line in a fork of this process, with standard streams that `attach` makes; return its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
     code = 70
     try:
         core.die_with_parent()
-        os.setsid()
-        for fd, file in enumerate(files, start=1):
-            os.dup2(os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_APPEND), fd)
+        attach()
         faulthandler.enable(2)  # pytest's own writes to a descriptor that a worker closes, and may use for memory
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # as long as the process lives
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115  # likewise
-        os.environ.update(variables)
+        os.environ.update(variables or {})
         weakref.finalize._registry.clear()  # workers run exit handlers: our folders are not theirs to remove
         try:
             code = main(argv)

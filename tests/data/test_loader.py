@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import time
-from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import processes
 from evenstep.core.errors import ConfigError, SilenceError
-from evenstep.data.loader import Loader, cut_batch, num_rows, num_samples, to_device
+from evenstep.data.loader import Loader, num_samples
 from evenstep.data.order import Plan
 from workers import run_outcomes, run_workers
 
@@ -276,27 +275,3 @@ def test_a_stream_that_knows_its_length_and_a_loader_are_refused_with_what_to_pa
 def test_numbers_that_make_no_sense_are_refused(changes):
     with pytest.raises(ConfigError, match="expected loaders >= 0 and prefetch >= 1"):
         load(Watched(), **changes)
-
-
-# ---- nested values ----
-
-Point = namedtuple("Point", "x y")
-
-
-def test_batches_of_any_nesting_are_cut_and_moved_and_keep_their_types():
-    value = {
-        "a": torch.arange(6),
-        "b": [Point(torch.arange(12).reshape(6, 2), "text"), (torch.arange(6.0),)],
-        "c": None,
-    }
-    cut = cut_batch(value, 2, 4)
-    assert cut["a"].tolist() == [2, 3]
-    assert isinstance(cut["b"][0], Point)
-    assert cut["b"][0].x.tolist() == [[4, 5], [6, 7]]
-    assert cut["b"][0].y == "text"
-    assert cut["b"][1][0].tolist() == [2.0, 3.0]
-    assert cut["c"] is None
-    moved = to_device(value, "meta")
-    assert moved["b"][0].x.device.type == "meta"
-    assert num_rows(value) == 6
-    assert num_rows({"a": 3, "b": torch.tensor(1.0)}) is None

@@ -114,11 +114,6 @@ def test_layers_learn_their_names():
     assert names == {n: n for n in ("0.norm", "0.layers.0.0", "0.table.flat", "0.table.deep", "1")}
 
 
-def test_classes_of_a_users_own_are_left_alone():
-    model = convert_sync_batchnorm(nn.Sequential(Own(3)))
-    assert type(model[0]) is Own
-
-
 def test_converted_layers_keep_what_they_have_and_take_what_is_given():
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), eps_mode="clamp")
     assert convert_sync_batchnorm(model)[0].eps_mode == "clamp"

@@ -11,22 +11,24 @@ from pathlib import Path
 from evenstep.cli import graph, groups, topo
 from evenstep.core.config import DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
+from evenstep.core.output import complete_streams, say
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    complete_streams()
     options = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # a terminal without the lines of a tree shows question marks
     try:
         return int(options.command(options))
     except EvenstepError as error:
-        print(f"evenstep: {error}", file=sys.stderr)
+        say(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        print("evenstep: stopped by SIGINT", file=sys.stderr)
+        say("stopped by SIGINT")
         return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read our output is gone: what is buffered goes nowhere
@@ -202,7 +204,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     if setup is None or not setup.servers:
         if setup is not None:
-            print(f"evenstep: {setup.describe()}", file=sys.stderr)
+            say(setup.describe())
         return supervise(job)
     from evenstep.launch.groups import conduct  # here: as above
 
@@ -262,10 +264,9 @@ def _note_misplaced(options: argparse.Namespace) -> None:
     """What follows the script is the script's, even where it looks like ours: that may not be what was meant."""
     for word in options.args:
         if (name := word.partition("=")[0]) in options.own - {"-h", "--help"}:
-            print(
-                f"evenstep: {name} comes after {options.script}, so it goes to the script; if it is meant for "
-                "evenstep, put it before",
-                file=sys.stderr,
+            say(
+                f"{name} comes after {options.script}, so it goes to the script; if it is meant for evenstep, put it "
+                "before"
             )
 
 

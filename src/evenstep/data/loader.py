@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
+from evenstep.data.contents import contents_of
+from evenstep.data.nested import to_device
 from evenstep.data.order import Request
 from evenstep.engine.randomness import Stream, derive, preserved, seed_all
 from evenstep.native import core
 
-__all__ = ["Batch", "Loader", "cut_batch", "num_samples", "to_device"]
+__all__ = ["Batch", "Loader", "num_samples"]
 
 Collate = Callable[[list[Any]], Any]
 _SLICE_S = 0.5  # how soon a loader process that died is noticed, at the latest
@@ -37,6 +38,7 @@ class Batch:
         parts: The collated samples of the shards that were loaded so far.
         load: Loads the samples of any shard: a worker may have to take over the shards of another.
         device: Where the samples shall be.
+        whole: All samples, if every worker came with all of them.
     """
 
     epoch: int
@@ -45,11 +47,16 @@ class Batch:
     parts: dict[int, Any]
     load: Callable[[int], Any]
     device: str = "cpu"
+    whole: Any = None
 
     @property
     def name(self) -> str:
         """Which batch this is, in words."""
         return f"epoch {self.epoch} batch {self.number}"
+
+    def contents(self) -> dict[str, str]:
+        """What it holds, in a few words, where every worker came with all of it; nothing where each loads its own."""
+        return {} if self.whole is None else contents_of(self.whole)
 
     def part(self, shard: int) -> Any:
         """The samples of a shard, on the device."""
@@ -269,35 +276,3 @@ def _as_it_is(batch: Any) -> Any:
 
 def _loader_begins(_: int) -> None:
     core.die_with_parent()
-
-
-def to_device(value: Any, device: str) -> Any:
-    """Move every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    return _rebuild(value, lambda item: to_device(item, device))
-
-
-def cut_batch(value: Any, first: int, end: int) -> Any:
-    """Rows [first, end) of every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return value[first:end]
-    return _rebuild(value, lambda item: cut_batch(item, first, end))
-
-
-def num_rows(value: Any) -> int | None:
-    """The length of the first dimension of the first tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return value.shape[0] if value.ndim else None
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return next((n for item in items if (n := num_rows(item)) is not None), None)
-
-
-def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return type(value)({key: change(item) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(change(item) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(change(item) for item in value)
-    return value

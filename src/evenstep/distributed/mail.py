@@ -135,7 +135,6 @@ class Mail:
         return self._begin(message)
 
     def _message(self, what: str, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> _Message:
-        self._team.refuse_fork()
         self._team.check()
         self._number += 1
         name = f"{what} with tag {tag}, message {self._number} of the group"

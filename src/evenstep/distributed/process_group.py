@@ -401,12 +401,14 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         """Send a tensor to a rank."""
         (tensor,) = tensors
         check_dense(tensor)
+        self._progress.check_process()
         return self._ranks.send(tensor, target, tag, self._timeout_s)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         """Receive a tensor from a rank."""
         (tensor,) = tensors
         check_dense(tensor)
+        self._progress.check_process()
         return self._ranks.receive(tensor, source, tag, self._timeout_s)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Work
 
-from evenstep.core.errors import ConfigError
+from evenstep.core.identity import check_not_a_copy
 from evenstep.distributed.work import DONE, PendingWork
 
 __all__ = ["Progress"]
@@ -26,8 +26,8 @@ class Progress:
 
     def __init__(self, name: str, in_background: Callable[[bool], None]) -> None:
         self._name = name
-        self._in_background = in_background
         self._pid = os.getpid()
+        self._in_background = in_background
         self._lock = threading.Lock()
         self._num_open = 0  # started and not over
         self._turn = threading.Lock()  # held while a job is done
@@ -46,19 +46,14 @@ class Progress:
 
         Raises:
             EvenstepError: What the job raised, if it was done here.
-            ConfigError: This process is a fork of the one that made this, whose thread it has not.
         """
+        self.check_process()
         if not asynchronous and self.enter():
             try:
                 job()
             finally:
                 self.leave()
             return DONE
-        if os.getpid() != self._pid:
-            raise ConfigError(
-                f"{name} was called by process {os.getpid()}, a fork of process {self._pid}, which alone may use its "
-                "process group; communicate there, or make a group here"
-            )
         with self._lock:
             self._num_open += 1
             work = PendingWork(name, result)
@@ -68,8 +63,21 @@ class Progress:
                 self._thread.start()
         return work
 
+    def check_process(self) -> None:
+        """See that this process is the rank whose operations these are.
+
+        Raises:
+            ConfigError: It is a forked copy of it.
+        """
+        check_not_a_copy(self._pid, "a rank of torch.distributed")
+
     def enter(self) -> bool:
-        """Take the turn for a job that is done here and now, if no other is open. Then `leave` must follow."""
+        """Take the turn for a job that is done here and now, if no other is open. Then `leave` must follow.
+
+        Raises:
+            ConfigError: This process is a copy of the rank.
+        """
+        self.check_process()
         return self._num_open == 0 and self._turn.acquire(blocking=False)
 
     def _over(self) -> None:
@@ -87,7 +95,7 @@ class Progress:
 
     def close(self) -> None:
         """End the thread when the jobs that were started are over."""
-        if os.getpid() != self._pid:  # a fork has no thread, and maybe a lock that it held
+        if os.getpid() != self._pid:  # a copy has no thread, and maybe a lock that it held
             return
         with self._lock:
             thread, self._thread = self._thread, None

@@ -123,19 +123,6 @@ class Team:
             raise ConfigError(f"{me} destroyed this process group before it started {tag.decode()}") from error
         self.fail(PeerError, self.index, f"{me} was interrupted in {self._at(tag)}: {error!r}")
 
-    def refuse_fork(self) -> None:
-        """Raise if this process is not the rank but a fork of it, which would speak in its name.
-
-        Raises:
-            ConfigError: It is.
-        """
-        me = self.members[self.index]
-        if os.getpid() != me.pid:
-            raise ConfigError(
-                f"process {os.getpid()} is a fork of {me}, which alone may use this process group; communicate in the "
-                "process that made the group, or make one here"
-            )
-
     def in_background(self, yes: bool) -> None:
         """Whether the operations that follow wait beside a computation, from which they must not take the core."""
         self._manner = (BACKGROUND_SPIN, SLOT_BYTES) if yes else self._eager
@@ -221,8 +208,6 @@ class Team:
     def _fail(self, code: int, culprit: int, tag: bytes, timeout_s: float) -> NoReturn:
         if code == core.ES_ABORTED:
             self.raise_failure()
-        if code == core.ES_FORKED:
-            self.refuse_fork()
         where = f"{self._at(tag)}; its last operation was {self._last(culprit)}"
         if code == core.ES_GONE:
             self.fail_gone([culprit], where)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from evenstep.core.errors import ConfigError, SilenceError
+from evenstep.core.errors import SilenceError
+from evenstep.core.identity import check_not_a_copy
 
 __all__ = ["DONE", "NO_TIMEOUT", "PendingWork"]
 
@@ -87,11 +88,11 @@ class PendingWork(Work):
 
         Raises:
             SilenceError: It is not over after the timeout; the operation goes on.
-            ConfigError: This process is a fork of the one that started it, and it was not over then.
+            ConfigError: This process is a copy of the rank that started it, and it was not over then.
             EvenstepError: It failed; the same error for everyone who waits.
         """
-        if not self._done.is_set() and os.getpid() != self._pid:  # whoever completes it is not here
-            raise ConfigError(f"{self.name} was started by process {self._pid}, of which this is a fork: wait there")
+        if not self._done.is_set():
+            check_not_a_copy(self._pid, "a rank of torch.distributed")  # whoever completes it is not here
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if seconds > 0 else None):
             raise SilenceError(f"{self.name} is not over after {seconds:g} s, and wait(timeout) was not to wait longer")

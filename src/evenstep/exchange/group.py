@@ -22,6 +22,7 @@ from torch import Tensor
 from evenstep.core import points
 from evenstep.core.errors import Dismissed, MismatchError, PeerError, SilenceError
 from evenstep.core.events import Event, send
+from evenstep.core.identity import check_not_a_copy
 from evenstep.exchange import generations
 from evenstep.exchange.board import Board
 from evenstep.exchange.generations import Generation
@@ -77,7 +78,8 @@ class Group:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._failed = False
         self.waited_s = 0.0
-        core.set_pid(segment.base, worker, os.getpid())
+        self._pid = os.getpid()
+        core.set_pid(segment.base, worker, self._pid)
         self.generation, self.left = 0, True
         self.members: list[int] = [worker]
         self.weights: list[float] | None = None
@@ -124,6 +126,14 @@ class Group:
         if self._failed:
             raise self._peer_error()
         self.left = True
+
+    def check_process(self) -> None:
+        """See that this process is the worker.
+
+        Raises:
+            ConfigError: It is a forked copy of it.
+        """
+        check_not_a_copy(self._pid, f"worker {self.worker}")
 
     @property
     def exchanges(self) -> int:
@@ -194,6 +204,7 @@ class Group:
         self, tag: str, mine: int, num_bytes: int, layout: Sequence[tuple[int, int, int]], place: int, everyone: bool
     ) -> None:
         """Post what fits into a slot, and collect from everyone in the layout."""
+        self.check_process()
         if self._failed and self.num_workers > 1:  # a script that goes on all the same must not be met by anybody
             raise self._peer_error()
         if everyone:
@@ -314,12 +325,17 @@ class Group:
         return PeerError(f"worker {culprit} failed, so worker {self.worker} stops too:\n{text}", culprit)
 
     def tell(self, event: Event) -> None:
-        """Tell the supervisor something, if there is one."""
-        if self._events_fd is not None:
+        """Tell the supervisor something, if there is one. A copy of this process has nothing to say."""
+        if self._events_fd is not None and os.getpid() == self._pid:
             send(self._events_fd, event)
 
     def fail(self, text: str) -> None:
-        """Tell everyone that this worker failed; the first failure of a group is the one that counts."""
+        """Tell everyone that this worker failed; the first failure of a group is the one that counts.
+
+        That of a copy of this process does not concern them.
+        """
+        if os.getpid() != self._pid:
+            return
         data = text.encode(errors="backslashreplace")
         if len(data) > core.ES_ERROR_BYTES:  # the end of a traceback says most
             half = core.ES_ERROR_BYTES // 2 - 32

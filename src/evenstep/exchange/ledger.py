@@ -88,9 +88,11 @@ class Ledger:
                 and the state may be ahead of the entry); returns the result.
 
         Raises:
+            ConfigError: This process is a copy of the worker.
             PeerError: Another worker failed, and there is nobody to replace it.
             MismatchError: This worker does another operation than the others did.
         """
+        self.group.check_process()
         if self.prelude is not None:
             prelude, self.prelude = self.prelude, None
             prelude()

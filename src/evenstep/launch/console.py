@@ -4,13 +4,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from io import TextIOWrapper
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 from evenstep.core.errors import ConfigError
 from evenstep.core.events import Event
+from evenstep.core.output import unheard
 from evenstep.run.progress import Display, Progress
 
 __all__ = ["Console"]
@@ -42,7 +43,8 @@ class Console:
         self._log_dir, self._report = log_dir, report
         self._prefix, self._name = ("", "") if group is None else (f"{group}.", f"group {group}: ")
         self._stack = ExitStack()
-        self._logs: dict[int, BinaryIO] = {}
+        self._logs: dict[int, FileIO] = {}
+        self._unlogged: set[int] = set()  # those whose log could not be written
         self._display = Display()
         self._shown = dict.fromkeys(range(num_workers), 0)  # lines of standard output, by place
         self._hidden: dict[int, int] = {}  # how many lines are still to be left out
@@ -62,10 +64,11 @@ class Console:
         self._display.close()
         self._stack.close()
 
-    def _open(self, directory: Path, number: int) -> BinaryIO:
+    def _open(self, directory: Path, number: int) -> FileIO:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            return self._stack.enter_context((directory / f"worker-{self._prefix}{number}.log").open("wb"))
+            path = directory / f"worker-{self._prefix}{number}.log"
+            return self._stack.enter_context(path.open("wb", buffering=0))
         except OSError as error:
             raise ConfigError(
                 f"--log-dir {directory}: {error.filename or directory} cannot be made: {error.strerror}; "
@@ -97,22 +100,23 @@ class Console:
         self._log(number, b"\n".join(lines))
         # with `_bytes_as_they_are`, what is no text in the stream's encoding comes out as it went in
         texts = (line.decode(stream.encoding or "utf-8", "surrogateescape") for line in lines)
-        self._write("\n".join(f"[{self._prefix}{number}] {text}" for text in texts), stream)
+        self._display.write("\n".join(f"[{self._prefix}{number}] {text}" for text in texts), stream)
 
     def pass_on(self, lines: Sequence[bytes], *, is_error: bool) -> None:
         """Show whole lines of a group's supervisor, as they are."""
         stream = sys.stderr if is_error else sys.stdout
         for line in lines:
-            self._write(line.decode(stream.encoding or "utf-8", "surrogateescape"), stream)
+            self._display.write(line.decode(stream.encoding or "utf-8", "surrogateescape"), stream)
 
     def _log(self, number: int, data: bytes) -> None:
-        if number in self._logs:
-            self._logs[number].write(data + b"\n")
-            self._logs[number].flush()
-
-    def _write(self, text: str, stream: TextIO) -> None:
-        self._display.write(text, stream)
-        stream.flush()
+        rest = memoryview(data + b"\n")
+        try:
+            while number in self._logs and rest:
+                rest = rest[self._logs[number].write(rest) :]
+        except OSError as error:
+            if number not in self._unlogged:
+                self._unlogged.add(number)
+                self.say(f"the log of worker {self._prefix}{number} cannot be written: {error.strerror}")
 
     def log_error(self, number: int, text: str) -> None:
         """Note in a worker's log why it fails."""
@@ -121,11 +125,11 @@ class Console:
     def show_error(self, text: str | None) -> None:
         """Show a worker's error, whole."""
         if text:
-            self._write(text.rstrip(), sys.stderr)
+            self._display.write(text.rstrip(), sys.stderr)
 
     def say(self, sentence: str) -> None:
         """Say something of our own."""
-        self._write(f"evenstep: {self._name}{sentence}", sys.stderr)
+        self._display.write(f"evenstep: {self._name}{sentence}", sys.stderr)
 
     def progress(self, progress: Progress) -> None:
         """Show where the batches are."""
@@ -145,12 +149,13 @@ class Console:
         if self._fingerprint is not None and self._report is not None:
             self._report({"fingerprint": self._fingerprint[1]})
         elif self._fingerprint is not None:
-            self._write(f"fingerprint {self._fingerprint[1]}", sys.stdout)
+            self._display.write(f"fingerprint {self._fingerprint[1]}", sys.stdout)
 
     def end_progress(self) -> None:
         """Leave the progress as it is: what comes now is last."""
         self._display.close()
-        sys.stdout.flush()
+        with unheard(sys.stdout):
+            sys.stdout.flush()
 
 
 @contextmanager

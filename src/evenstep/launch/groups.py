@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from evenstep.core.env import Place
 from evenstep.core.errors import EvenstepError, ServerError, Stopped
 from evenstep.core.events import send
+from evenstep.core.output import say
 from evenstep.launch.console import Console
 from evenstep.launch.servers import ServerProcess, start_servers
 from evenstep.launch.supervisor import Job, supervise
@@ -249,7 +250,7 @@ def _become_supervisor(parent: int, job: Job, streams: tuple[int, int], report: 
         live_apart(parent, streams, {report})
         code = supervise(job)
     except EvenstepError as error:
-        print(f"evenstep: {error}", file=sys.stderr)
+        say(str(error))
         code = error.exit_code
     finally:
         sys.stdout.flush()

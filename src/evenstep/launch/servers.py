@@ -13,12 +13,13 @@ from typing import NoReturn
 import torch
 
 from evenstep.core.errors import EvenstepError, ServerError
+from evenstep.core.output import say
 from evenstep.launch.worker import live_apart
 from evenstep.launch.worker_process import signal_name
 from evenstep.plan.groups import Setup
+from evenstep.server.limits import Limits
 from evenstep.server.replicas import Replica
 from evenstep.server.server import ParameterServer
-from evenstep.server.service import Limits
 
 __all__ = ["ServerProcess", "start_servers"]
 
@@ -130,7 +131,7 @@ def _become_server(parent: int, number: int, setup: Setup, token: str, told: int
         torch.set_num_threads(1)  # as in a run
         code = _serve(number, setup, token, told, report)
     except EvenstepError as error:
-        print(f"evenstep: server {number}: {error}", file=sys.stderr)
+        say(f"server {number}: {error}")
         code = error.exit_code
     finally:
         sys.stderr.flush()

@@ -607,11 +607,10 @@ class _Supervisor:
         if not worker.mistake:
             crashes = self._crashes_always(worker)
             again = f", as {_MAX_CRASHES - 1} before it without a committed step in between" if crashes else ""
-            print(f"evenstep: {how}{again}", file=sys.stderr)
-        if worker.error:
-            print(worker.error.rstrip(), file=sys.stderr)
-        elif code == 0:
-            print("evenstep: it ended while the others waited for it", file=sys.stderr)
+            self._console.say(f"{how}{again}")
+        self._console.show_error(worker.error)
+        if code == 0 and not worker.error:
+            self._console.say("it ended while the others waited for it")
             return PeerError.exit_code
         return code if code > 0 else 128 - code
 

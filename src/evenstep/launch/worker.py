@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -23,8 +23,9 @@ from evenstep.core.errors import (
     PeerError,
     UnsupportedError,
 )
-from evenstep.core.events import send
+from evenstep.core.events import Event, send
 from evenstep.native import core
+from evenstep.run import unclosed
 
 __all__ = ["STACK_SIGNAL", "become_worker", "live_apart"]
 
@@ -47,7 +48,7 @@ def become_worker(
         streams: Where standard output and error go.
         keep: The file descriptors to keep, apart from the standard ones.
     """
-    code = 1
+    code, mine = 1, os.getpid()
     try:
         live_apart(parent, streams, keep)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -62,7 +63,10 @@ def become_worker(
             from evenstep.testing.faults import arm
 
             arm(place.faults, place.worker)
-        code = _run_script(script, args, place.worker, int(variables["EVENSTEP_EVENTS_FD"]))
+        events_fd = int(variables["EVENSTEP_EVENTS_FD"])
+        code = _run_script(script, args, place.worker, lambda event: _tell(mine, events_fd, event))
+        if code:
+            unclosed.forget()
         threading._shutdown()  # type: ignore[attr-defined]  # as at any end of Python: wait for threads that are no daemons
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -99,27 +103,35 @@ def live_apart(parent: int, streams: tuple[int, int], keep: set[int]) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding=err, errors="backslashreplace", closefd=False)
 
 
-def _run_script(script: Path, args: Sequence[str], worker: int, events_fd: int) -> int:
+def _tell(worker: int, events_fd: int, event: Event) -> None:
+    """Tell the supervisor of the end of the script, if this process is the worker; else whoever reads its output."""
+    if os.getpid() == worker:
+        send(events_fd, event)
+    elif "error" in event:
+        print(event["error"].rstrip(), file=sys.stderr)
+
+
+def _run_script(script: Path, args: Sequence[str], worker: int, tell: Callable[[Event], None]) -> int:
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
-        send(events_fd, {"ended": True})
+        tell({"ended": True})
     except SystemExit as request:
         if isinstance(request.code, int | None):
             return request.code or 0
-        send(events_fd, {"error": str(request.code)})
+        tell({"error": str(request.code)})
         return 1
     except PeerError as error:
         if error.worker == worker:  # the script has caught the error and gone on
-            send(events_fd, {"error": f"evenstep: {error}"})
+            tell({"error": f"evenstep: {error}"})
         return error.exit_code  # else the worker that failed says why
     except _MISTAKES as error:
-        send(events_fd, {"error": f"evenstep: {error}", "mistake": True})
+        tell({"error": f"evenstep: {error}", "mistake": True})
         return error.exit_code
     except BaseException as error:  # noqa: BLE001  # the border of the process: reported, and the exit code says so
         text = "".join(traceback.format_exception(_without_our_frames(error)))
-        send(events_fd, {"error": text, "hopeless": isinstance(error, MismatchError | NondeterminismError)})
+        tell({"error": text, "hopeless": isinstance(error, MismatchError | NondeterminismError)})
         return error.exit_code if isinstance(error, EvenstepError) else 1
     return 0
 

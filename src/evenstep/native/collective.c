@@ -299,7 +299,6 @@ static int all_to_all(walk *w) {
 int es_collective(es_team *team, const es_call *call) {
     static int (*const OPERATIONS[])(walk *) = {barrier, reduce, reduce,  broadcast, gather,
                                                 gather,  scatter, scatter, all_to_all};
-    if (team->num_forks != es_num_forks()) return ES_FORKED;
     if (es_aborted(team->base)) return ES_ABORTED; /* also where the others had come to this one before they gave up */
     walk w = {team, call, es_hash_tag(call->tag), 0, es_item_bytes(call->dtype),
               smaller(FIRST_BYTES, es_slot_bytes(team->base)), 1};

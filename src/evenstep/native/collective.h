@@ -17,7 +17,6 @@ enum {
     ES_GONE = 4,        /* the process of the culprit has ended, or it left the team */
     ES_SILENT = 5,      /* the culprit did not come in time */
     ES_INTERRUPTED = 6, /* `look` said so */
-    ES_FORKED = 7,      /* this process is a fork of the rank */
 };
 
 enum {
@@ -40,7 +39,6 @@ typedef struct {
     uint8_t merges[ES_MAX_INPUTS]; /* the tree over the ranks */
     size_t at_once_bytes; /* up to here everyone reduces everything; above, each rank reduces a part and shares it */
     uint64_t step;         /* the last one that this rank has published */
-    uint32_t num_forks;    /* es_num_forks() in the process of this rank */
     uint32_t culprit;      /* after an error: who it is about */
     /* Called now and then during a long wait, about each rank that has not come yet: 1 if its process has ended, 0 if
      * not, -1 to stop waiting. */
@@ -66,7 +64,7 @@ typedef struct {
 } es_call;
 
 /* Takes part in an operation; all ranks of the team must call it. Blocks until this rank has what it is to get.
- * Returns ES_OK, ES_ABORTED, ES_MISMATCH, ES_GONE, ES_SILENT or ES_INTERRUPTED, and the team is lost; or ES_FORKED. */
+ * Returns ES_OK, ES_ABORTED, ES_MISMATCH, ES_GONE, ES_SILENT or ES_INTERRUPTED; after an error the team is lost. */
 int es_collective(es_team *team, const es_call *call);
 
 /* ---- messages ---- */

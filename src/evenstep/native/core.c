@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
-#include <pthread.h>
 #include <sched.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -96,18 +95,6 @@ int64_t es_now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000ll + t.tv_nsec;
-}
-
-static uint32_t num_forks;
-
-static void count_fork(void) { ++num_forks; }
-
-static void count_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
-
-uint32_t es_num_forks(void) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, count_forks);
-    return num_forks;
 }
 
 size_t es_control_bytes(uint32_t num_workers, size_t slot_bytes) {

@@ -39,9 +39,6 @@ int es_await(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint3
 /* What becomes other than 0 when somebody calls es_abort. */
 const _Atomic uint32_t *es_abort_word(const void *base);
 int64_t es_now_ns(void);
-/* How many forks lie between this process and the one that called this first: whoever remembers a number that differs is
- * somebody else by now. */
-uint32_t es_num_forks(void);
 
 /* How many bytes the control part of a segment needs. */
 size_t es_control_bytes(uint32_t num_workers, size_t slot_bytes);

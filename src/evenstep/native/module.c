@@ -6,6 +6,7 @@
 #include <limits.h>
 #include <sys/prctl.h>
 
+#include "checksum.h"
 #include "collective.h"
 #include "copy.h"
 #include "core.h"
@@ -126,6 +127,17 @@ static PyObject *die_with_parent(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *checksum(PyObject *self, PyObject *args) {
+    unsigned long long data;
+    Py_ssize_t num_bytes;
+    uint64_t found;
+    ARGS("Kn", &data, &num_bytes);
+    Py_BEGIN_ALLOW_THREADS
+    found = es_checksum(AT(data), (size_t)num_bytes);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(found);
+}
+
 static PyObject *copy(PyObject *self, PyObject *args) {
     unsigned long long target, source, num_bytes;
     ARGS("KKK", &target, &source, &num_bytes);
@@ -221,7 +233,6 @@ static PyObject *make_team(PyObject *self, PyObject *args) {
     team->num_ranks = (uint32_t)num_ranks;
     memcpy(team->merges, merges, (size_t)num_ranks);
     team->at_once_bytes = (size_t)at_once_bytes;
-    team->num_forks = es_num_forks();
     team->look = look_around;
     team->context = Py_NewRef(look);
     PyObject *capsule = PyCapsule_New(team, TEAM, forget_team);
@@ -471,6 +482,7 @@ static PyMethodDef methods[] = {
     {"mail_pull", mail_pull, METH_VARARGS, NULL},
     {"collective", (PyCFunction)(void (*)(void))collective, METH_FASTCALL, NULL},
     {"die_with_parent", die_with_parent, METH_NOARGS, NULL},  {"copy", copy, METH_VARARGS, NULL},
+    {"checksum", checksum, METH_VARARGS, NULL},
     {"norm_statistics", norm_statistics, METH_VARARGS, NULL}, {"norm_apply", norm_apply, METH_VARARGS, NULL},
     {"norm_reduce", norm_reduce, METH_VARARGS, NULL},     {"norm_backward", norm_backward, METH_VARARGS, NULL},
     {"norm_merge", norm_merge, METH_VARARGS, NULL},       {"norm_move", norm_move, METH_VARARGS, NULL},
@@ -488,7 +500,6 @@ PyMODINIT_FUNC PyInit_core(void) {
     PyModule_AddIntMacro(m, ES_MISMATCH);
     PyModule_AddIntMacro(m, ES_GONE);
     PyModule_AddIntMacro(m, ES_SILENT);
-    PyModule_AddIntMacro(m, ES_FORKED);
     PyModule_AddIntMacro(m, ES_BARRIER);
     PyModule_AddIntMacro(m, ES_ALL_REDUCE);
     PyModule_AddIntMacro(m, ES_REDUCE);

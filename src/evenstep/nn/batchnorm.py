@@ -16,7 +16,7 @@ Activation checkpointing runs a forward again inside backward, where nobody can 
 therefore kept for as long as its graph lives, and served to the recomputation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -166,16 +166,28 @@ class SyncBatchNorm(_BatchNorm):
     # A rendezvous cannot be traced: the graph breaks here, cleanly.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def _with_batch_statistics(self, input: Tensor, residual: Tensor | None, activation: Activation | None) -> Tensor:
+        running = _running(self) if self.training and self.track_running_stats else gpu.Running()
+        part = Part(input, self.weight, self.bias, residual, activation)
+        return self.normalize(part, running, lambda: self._alone(input, residual, activation))
+
+    def normalize(self, part: Part, running: gpu.Running, alone: Callable[[], Tensor]) -> Tensor:
+        """Normalize a participant's part by the statistics of all, and move the running ones.
+
+        Args:
+            part: The input, and what is done with it.
+            running: What to move.
+            alone: Computes the same where there is nobody to meet.
+        """
         in_backward = torch._C._current_graph_task_id() != -1  # torch has no public way
-        if in_backward and self in _remembered and (call := _recall(self, input)) is not None:
-            again = _Offer.of(self, Part(input, self.weight, self.bias, residual, activation), in_backward).part
+        if in_backward and self in _remembered and (call := _recall(self, part.x)) is not None:
+            again = _Offer.of(self, part, in_backward, running).part
             return _apply(_Recomputed, call, again.activation, *again[:4])  # type: ignore[no-any-return]  # a Tensor
         around_us = self._surroundings(in_backward) if self.training else None
         if around_us is None and self.eps_mode == "plus":
-            return self._alone(input, residual, activation)
+            return alone()
         around_us = around_us or _Nobody()
         tag = f"{self._name()} call {around_us.call_number(self)}"
-        offer = _Offer.of(self, Part(input, self.weight, self.bias, residual, activation), in_backward)
+        offer = _Offer.of(self, part, in_backward, running)
         output: Tensor = around_us.meet(tag, offer, lambda offers: _lead(around_us, tag, offers))
         return output if torch.is_grad_enabled() else output.detach()
 
@@ -282,10 +294,10 @@ class _Offer:
     hold: Tensor | None  # hangs the saved input on to the joint node; None where nothing is differentiated
     keep: list[Any]  # the context that holds the input, if any
     checkpointed: bool
-    in_backward: bool
+    running: gpu.Running
 
     @classmethod
-    def of(cls, module: SyncBatchNorm, part: Part, in_backward: bool) -> "_Offer":
+    def of(cls, module: SyncBatchNorm, part: Part, in_backward: bool, running: gpu.Running) -> "_Offer":
         keep: list[Any] = []
         hold = None
         if torch.is_grad_enabled():
@@ -295,7 +307,7 @@ class _Offer:
             part = Part(x, weight, bias, residual, part.activation)  # type: ignore[arg-type]  # x is a Tensor
             keep, hold = [], None
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-        return cls(module, part, hold, keep, hooks is not None, in_backward)
+        return cls(module, part, hold, keep, hooks is not None, gpu.Running() if in_backward else running)
 
 
 class _Keep(torch.autograd.Function):
@@ -348,11 +360,9 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
         rows = around_us.gather(f"{tag} forward", local)
         count = _count(parts) if rows is local else float(rows[:, 0].sum())
         _check_count(count, parts)
-        running = gpu.Running()
-        if module.training and module.track_running_stats and not offers[0].in_backward:
-            running = _running(module)
-            if count == 0 and module.num_batches_tracked is not None:  # as nn.BatchNorm does with an empty batch
-                module.num_batches_tracked.add_(1)
+        running = offers[0].running
+        if count == 0 and running.num_batches_tracked is not None:  # as nn.BatchNorm does with an empty batch
+            running.num_batches_tracked.add_(1)
         whole = passes.conclude(rows, parts[0], module.eps, module.eps_mode, running, kernels=count > 0)
     keeps = [offer.keep for offer in offers]
     call = _Call(around_us, tag, whole, keeps)

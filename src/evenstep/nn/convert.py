@@ -7,12 +7,14 @@ first layer is touched, no model is ever converted by half.
 
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from evenstep.core.errors import UnsupportedError
@@ -30,6 +32,7 @@ from evenstep.nn.batchnorm import (
 from evenstep.nn.data_parallel import add_replication_callbacks, remove_replication_callbacks
 from evenstep.nn.functional import EpsMode
 from evenstep.nn.process_group import GroupHandle
+from evenstep.nn.subclasses import OfSubclass, can_span, synchronized_class
 
 __all__ = ["convert_sync_batchnorm", "patch_batchnorm", "revert_sync_batchnorm"]
 
@@ -63,7 +66,8 @@ def convert_sync_batchnorm(
     """Make every batch norm of a model a synchronized one, in place.
 
     These are converted: `nn.BatchNorm1d`, `2d`, `3d` and `nn.SyncBatchNorm`, also lazy ones (they synchronize from
-    their first input on). Subclasses of them are somebody's own layers and are left alone. Layers that are synchronized
+    their first input on); and of their subclasses those that normalize their batch in one piece, whatever else they do
+    with it, such as an activation. Other subclasses are left alone, with a warning. Layers that are synchronized
     already keep what they have and take what is given here. Every synchronized layer learns its `qualified_name`. A
     `torch.nn.DataParallel` in the model keeps everything and gets the callbacks (see `add_replication_callbacks`).
 
@@ -88,11 +92,13 @@ def convert_sync_batchnorm(
         check_eps_mode(eps_mode)
     named = list(model.named_modules())
     _refuse_scripted(named)
+    classes = {id(module): kind for _, module in named if (kind := _class_for(module)) is not None}
+    _warn_of_others([(name, module) for name, module in named if id(module) not in classes])
     for name, module in named:
         if isinstance(module, nn.DataParallel):
             add_replication_callbacks(module)
-        if type(module) in _KINDS:
-            _convert(module)
+        if id(module) in classes:
+            _convert(module, classes[id(module)])
         if isinstance(module, SyncBatchNorm):
             module.qualified_name = name
             if process_group is not None:
@@ -113,10 +119,35 @@ def _refuse_scripted(named: Sequence[tuple[str, nn.Module]]) -> None:
             )
 
 
-def _convert(module: nn.Module) -> None:
+def _class_for(module: nn.Module) -> type[SyncBatchNorm] | None:
+    """The class that a layer shall have; None: it stays what it is."""
+    kind = type(module)
+    if kind in _KINDS:
+        return _KINDS[kind]
+    is_own = isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm | torch.jit.ScriptModule)
+    return synchronized_class(kind) if is_own and can_span(module) else None  # type: ignore[arg-type]  # modules do hash
+
+
+def _warn_of_others(named: Sequence[tuple[str, nn.Module]]) -> None:
+    """Say which layers are batch norms of some kind and stay as they are."""
+    found: dict[str, list[str]] = {}
+    for name, module in named:
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+            found.setdefault(type(module).__name__, []).append(name)
+    for kind, names in found.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"layer '{names[0]}'{more} of class {kind} is a batch norm of its own kind: its statistics stay those of "
+            "each shard, because it cannot be known what it would mean to span them all; use one of torch's, or say "
+            "that this is meant by prepare(..., sync_batchnorm=False)",
+            stacklevel=4,
+        )
+
+
+def _convert(module: nn.Module, to: type[nn.Module]) -> None:
     kind = type(module)
     group = GroupHandle(module.__dict__.pop("process_group")) if "process_group" in module.__dict__ else None
-    module.__class__ = _KINDS[kind]
+    module.__class__ = to
     module._origin = _Origin(kind, group)  # type: ignore[assignment]  # an attribute of ours, no submodule
     module._group = group or GroupHandle()  # type: ignore[assignment]  # likewise
     module.eps_mode = "plus"  # type: ignore[assignment]  # likewise
@@ -151,7 +182,7 @@ def revert_sync_batchnorm(model: M) -> M:
     for module in model.modules():
         if isinstance(module, nn.DataParallel):
             remove_replication_callbacks(module)
-        if type(module) in _KINDS.values():
+        if isinstance(module, OfSubclass) or type(module) in _KINDS.values():
             _revert(module)
     return model
 
@@ -172,8 +203,8 @@ def _revert(module: nn.Module) -> None:
 def patch_batchnorm(process_group: Any = None, eps_mode: EpsMode = "plus") -> Iterator[None]:
     """Every batch norm that is built inside the block is synchronized, by whatever name its class was imported.
 
-    `convert_sync_batchnorm` says which classes that are. Undone at the end of the block, also by an error. It counts
-    for all threads of the process.
+    These are torch's own classes; subclasses of them are converted by `convert_sync_batchnorm` only. Undone at the end
+    of the block, also by an error. It counts for all threads of the process.
 
     Args:
         process_group: As for `convert_sync_batchnorm`.

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,12 +18,13 @@ from typing import Any
 from torch import Tensor
 
 from evenstep.core.errors import CheckpointError, ConfigError
+from evenstep.core.output import say
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry, Journal
 from evenstep.exchange.ledger import Ledger
 from evenstep.run import checkpoint
 
-__all__ = ["Checkpoints", "Found", "Resumption", "Snapshot", "say"]
+__all__ = ["Checkpoints", "Found", "Resumption", "Snapshot"]
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _RETRY_S = 5.0  # after a failed write
@@ -204,11 +204,6 @@ class Resumption:
         self._over = ledger.perform(_RESTORE, engine.version, attempt, adopt)
         if not self._over:  # what was put in place then was an older checkpoint, from which this one came
             ledger.prelude = self._go_on
-
-
-def say(sentence: str) -> None:
-    """Say something of our own, where it disturbs no output of the script's."""
-    print(f"evenstep: {sentence}", file=sys.stderr, flush=True)
 
 
 def _parse(every: int | str) -> tuple[int | None, float | None]:

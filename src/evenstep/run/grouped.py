@@ -92,6 +92,8 @@ class GroupedEngine(Engine):
         place: Where the group stands.
     """
 
+    has_optimizer = False
+
     def __init__(self, config: RunConfig, ledger: Ledger, place: Place) -> None:
         self.place = place
         self._servers: Servers | None = None
@@ -102,6 +104,11 @@ class GroupedEngine(Engine):
         self._options: list[dict[str, Any]] = []
         super().__init__(config, ledger)
         self.compute.number_of = lambda version: version * place.groups + place.group
+
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]  # decided for each step here
+        """Whether losses can be weighted by something else than rows: not if sums leave during backward."""
+        return self._gradients.send is None
 
     # ---- prepare ----
 

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from evenstep.core.events import send
+from evenstep.core.output import unheard
 
 __all__ = ["Display", "Merger", "Pipe", "Progress"]
 
@@ -31,7 +32,7 @@ class Progress:
 
 
 class Display:
-    """Shows progress on a stream."""
+    """Shows progress on a stream, be there anybody to see it or not."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -51,25 +52,30 @@ class Display:
         figures = {} if progress.loss is None else {"loss": progress.loss, **progress.metrics}
         tail = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         if self._stream.isatty():
-            if self._bar is None:
-                bar = "{desc} {bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
-                self._bar = tqdm(
-                    desc=head, total=progress.num_batches, bar_format=bar, file=self._stream, dynamic_ncols=True
-                )
-            self._bar.set_postfix_str(f"{tail}  {rate:.0f} samples/s", refresh=False)
-            self._bar.update(progress.batch - self._bar.n)
+            with unheard(self._stream):
+                if self._bar is None:
+                    bar = "{desc} {bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
+                    self._bar = tqdm(
+                        desc=head, total=progress.num_batches, bar_format=bar, file=self._stream, dynamic_ncols=True
+                    )
+                self._bar.set_postfix_str(f"{tail}  {rate:.0f} samples/s", refresh=False)
+                self._bar.update(progress.batch - self._bar.n)
         elif progress.batch == progress.num_batches:
             self.write(f"{head}  {progress.num_batches} steps  {tail}  {rate:.0f} samples/s")
 
     def write(self, line: str, stream: TextIO | None = None) -> None:
         """Write a line beside the bar."""
-        tqdm.write(line, file=stream or self._stream)
+        stream = stream or self._stream
+        with unheard(stream, self._stream):
+            tqdm.write(line, file=stream)
+            stream.flush()
 
     def close(self) -> None:
         """End the bar, leaving it as it was."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with unheard(self._stream):
+                bar.close()
 
 
 class Merger:

@@ -19,8 +19,10 @@ from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
-from evenstep.data.loader import Batch, Loader, cut_batch, num_rows, num_samples
+from evenstep.core.output import say, unheard
+from evenstep.data.loader import Batch, Loader, num_samples
 from evenstep.data.order import Deal, Plan
+from evenstep.data.whole import Whole
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
 from evenstep.engine.pair import Pair
@@ -30,6 +32,7 @@ from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.plan.placement import cut
+from evenstep.run import unclosed
 from evenstep.run.aggregated import AggregatedEngine
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
 from evenstep.run.grouped import GroupedEngine
@@ -156,6 +159,8 @@ class Run:
             raise
         if not self.config.quiet and not (apart and self.worker > 0):
             self._display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
+        if not self.config.quiet and self.worker == 0:
+            unclosed.opened(self, self._say)
         seed_all(seed)
 
     def _meet(self) -> Entry:
@@ -196,13 +201,16 @@ class Run:
             self._engine.finish(took_part)
             if self._display is not None:
                 self._display.close()
+            fingerprint = entry.value or self.fingerprint()
+            if self._env.trace is not None and self._group.rank == 0:
+                self._note({"fingerprint": fingerprint})
             if self.config.quiet:
                 return
-            fingerprint = entry.value or self.fingerprint()
             if self._env.events_fd is not None:
                 send(self._env.events_fd, {"fingerprint": fingerprint, "operation": self._ledger.done})
             elif self._group.rank == 0:
-                print(f"fingerprint {fingerprint}", flush=True)
+                with unheard(sys.stdout):
+                    print(f"fingerprint {fingerprint}", flush=True)
 
         try:
             self._conclude()
@@ -229,11 +237,12 @@ class Run:
             raise
 
     def _check_open(self) -> None:
-        """Say that the run is over.
+        """See that this run goes on, in this process.
 
         Raises:
-            ConfigError: It is.
+            ConfigError: It is over, or this is a copy of the process that runs it.
         """
+        self._group.check_process()
         if self._closed:
             raise ConfigError(
                 "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
@@ -261,11 +270,19 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        unclosed.closed(self)
         if self._display is not None:
             self._display.close()
         self._saving.close()
         self._engine.close()
         self._close_group()
+
+    def _say(self, sentence: str) -> None:
+        """Say something of our own, through the launcher if there is one."""
+        if self._env.events_fd is not None:
+            send(self._env.events_fd, {"says": sentence})
+        else:
+            say(sentence)
 
     def _close_group(self) -> None:
         """Let go of the segment, unless another run of this process may go on in it."""
@@ -472,8 +489,8 @@ class Run:
         """Do one step on a batch. All workers must call this alike; blocks until all have committed it, or none.
 
         Args:
-            batch: One of `batches`, or tensors (in tuples, lists, dicts) that hold the whole global batch on every
-                worker and are cut by position.
+            batch: One of `batches`, or a whole global batch, the same on every worker, which is cut by position: any
+                structure of tensors, arrays and lists of samples (see `data.whole`).
             function: Called once for every part of this worker; returns the mean loss over the part's samples, or
                 (loss, {"metric": per-sample values or their mean}).
             optimizer: Which of several prepared optimizers steps; with one it need not be said.
@@ -523,12 +540,10 @@ class Run:
         raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
 
     def _cut(self, batch: Any) -> Batch:
-        rows = num_rows(batch)
-        if not rows:
-            raise ConfigError("the batch holds no tensor with samples in its first dimension")
-        spans = cut(rows, self.shards)
+        whole = Whole(batch)
+        spans = cut(whole.num_rows, self.shards)
         sizes = [end - first for first, end in spans]
-        return Batch(0, self.version, sizes, {}, lambda k: cut_batch(batch, *spans[k]), self.config.device)
+        return Batch(0, self.version, sizes, {}, lambda k: whole.part(*spans[k]), self.config.device, batch)
 
     def evaluate(
         self,
@@ -726,8 +741,12 @@ class Run:
     def _trace(self, *, first: bool) -> None:
         if self._env.trace is None or self._group.rank != 0 or (first and self.version) or not self._ledger.took_part:
             return
+        self._note({"step": self.version, "digests": self._engine.state.digests()})
+
+    def _note(self, record: dict[str, Any]) -> None:
+        assert self._env.trace is not None, "somebody wants to know"
         with self._env.trace.open("a") as file:
-            file.write(json.dumps({"step": self.version, "digests": self._engine.state.digests()}) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
 def _compare_profiles(worker: int, mine: dict[str, Any], first: dict[str, Any]) -> None:

@@ -6,12 +6,13 @@ from typing import Any, Protocol, TypeVar
 
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError, ConfigError, Stopped
+from evenstep.core.output import say
 from evenstep.data.order import Plan
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
 from evenstep.run import checkpoint
-from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot, say
+from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
 
 __all__ = ["Perform", "Saving"]
 
