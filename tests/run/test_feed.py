@@ -72,7 +72,7 @@ def by_length(epoch):
     order = torch.randperm(22).tolist()
     buckets = [[i for i in order if i % 3 == length] for length in range(3)]
     return [
-        bucket[n : n + 4 + length] for length, bucket in enumerate(buckets) for n in range(0, len(bucket), 4 + length)
+        bucket[n : n + 3 + length] for length, bucket in enumerate(buckets) for n in range(0, len(bucket), 3 + length)
     ]
 
 
