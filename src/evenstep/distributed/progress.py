@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Work
 
-from evenstep.core.identity import check_not_a_copy
+from evenstep.core.identity import copied
 from evenstep.distributed.work import DONE, PendingWork
 
 __all__ = ["Progress"]
@@ -69,7 +69,8 @@ class Progress:
         Raises:
             ConfigError: It is a forked copy of it.
         """
-        check_not_a_copy(self._pid, "a rank of torch.distributed")
+        if os.getpid() != self._pid:
+            raise copied(self._pid, "a rank of torch.distributed")
 
     def enter(self) -> bool:
         """Take the turn for a job that is done here and now, if no other is open. Then `leave` must follow.

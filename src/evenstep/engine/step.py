@@ -31,7 +31,7 @@ from evenstep.engine.models import Models
 from evenstep.engine.pace import Pace
 from evenstep.engine.pair import News, Pair
 from evenstep.exchange.journal import Entry
-from evenstep.exchange.ledger import Ledger
+from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.plan.placement import share
@@ -139,7 +139,7 @@ class Engine:
                 pair.adopt(entry.value, took_part)
             self._settled()
 
-        self.ledger.perform("prepare", self.version, attempt, adopt)
+        self.ledger.perform(Operation("prepare", self.version), attempt, adopt)
 
     def step(
         self,
@@ -177,7 +177,9 @@ class Engine:
         if not self.ledger.catching_up:
             self.models.check_versions()
         return self.ledger.perform(
-            kind, self.version, lambda: self._try(kind, samples, function, pair, clip_norm, clip_value), adopt
+            Operation(kind, self.version, is_step=True),
+            lambda: self._try(kind, samples, function, pair, clip_norm, clip_value),
+            adopt,
         )
 
     def _try(
@@ -344,7 +346,7 @@ class Engine:
                 self.models.pull()
             self._settled()
 
-        self.ledger.perform("edit", self.version, attempt, adopt)
+        self.ledger.perform(Operation("edit", self.version), attempt, adopt)
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> list[News]:
         """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation."""
