@@ -10,7 +10,7 @@ setup(
             "evenstep.native.core",
             sources=[
                 f"src/evenstep/native/{name}.c"
-                for name in ("core", "copy", "reduce", "collective", "norm", "parallel", "module")
+                for name in ("core", "copy", "checksum", "reduce", "collective", "norm", "parallel", "module")
             ],
             depends=glob("src/evenstep/native/*.h"),
             extra_link_args=["-pthread"],

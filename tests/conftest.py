@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -17,6 +18,8 @@ import torch
 
 import leaks
 import processes
+from evenstep.cli import verify
+from workers import cli_run
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(False)  # imports torch._inductor, which takes a second: now, and not in every fork
@@ -51,3 +54,18 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the runs that verify starts be forks of this process: the same, without importing torch for each."""
+
+    def run(
+        command: list[str], *, env: dict[str, str], timeout: float, **_: object
+    ) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] == ["-m", "evenstep"]
+        own = {name: value for name, value in env.items() if name.startswith("EVENSTEP_")}
+        done = cli_run(*command[3:], timeout_s=timeout, variables=own)
+        return subprocess.CompletedProcess(command, done.code, done.stdout, done.stderr)
+
+    monkeypatch.setattr(verify.subprocess, "run", run)

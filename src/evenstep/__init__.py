@@ -8,6 +8,7 @@ with evenstep.Run(shards=8, seed=0) as run:
         loss = run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from evenstep.core.errors import (
@@ -22,12 +23,14 @@ from evenstep.core.errors import (
 )
 
 if TYPE_CHECKING:
+    from evenstep.engine.loss import Loss
     from evenstep.run.run import Run
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "EvenstepError",
+    "Loss",
     "MismatchError",
     "NondeterminismError",
     "PeerError",
@@ -39,10 +42,11 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    """Import `Run` when it is first asked for: it brings torch, which takes seconds; `evenstep --help` needs none."""
-    if name == "Run":
-        from evenstep.run.run import Run
+_LATE = {"Loss": "evenstep.engine.loss", "Run": "evenstep.run.run"}
 
-        return Run
+
+def __getattr__(name: str) -> Any:
+    """Import what brings torch when it is first asked for: that takes seconds, and `evenstep --help` needs none."""
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module 'evenstep' has no attribute {name!r}")

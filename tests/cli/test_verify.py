@@ -2,15 +2,11 @@
 
 import os
 import signal
-import subprocess
-
-import pytest
 
 import processes
-from evenstep.cli import verify as module
 from evenstep.cli.main import main
 from evenstep.cli.verify import Trace, compare
-from workers import Cli, cli_run
+from workers import Cli
 
 TRAIN = """
     import os
@@ -30,19 +26,6 @@ TRAIN = """
 
 def training(before: str = "pass", after: str = "pass", noise: str = "0.0") -> str:
     return TRAIN.replace("BEFORE", before).replace("AFTER", after).replace("NOISE", noise)
-
-
-@pytest.fixture
-def warm(monkeypatch):
-    """Let the runs that verify starts be forks of this process: the same, without importing torch for each."""
-
-    def run(command, *, env, timeout, **_):
-        assert command[1:3] == ["-m", "evenstep"]
-        own = {name: value for name, value in env.items() if name.startswith("EVENSTEP_")}
-        done = cli_run(*command[3:], timeout_s=timeout, variables=own)
-        return subprocess.CompletedProcess(command, done.code, done.stdout, done.stderr)
-
-    monkeypatch.setattr(module.subprocess, "run", run)
 
 
 def test_runs_that_agree_are_called_equal(script, capsys):

@@ -16,7 +16,7 @@ from cases import images
 from torch import nn
 
 import evenstep
-from workers import run_outcomes
+from workers import cli_run, run_outcomes
 
 
 def prepare(run, model):
@@ -436,3 +436,46 @@ def test_a_closed_run_says_that_it_is():
     for use in uses:
         with pytest.raises(evenstep.ConfigError, match="this run is closed"):
             use()
+
+
+def test_workers_with_different_batches_are_told_which_tensor_and_why():
+    def body(worker):
+        with evenstep.Run(shards=4, quiet=True) as run:
+            model = prepare(run, flat())
+            for _ in range(3):
+                if worker == 0 and run.version == 2:
+                    torch.rand(1)  # as an evaluation by one worker would
+                inputs = torch.randn(8, 108)
+                run.step(
+                    {"x": inputs, "y": torch.arange(8) % 4}, lambda part: F.cross_entropy(model(part["x"]), part["y"])
+                )
+
+    for outcome in run_outcomes(3, body):
+        assert outcome.kind in ("MismatchError", "PeerError")
+        assert (
+            "in step 2 worker 1 came with another batch than worker 0: batch['x'] is float32 (8, 108)" in outcome.text
+        )
+        assert "if run.worker == 0: evaluate()" in outcome.text
+
+
+def test_a_worker_that_catches_up_with_other_batches_is_told_so(script):
+    path = script(
+        """
+        import os, sys, torch, evenstep
+        from pathlib import Path
+        from torch import nn
+
+        with evenstep.Run(shards=4, quiet=True) as run:
+            model = nn.Linear(3, 1)
+            model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            again = Path(sys.argv[1]).exists() and run.worker == 1
+            for step in range(6):
+                batch = torch.full((4, 3), float(step) + again)
+                run.step(batch, lambda part: model(part).square().mean())
+                if step == 3 and run.worker == 1 and not again:
+                    Path(sys.argv[1]).touch()
+                    os.kill(os.getpid(), 9)
+        """
+    )
+    done = cli_run("run", "-n", "2", path, path.parent / "died")
+    assert "in step 0 worker 1 came with another batch than worker 0" in done.stderr

@@ -4,13 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+import evenstep
 from evenstep.testing import Fault, plant
 from evenstep.testing.faults import struck
 from workers import cli_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
-BEFORE, AFTER, AVERAGED = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+BEFORE, AFTER, LANGUAGE, AVERAGED = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 MINE = """
     import torch
     from torch import nn
@@ -60,3 +63,13 @@ def test_averaged_weights_survive_the_loss_of_the_worker_that_averages(page, tmp
     assert struck(tmp_path / "faults") == [0]
     assert killed.stdout == undisturbed.stdout
     assert accuracies(killed)[-1] > 0.85
+
+
+def test_the_loss_of_a_language_model_is_the_mean_over_its_labels():
+    targets = torch.tensor([[1, -100], [-100, -100], [0, 1]])
+    names = {"evenstep": evenstep, "F": F, "model": torch.nn.Embedding(3, 2)}
+    exec(LANGUAGE, names)  # the page's own words
+    inputs = torch.tensor([[0, 1], [2, 0], [1, 1]])
+    parts = [names["loss_of"]({"input_ids": inputs[rows], "labels": targets[rows]}) for rows in ([0], [1], [2])]
+    mean = F.cross_entropy(names["model"](inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
+    assert sum(part.total for part in parts) / sum(part.weight for part in parts) == pytest.approx(mean.item())

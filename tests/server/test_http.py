@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import socket
 from urllib.parse import urlsplit
 
 import pytest
@@ -69,8 +70,14 @@ def test_plain_requests_are_enough(server):
         ("GET", "/status", None, {"origin": "http://evil.example"}, 403, "a page from elsewhere"),
         ("GET", "/nowhere", None, {}, 404, ""),
         ("DELETE", "/parameters", None, {}, 411, ""),
-        ("GET", "/" + "a" * 40000, None, {}, 400, ""),
-        ("GET", "/", None, {"x_long": "a" * 40000}, 400, ""),
+        ("GET", "/" + "a" * 40000, None, {}, 431, "more than 32768 bytes"),
+        ("GET", "/", None, {"x_long": "a" * 40000}, 431, "more than 32768 bytes"),
+        ("GET", "/status", None, {"sec_fetch_site": "cross-site"}, 403, "a page from elsewhere"),
+        ("GET", "/status", None, {"sec_fetch_site": "same-site"}, 403, "a page from elsewhere"),
+        ("GET", "/parameters", None, {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}, 403, "elsewhere"),
+        ("GET", "/openapi.json", None, {"sec_fetch_site": "cross-site"}, 403, "a page from elsewhere"),
+        ("GET", "/", None, {"sec_fetch_site": "cross-site", "sec_fetch_dest": "script"}, 403, "a page from elsewhere"),
+        ("GET", "/", None, {"host": "evil.example"}, 403, "this server is called"),
     ],
 )
 def test_a_wrong_request_is_4xx_with_one_sentence_and_changes_nothing(
@@ -82,6 +89,32 @@ def test_a_wrong_request_is_4xx_with_one_sentence_and_changes_nothing(
     assert words in text.decode()
     assert server.store.version == 0
     assert ask(server, "GET", "/status")[0] == 200
+
+
+def say(server, text):
+    """Send a request as it is; return the answer."""
+    parts = urlsplit(server.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as stream:
+        stream.sendall(text.replace("\n", "\r\n").encode())
+        stream.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: stream.recv(65536), b"")).decode()
+
+
+@pytest.mark.parametrize("path", ["/status", "/", "/parameters"])
+def test_a_request_has_one_host(server, path):
+    host = urlsplit(server.url).netloc
+    answer = say(server, f"GET {path} HTTP/1.1\nHost: {host}\nHost: evil.example\n\n")
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert "the request has 2 Host headers, expected one" in answer
+    answer = say(server, f"GET {path} HTTP/1.1\nHost: {host}\nOrigin: http://{host}\nOrigin: http://evil.example\n\n")
+    assert answer.startswith("HTTP/1.1 403 ")
+
+
+def test_a_person_may_come_by_a_link_and_the_page_may_ask(server):
+    by_link = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "document"}
+    assert ask(server, "GET", "/", **by_link)[0] == 200
+    assert ask(server, "GET", "/", sec_fetch_site="none")[0] == 200
+    assert ask(server, "GET", "/status", sec_fetch_site="same-origin")[0] == 200
 
 
 def test_prometheus_reads_the_figures_of_the_status(server):

@@ -1,6 +1,5 @@
 """Strangers: no token, no TLS, garbage, and bodies that never end."""
 
-import datetime
 import random
 import socket
 import struct
@@ -10,9 +9,6 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from torch import nn
 
 from evenstep.core.errors import RefusedError, UnreachableError
@@ -23,23 +19,6 @@ from evenstep.server.slices import Place
 from evenstep.server.wire import Head, encode
 
 FUZZ_S = 2.0
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    builder = builder.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
-    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, private = folder / "cert.pem", folder / "key.pem"
-    certificate.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-    private.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return str(certificate), str(private)
 
 
 @pytest.mark.parametrize("transport", ["http", "tcp"])
@@ -138,10 +117,11 @@ def test_slow_clients_hold_nobody_back():
 def test_there_are_no_more_connections_than_allowed():
     with serve() as server:
         parts = urlsplit(server.url)
-        held = [socket.create_connection((parts.hostname, parts.port)) for _ in range(4)]
-        for stream in held:
-            stream.sendall(frame(b'{"verb": "status"}'))
-            assert stream.recv(4)
+        held = []
+        for _ in range(4):
+            held.append(socket.create_connection((parts.hostname, parts.port)))
+            held[-1].sendall(frame(b'{"verb": "status"}'))
+            assert held[-1].recv(4)
         late = socket.create_connection((parts.hostname, parts.port), timeout=10)
         assert late.recv(1) == b""
         for stream in (*held, late):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -249,6 +250,22 @@ def build():
     model = nn.Linear(30, 20)
     return model, torch.optim.SGD(model.parameters(), 0.5)
 """
+
+
+def test_the_death_of_the_process_that_starts_them_is_said(tmp_path, caplog):
+    server = ParameterServer(model(), servers=2, transports=("tcp",), directory=tmp_path)
+    server.start()
+    starter, theirs = server._host._pid, pids(server)
+    os.kill(starter, signal.SIGKILL)
+    assert processes.until(lambda: not any(map(processes.is_alive, (starter, *theirs))))
+    sentence = (
+        f"the process that starts the servers (pid {starter}) was killed by SIGKILL, and all servers ended with it; "
+        "start them again with the same directory"
+    )
+    with pytest.raises(ServerError, match=re.escape(sentence)):
+        server._host.check()
+    assert sentence in caplog.text
+    server.close()
 
 
 def test_the_command_starts_them_watches_them_and_takes_them_along(script, tmp_path):

@@ -80,12 +80,12 @@ def _trace(
         raise EvenstepError(
             f"{script} on {count} workers ended with exit code {done.returncode}:\n{done.stderr.rstrip()}"
         )
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line)["digests"] for line in lines]
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [record["digests"] for record in records if "digests" in record]
     if len(found) < 2:
         raise ConfigError(f"{script} made no step on {count} workers; verify compares what run.step commits")
-    closing = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("fingerprint ")]
-    return Trace(count, found, closing[-1] if closing else "(the run was quiet)")
+    closing = [record["fingerprint"] for record in records if "fingerprint" in record]
+    return Trace(count, found, closing[-1] if closing else "(the run was never closed)")
 
 
 def compare(a: Trace, b: Trace) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Work
 
-from evenstep.core.identity import copied
+from evenstep.core.identity import check_not_a_copy
 from evenstep.distributed.work import DONE, PendingWork
 
 __all__ = ["Progress"]
@@ -69,8 +69,7 @@ class Progress:
         Raises:
             ConfigError: It is a forked copy of it.
         """
-        if os.getpid() != self._pid:
-            raise copied(self._pid, "a rank of torch.distributed")
+        check_not_a_copy(self._pid, "a rank of torch.distributed")
 
     def enter(self) -> bool:
         """Take the turn for a job that is done here and now, if no other is open. Then `leave` must follow.
@@ -96,6 +95,8 @@ class Progress:
 
     def close(self) -> None:
         """End the thread when the jobs that were started are over."""
+        if os.getpid() != self._pid:  # a copy has no thread, and maybe a lock that it held
+            return
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:

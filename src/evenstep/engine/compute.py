@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.lanes import Crew, Lanes
+from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
 from evenstep.engine.pair import Pair
 from evenstep.engine.randomness import Stream, derive, preserved
+from evenstep.engine.results import ShardResult
 from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.exchange.group import Group
 from evenstep.exchange.surroundings import inside
 
-__all__ = ["Compute", "Samples", "ShardResult", "StepFunction", "Work", "total_of"]
+__all__ = ["Compute", "Samples", "StepFunction", "Work"]
 
 StepFunction = Callable[[Any], Any]
 
@@ -45,6 +47,9 @@ class Samples(Protocol):
     def part(self, shard: int) -> Any:
         """The samples of a shard, on the device of the run."""
 
+    def contents(self) -> dict[str, str]:
+        """What must be alike on all workers beside the sizes, in words, by where it is."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -55,7 +60,7 @@ class Work:
         parts: The samples of this worker's shards, for those that have any.
         sizes: The number of samples of every shard of the run.
         samples: Which samples these are, in words: alike on all workers, and compared.
-        function: Called with a part; returns its mean loss, or (loss, {metric: value}).
+        function: Called with a part; returns its mean loss or a `Loss`, or (loss, {metric: value}).
         pair: Whose parameters are trained.
     """
 
@@ -71,17 +76,10 @@ class Work:
         """How the tags of this step's exchanges begin."""
         return f"step {self.version}: "
 
-    def weight(self, shard: int) -> float:
-        """The share of a shard in the mean over all samples."""
-        return self.sizes[shard] / sum(self.sizes)
-
-
-@dataclass(frozen=True)
-class ShardResult:
-    """What one shard's step function gave: loss and metrics, each summed over the shard's samples."""
-
-    loss: float
-    metrics: dict[str, float]
+    def share(self, shard: int, loss: PartLoss) -> list[Tensor]:
+        """What backward begins from in a shard, if from anything."""
+        found = loss.share(self.sizes[shard], sum(self.sizes))
+        return [] if found is None else [found]
 
 
 class Compute:
@@ -112,7 +110,7 @@ class Compute:
                 values = self._side_by_side(work, buffers)
             else:
                 values = self._one_after_the_other(work, buffers)
-        return {shard: _measure(value, work.sizes[shard]) for shard, value in values.items()}
+        return {shard: ShardResult.of(loss, metrics, work.sizes[shard]) for shard, (loss, metrics) in values.items()}
 
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
@@ -127,15 +125,15 @@ class Compute:
                 with inside(_Alone()):
                     with self._user_code():
                         value = work.function(part)
-                    loss, metrics = _split(value)
-                    self._backward([loss * work.weight(shard)], [lane], work.pair, [shard])
+                    loss, metrics = split(value)
+                    self._backward(work.share(shard, loss), [lane], work.pair, [shard])
             except Exception as error:
                 error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
                 raise
             lane.pause()
             if shard == 0:
                 self._models.keep_buffers(lane.buffers_after())
-            values[shard] = (loss.detach(), metrics)
+            values[shard] = (loss.detached(), metrics)
         return values
 
     def _side_by_side(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
@@ -147,7 +145,7 @@ class Compute:
         def function_of(shard: int, part: Any) -> Callable[[], Any]:
             def function() -> Any:
                 self._begins(shard)
-                return _split(work.function(part))
+                return split(work.function(part))
 
             return function
 
@@ -156,7 +154,7 @@ class Compute:
         try:
             with self._user_code():
                 values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), functions)
-            losses = [value[0] * work.weight(shard) for shard, value in zip(shards, values, strict=True)]
+            losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
             if (
                 token is not None
@@ -168,7 +166,7 @@ class Compute:
             raise
         if shards[0] == 0:
             self._models.keep_buffers(lanes[0].buffers_after())
-        return {shard: (loss.detach(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
+        return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 
     def _seed_of(self, work: Work, shard: int) -> int:
         return derive("step", self._seed, self.number_of(work.version), shard)
@@ -212,7 +210,7 @@ class Compute:
         """One backward for some shards."""
         leaves = [leaf for lane in lanes for name in pair.names if (leaf := lane.leaves[name]).requires_grad]
         own = [p for p in pair.parameters if p.requires_grad and lanes[0].leaves is not self._models.slots.parameters]
-        if not leaves:
+        if not leaves or not losses:
             return
         points.reach("backward")
         index = {name: i for i, name in enumerate(pair.names)}
@@ -281,34 +279,3 @@ class _Alone:
         )
 
     meet = gather = call_number = _refuse
-
-
-def _split(value: Any) -> tuple[Tensor, dict[str, Any]]:
-    loss, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, dict):
-        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-        raise ConfigError(
-            f"the step function returned a {type(value).__name__}{shape}; expected the mean loss of its part "
-            "as a tensor with one element, or (loss, {'metric': value})"
-        )
-    return loss.reshape(()), metrics
-
-
-def _measure(value: tuple[Tensor, dict[str, Any]], size: int) -> ShardResult:
-    loss, metrics = value
-    return ShardResult(float(loss) * size, {name: total_of(name, metric, size) for name, metric in metrics.items()})
-
-
-def total_of(name: str, metric: Any, size: int) -> float:
-    """A metric of a part, given per sample or as a mean, summed over the part's samples."""
-    if not isinstance(metric, Tensor):
-        return float(metric) * size
-    metric = metric.detach()
-    if metric.ndim == 0:
-        return float(metric.double()) * size
-    if metric.shape[0] != size:
-        raise ConfigError(
-            f"metric '{name}' has {metric.shape[0]} values for a part of {size} samples; "
-            "expected one value for each sample, or their mean"
-        )
-    return float(metric.reshape(size, -1).double().mean(1).sum())

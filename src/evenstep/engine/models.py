@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +142,8 @@ class Models:
             if self.slots.parameters[name]._version != version:
                 raise NondeterminismError(
                     f"parameter '{name}' was changed between steps; it is one tensor for all workers, so every worker "
-                    "would change it once more: pass the change to run.edit(function) instead"
+                    "would change it once more. Let one of them do it for all: run.edit(lambda: "
+                    "model.load_state_dict(...)), or change it before run.prepare"
                 )
 
     def restore_buffers(self) -> None:
@@ -151,18 +153,24 @@ class Models:
             for name in self.slots.buffers:
                 self.state.entries[name].pull()
 
-    def edit(self, function: Callable[[], None], seed: int) -> None:
-        """Let the first worker change parameters and buffers."""
-        if self._group.rank != 0:
-            return
+    def edit(self, function: Callable[[], None], seed: int, pairs: Sequence[Pair]) -> list[Any]:
+        """Let user code change parameters, buffers and optimizers. The first worker's.
+
+        Returns:
+            What it changed in each optimizer: see `Pair.changes`.
+        """
         entries = [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
         self.state.save(entries)
         with torch.no_grad():
-            with preserved():
+            edits = [pair.edit() for pair in pairs]
+            with preserved(), ExitStack() as open_edits:
+                for edit in edits:
+                    open_edits.enter_context(edit)
                 seed_all(seed)
                 function()
             for entry in entries:
                 entry.publish()
+            return [pair.changes(edit) for pair, edit in zip(pairs, edits, strict=True)]
 
     def release(self, pairs: Sequence[Pair]) -> None:
         """Copy everything out of the segment, so that models and optimizers are ordinary ones again."""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core import points
-from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
+from evenstep.engine.edits import Edit
 from evenstep.engine.gradients import Gradients
 from evenstep.engine.state import Entry, State, is_dense
 from evenstep.exchange.group import Group
@@ -45,15 +46,9 @@ class Pair:
     def __init__(self, group: Group, state: State, optimizer: Optimizer, names: dict[int, str], prefix: str) -> None:
         self.optimizer = optimizer
         self._group, self._state, self._prefix = group, state, prefix
-        self.parameters: list[nn.Parameter] = [p for g in optimizer.param_groups for p in g["params"]]
+        self.parameters = self._listed()
         _check_kind(optimizer)
-        unknown = [tuple(p.shape) for p in self.parameters if id(p) not in names]
-        if unknown:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} holds a parameter of shape {unknown[0]} that is in no prepared model; "
-                "make it part of the model that is passed to prepare"
-            )
-        self.names = [names[id(p)] for p in self.parameters]
+        self.names = self._names_of(self.parameters, names)
         self.gradients = Gradients(group, self.names, self.parameters)
         self._entries: dict[int, dict[str, Entry]] = {}
         for p in self.parameters:  # an optimizer may make state when it is built, before the model moved to its device
@@ -61,6 +56,48 @@ class Pair:
             held.update({k: v.to(p.device) for k, v in held.items() if isinstance(v, Tensor) and v.ndim})
         self._values: dict[int, dict[str, Any]] = {}
         self._undo: dict[int, dict[str, Any]] = {}
+        self._undo_options: list[dict[str, Any]] | None = None
+        self._left: list[
+            tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]
+        ] = []  # the state as the last step left it
+
+    def _listed(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _names_of(self, parameters: Sequence[nn.Parameter], names: dict[int, str]) -> list[str]:
+        unknown = [tuple(p.shape) for p in parameters if id(p) not in names]
+        if unknown:
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} holds a parameter of shape {unknown[0]} that is in no prepared "
+                "model; make it part of the model that is passed to prepare"
+            )
+        return [names[id(p)] for p in parameters]
+
+    def added(self) -> list[nn.Parameter]:
+        """The parameters that user code has given to the optimizer since it was prepared.
+
+        Raises:
+            UnsupportedError: It has also taken some away.
+        """
+        listed, known = self._listed(), set(map(id, self.parameters))
+        if len(listed) == len(known) and all(id(p) in known for p in listed):
+            return []
+        if known - set(map(id, listed)):
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} lost a parameter after it was prepared; parameters can be added to "
+                "it (add_param_group), and frozen (requires_grad_(False)), but not taken away"
+            )
+        return [p for p in listed if id(p) not in known]
+
+    def extend(self, parameters: Sequence[nn.Parameter], names: dict[int, str]) -> None:
+        """Train more parameters from now on. Takes room in the segment, so all workers must do it alike.
+
+        Raises:
+            UnsupportedError: One of them is in no prepared model.
+        """
+        self.names = self.names + self._names_of(parameters, names)
+        self.parameters = [*self.parameters, *parameters]
+        self.gradients = Gradients(self._group, self.names, self.parameters)
 
     def agree(self) -> News:
         """See that all workers prepare the same; return the state that the first worker's optimizer brings along.
@@ -68,17 +105,26 @@ class Pair:
         Raises:
             MismatchError: Another worker prepares another optimizer.
         """
+        of_all = self.compare(f"{self._prefix}: optimizer", self._news(range(len(self.names))))
+        news: News = of_all[0]
+        self.settle(news, {i for i, _, _ in news} if self._group.rank == 0 else set())
+        return news
+
+    def compare(self, tag: str, more: Any = None) -> list[Any]:
+        """See that all workers have the same optimizer; return what each of them says beside that.
+
+        Raises:
+            MismatchError: Another worker has another.
+        """
         mine = [type(self.optimizer).__name__, self.names, self.hyperparameters()]
-        of_all = self._group.gather_json(f"{self._prefix}: optimizer", [mine, self._news(range(len(self.names)))])
+        of_all = self._group.gather_json(tag, [mine, more])
         for worker, (theirs, _) in zip(self._group.members, of_all, strict=True):
             if theirs != of_all[0][0]:
                 raise MismatchError(
                     f"worker {worker} prepares the optimizer {theirs} where worker 0 prepares {of_all[0][0]}: "
                     "all workers must build the same"
                 )
-        news: News = of_all[0][1]
-        self.settle(news, {i for i, _, _ in news} if self._group.rank == 0 else set())
-        return news
+        return [theirs for _, theirs in of_all]
 
     def update(self, sums: dict[int, Tensor | None]) -> News:
         """Save what the owned parameters are now, then step. Returns what is new in the optimizer's state."""
@@ -98,6 +144,87 @@ class Pair:
             for entry in (self._state.entries[self.names[i]], *self._entries.get(i, {}).values()):
                 entry.publish()
         return self._news(touched)
+
+    def edit(self) -> "Edit":
+        """While it is open, user code may change state and options of the optimizer; see `Edit`. One worker's."""
+        self._undo = {i: dict(self.optimizer.state.get(p, {})) for i, p in enumerate(self.parameters)}
+        self._undo_options = self.hyperparameters()
+        return Edit(self.optimizer, self._save_all)
+
+    def _save_all(self) -> None:
+        self._state.save([e for entries in self._entries.values() for e in entries.values() if e.counts])
+
+    def changes(self, edit: Edit) -> list[Any]:
+        """What an edit, which is over, has changed: [news, [parameter, keys that are gone], options or None].
+
+        Raises:
+            UnsupportedError: A tensor got another shape or type.
+        """
+        options = self.hyperparameters()
+        changed = options if options != self._undo_options else None
+        if not edit.touched:
+            return [[], [], changed]
+        for entries in self._entries.values():
+            for entry in entries.values():
+                entry.publish()
+        news = self._news(range(len(self.parameters)))
+        for i, tensors, _ in news:
+            for key, (shape, dtype, _) in tensors.items():
+                known = self._entries.get(i, {}).get(key)
+                if known is not None and _describe(known.live)[:2] != [shape, dtype]:
+                    raise UnsupportedError(
+                        f"run.edit turned '{key}' of '{self.names[i]}' in {type(self.optimizer).__name__} into "
+                        f"{dtype} {tuple(shape)}; expected {known.live.dtype} {tuple(known.live.shape)} as before"
+                    )
+        gone = []
+        for i, before in self._undo.items():
+            now = self.optimizer.state.get(self.parameters[i], {})
+            if keys := [key for key in before if key not in now]:
+                gone.append([i, keys])
+        return [news, gone, changed]
+
+    def adopt_changes(self, changes: list[Any], took_part: bool) -> None:
+        """An edit with these changes is committed."""
+        news, gone, options = changes
+        for i, keys in gone:
+            held = self.optimizer.state[self.parameters[i]]
+            for key in keys:
+                held.pop(key, None)
+                self._values.get(i, {}).pop(key, None)
+                self._state.values.pop(f"{self._prefix}.{self.names[i]}.{key}", None)
+                if key in self._entries.get(i, {}):
+                    self._entries[i][key].counts = False
+        self.adopt(news, took_part)
+        if options is not None:
+            self.set_hyperparameters(options)
+
+    def remember(self) -> None:
+        """Note what the state is, now that nobody should change it but a step or an edit."""
+        self._left = []
+        for p in self.parameters:
+            held = self.optimizer.state.get(p)
+            if held:
+                tensors = {key: (t, t._version) for key, t in held.items() if isinstance(t, Tensor)}
+                self._left.append((held, tensors))
+        self._held_by = self.optimizer.state
+
+    def check_untouched(self) -> None:
+        """Say so if user code changed the optimizer's state between steps.
+
+        Raises:
+            NondeterminismError: It did.
+        """
+        same = self.optimizer.state is self._held_by and all(
+            held.get(key) is tensor and tensor._version == version
+            for held, tensors in self._left
+            for key, (tensor, version) in tensors.items()
+        )
+        if not same:
+            raise NondeterminismError(
+                f"the state of {type(self.optimizer).__name__} was changed between steps; the workers share it, so it "
+                "is changed once for all of them: run.edit(lambda: optimizer.load_state_dict(...)), or load it before "
+                "run.prepare"
+            )
 
     def settle(self, news: News, mine: Collection[int]) -> None:
         """Move new optimizer state into the segment. All workers must call this alike, inside of an operation.
@@ -156,7 +283,7 @@ class Pair:
                 held[key] = value
                 self._values.setdefault(i, {})[key] = value
                 self._state.values[f"{self._prefix}.{self.names[i]}.{key}"] = value
-        self._undo = {}
+        self._undo, self._undo_options = {}, None
 
     def stepped_elsewhere(self) -> None:
         """The optimizer's step was done by others; schedulers want to know that it was."""
@@ -169,7 +296,9 @@ class Pair:
                 self.optimizer.state[self.parameters[i]] = before
             else:
                 self.optimizer.state.pop(self.parameters[i], None)
-        self._undo = {}
+        if self._undo_options is not None:
+            self.set_hyperparameters(self._undo_options)
+        self._undo, self._undo_options = {}, None
 
     def replan(self, spans: Sequence[tuple[int, int]]) -> None:
         """The workers, or the shards of each, have changed. All workers must call this alike."""

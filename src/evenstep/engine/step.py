@@ -24,16 +24,16 @@ from torch.optim import Optimizer
 
 from evenstep.core import points
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import ConfigError, MismatchError
-from evenstep.engine.compute import Compute, Samples, ShardResult, StepFunction, Work
+from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.engine.compute import Compute, Samples, StepFunction, Work
 from evenstep.engine.determinism import Determinism
 from evenstep.engine.models import Models
 from evenstep.engine.pace import Pace
 from evenstep.engine.pair import News, Pair
+from evenstep.engine.results import Results, ShardResult, merge
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.native import core
-from evenstep.plan import tree
 from evenstep.plan.placement import share
 
 __all__ = ["Engine", "Outcome"]
@@ -56,6 +56,9 @@ class Engine:
         mine: The shards of this worker.
         version: How many steps have been committed.
     """
+
+    weighs = True  # whether losses can be weighted by something else than rows
+    has_optimizer = True  # whether the optimizer that steps is here
 
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self.config, self.ledger, self.group = config, ledger, ledger.group
@@ -112,6 +115,7 @@ class Engine:
         """No operation is under way on this worker."""
         for pair in self.pairs:
             pair.gradients.clear()
+            pair.remember()
         self.models.slots.bind_base()
         self.models.remember_versions()
 
@@ -161,7 +165,9 @@ class Engine:
         kind = f"step {self.version}"
 
         def adopt(entry: Entry, took_part: bool) -> Outcome:
-            loss, metrics, norm, news = entry.value
+            loss, metrics, norm, news, contents = entry.value
+            if not took_part and contents:
+                _compare_contents(self.version, [(0, contents), (self.group.worker, samples.contents())])
             pair.adopt(news, took_part)
             if took_part:
                 self.models.pull()
@@ -176,11 +182,33 @@ class Engine:
         self.determinism.check()
         if not self.ledger.catching_up:
             self.models.check_versions()
+            pair.check_untouched()
+        self._take_in(pair)
         return self.ledger.perform(
             Operation(kind, self.version, is_step=True),
             lambda: self._try(kind, samples, function, pair, clip_norm, clip_value),
             adopt,
         )
+
+    def _take_in(self, pair: Pair) -> None:
+        """Train what user code has added to an optimizer since it was prepared."""
+        added = pair.added()
+        if not added:
+            return
+        if not self.has_optimizer:
+            raise UnsupportedError(
+                "parameters were added to an optimizer after it was prepared, but the servers have theirs already; add "
+                "them before run.prepare"
+            )
+        pair.extend(added, {id(p): name for name, p in self.models.slots.parameters.items()})
+        pair.gradients.replan(self.spans)
+        kind = "parameters added"
+
+        def attempt() -> Entry:
+            pair.compare(kind)
+            return Entry(kind)
+
+        self.ledger.perform(Operation(kind, self.version), attempt, lambda *_: None)
 
     def _try(
         self,
@@ -200,15 +228,17 @@ class Engine:
         results = self.compute.run(work) if work.parts else {}
         pair.gradients.end_backward()
         busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
-        outcome = self._share_results(work, results, [clip_norm, clip_value], busy_s)
+        contents = samples.contents() if self.group.num_workers > 1 else {}
+        outcome = self._share_results(work, results, [clip_norm, clip_value], contents, busy_s)
         sums = pair.gradients.finish()
+        self._scale(sums, outcome.scale)
         norm = self._clip(work.where, sums, pair, clip_norm, clip_value)
         points.reach("before update")
         news = self._update(pair, sums)
         if self.group.rank == 0:
             self.models.publish_buffers()
         points.reach("after update")
-        return Entry(kind, [float(outcome.loss), outcome.metrics, norm, self._share_news(work, pair, news)])
+        return Entry(kind, [outcome.loss, outcome.metrics, norm, self._share_news(work, pair, news), contents])
 
     def _update(self, pair: Pair, sums: dict[int, Tensor | None]) -> News:
         """Change what this worker owns; return what is new in the optimizer's state."""
@@ -237,45 +267,47 @@ class Engine:
             self.group.tell({"slow": "shards move to faster workers: " + "; ".join(told)})
 
     def _share_results(
-        self, work: Work, results: dict[int, ShardResult], clips: list[float | None], busy_s: float
-    ) -> Outcome:
+        self,
+        work: Work,
+        results: dict[int, ShardResult],
+        clips: list[float | None],
+        contents: dict[str, str],
+        busy_s: float,
+    ) -> Results:
         """Losses and metrics over all shards; and all workers must be doing the same step."""
-        sizes = work.sizes
-        mine = {k: [r.loss, r.metrics] for k, r in results.items()}
+        mine = {k: result.pack() for k, result in results.items()}
         facts = {
-            "batch": list(sizes),
+            "batch": list(work.sizes),
             "samples": work.samples,
             "optimizer": self.pairs.index(work.pair),
             "options": work.pair.hyperparameters(),
             "clipping": clips,
         }
-        of_all = self.group.gather_json(work.where + "result", [facts, mine, busy_s])
-        self._seconds = [theirs[2] for theirs in of_all]
-        by_shard: dict[int, Any] = {}
-        for worker, (theirs, found, _) in zip(self.group.members, of_all, strict=True):
+        of_all = self.group.gather_json(work.where + "result", [facts, contents, mine, busy_s])
+        self._seconds = [theirs[3] for theirs in of_all]
+        for worker, (theirs, *_) in zip(self.group.members, of_all, strict=True):
             for key, value in theirs.items():
                 if value != (expected := of_all[0][0][key]):
                     raise MismatchError(
                         f"in step {work.version} worker {worker} has {key} {value} but worker 0 has {expected}: "
                         "all workers must do the same step"
                     )
-            by_shard.update({int(k): value for k, value in found.items()})
-        names = {k: sorted(metrics) for k, (_, metrics) in by_shard.items()}
-        first = min(by_shard)
-        for k, found in names.items():
-            if found != names[first]:
-                raise ConfigError(
-                    f"the step function gave metrics {found} in shard {k} but {names[first]} in shard {first}; "
-                    "it must give the same ones for every part"
-                )
-        total = sum(sizes)
+        _compare_contents(work.version, [(w, theirs[1]) for w, theirs in zip(self.group.members, of_all, strict=True)])
+        by_shard = {int(k): ShardResult.unpack(value) for theirs in of_all for k, value in theirs[2].items()}
+        return merge(by_shard, work.sizes)
 
-        def mean(pick: Callable[[Any], float]) -> float:
-            values = [pick(by_shard[k]) if k in by_shard else 0.0 for k in range(len(sizes))]
-            return tree.reduce(values, lambda a, b: a + b) / total
-
-        loss = torch.tensor(mean(lambda v: v[0]), dtype=torch.float64)
-        return Outcome(loss, {name: mean(lambda v, name=name: v[1][name]) for name in names[first]}, None)  # type: ignore[misc]  # the default binds the name
+    def _scale(self, sums: dict[int, Tensor | None], scale: float | None) -> None:
+        """Bring gradients of a loss that is weighted by something else than rows to the mean over that."""
+        if scale is None:
+            return
+        if not self.weighs:
+            raise UnsupportedError(
+                "the step function returned an evenstep.Loss, but in this run gradients leave the workers before the "
+                "weights of all parts are known; train without servers, or with aggregate=True"
+            )
+        for i, gradient in sums.items():
+            if gradient is not None:
+                sums[i] = gradient.mul_(scale) if scale else None
 
     def _clip(
         self,
@@ -333,15 +365,25 @@ class Engine:
         """The last batch of an epoch was a step."""
 
     def edit(self, function: Callable[[], None], seed: int) -> None:
-        """Let the first worker change parameters and buffers; everyone has the result afterwards."""
+        """Let the first worker change parameters, buffers and optimizers; everyone has the result afterwards."""
 
         def attempt() -> Entry:
             self.group.barrier("edit begins")
-            self.models.edit(function, seed)
-            self.group.barrier("edit ends")
-            return Entry("edit")
+            mine = self.models.edit(function, seed, self.pairs) if self.group.rank == 0 else None
+            changes = self.group.gather_json("edit ends", mine)[0]
+            for pair, (news, gone, _) in zip(self.pairs, changes, strict=True):
+                if (news or gone) and not self.has_optimizer:
+                    raise UnsupportedError(
+                        "run.edit changed the state of an optimizer, but the one that steps is the server's; change "
+                        "parameters and learning rates only"
+                    )
+                pair.settle(news, {i for i, _, _ in news} if self.group.rank == 0 else set())
+            self.group.barrier("state moved")
+            return Entry("edit", changes)
 
-        def adopt(_: Entry, took_part: bool) -> None:
+        def adopt(entry: Entry, took_part: bool) -> None:
+            for pair, changes in zip(self.pairs, entry.value, strict=True):
+                pair.adopt_changes(changes, took_part)
             with torch.no_grad():
                 self.models.pull()
             self._settled()
@@ -381,3 +423,23 @@ class Engine:
         self.compute.close()
         self.models.release(self.pairs)
         self.determinism.restore()
+
+
+def _compare_contents(version: int, of_workers: list[tuple[int, dict[str, str]]]) -> None:
+    """See that all workers came with the same batch.
+
+    Raises:
+        MismatchError: They did not. All workers see the same, so all raise alike.
+    """
+    first, expected = of_workers[0]
+    for worker, found in of_workers:
+        for where in [*expected, *found]:
+            here, there = expected.get(where, "nothing"), found.get(where, "nothing")
+            if here != there:
+                raise MismatchError(
+                    f"in step {version} worker {worker} came with another batch than worker {first}: {where} is "
+                    f"{there}, not {here} (type, shape, checksum), but run.step takes the whole global batch, the same "
+                    "on every worker. The usual cause is a branch that only one worker takes and that draws random "
+                    "numbers, such as `if run.worker == 0: evaluate()`: let every worker take it, or draw batches from "
+                    "a torch.Generator of their own"
+                )

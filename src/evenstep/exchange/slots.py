@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from evenstep.core.errors import MismatchError, PeerError, SilenceError
 from evenstep.core.events import Event
-from evenstep.core.identity import copied
+from evenstep.core.identity import check_not_a_copy
 from evenstep.exchange.board import Board
 from evenstep.exchange.liveness import Liveness, spin_count
 from evenstep.native import core
@@ -42,7 +42,7 @@ class Slots:
         self._liveness = Liveness()
         self._spin = spin_count(1)
         self._failed = False
-        self._pid = os.getpid()
+        self._pid, self._name = os.getpid(), f"worker {worker}"
         core.set_pid(self._base, worker, self._pid)
 
     def begin(self, members: Sequence[int]) -> None:
@@ -126,8 +126,7 @@ class Slots:
 
     def check_process(self) -> None:
         """See `Rounds`."""
-        if os.getpid() != self._pid:
-            raise copied(self._pid, f"worker {self.worker}")
+        check_not_a_copy(self._pid, self._name)
 
     def fail(self, text: str) -> None:
         """See `Rounds`. The failure of a copy of this process does not concern anybody else."""

@@ -17,9 +17,9 @@ from evenstep.core.output import say
 from evenstep.launch.worker import live_apart
 from evenstep.launch.worker_process import signal_name
 from evenstep.plan.groups import Setup
+from evenstep.server.limits import Limits
 from evenstep.server.replicas import Replica
 from evenstep.server.server import ParameterServer
-from evenstep.server.service import Limits
 
 __all__ = ["ServerProcess", "start_servers"]
 

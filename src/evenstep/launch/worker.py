@@ -25,6 +25,7 @@ from evenstep.core.errors import (
 )
 from evenstep.core.events import Event, send
 from evenstep.native import core
+from evenstep.run import unclosed
 
 __all__ = ["STACK_SIGNAL", "become_worker", "live_apart"]
 
@@ -64,6 +65,8 @@ def become_worker(
             arm(place.faults, place.worker)
         events_fd = int(variables["EVENSTEP_EVENTS_FD"])
         code = _run_script(script, args, place.worker, lambda event: _tell(mine, events_fd, event))
+        if code:
+            unclosed.forget()
         threading._shutdown()  # type: ignore[attr-defined]  # as at any end of Python: wait for threads that are no daemons
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -6,6 +6,7 @@
 #include <limits.h>
 #include <sys/prctl.h>
 
+#include "checksum.h"
 #include "collective.h"
 #include "copy.h"
 #include "core.h"
@@ -124,6 +125,17 @@ static PyObject *pid(PyObject *self, PyObject *args) {
 static PyObject *die_with_parent(PyObject *self, PyObject *args) {
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) return PyErr_SetFromErrno(PyExc_OSError);
     Py_RETURN_NONE;
+}
+
+static PyObject *checksum(PyObject *self, PyObject *args) {
+    unsigned long long data;
+    Py_ssize_t num_bytes;
+    uint64_t found;
+    ARGS("Kn", &data, &num_bytes);
+    Py_BEGIN_ALLOW_THREADS
+    found = es_checksum(AT(data), (size_t)num_bytes);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(found);
 }
 
 static PyObject *copy(PyObject *self, PyObject *args) {
@@ -470,6 +482,7 @@ static PyMethodDef methods[] = {
     {"mail_pull", mail_pull, METH_VARARGS, NULL},
     {"collective", (PyCFunction)(void (*)(void))collective, METH_FASTCALL, NULL},
     {"die_with_parent", die_with_parent, METH_NOARGS, NULL},  {"copy", copy, METH_VARARGS, NULL},
+    {"checksum", checksum, METH_VARARGS, NULL},
     {"norm_statistics", norm_statistics, METH_VARARGS, NULL}, {"norm_apply", norm_apply, METH_VARARGS, NULL},
     {"norm_reduce", norm_reduce, METH_VARARGS, NULL},     {"norm_backward", norm_backward, METH_VARARGS, NULL},
     {"norm_merge", norm_merge, METH_VARARGS, NULL},       {"norm_move", norm_move, METH_VARARGS, NULL},

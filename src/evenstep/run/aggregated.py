@@ -45,6 +45,8 @@ class AggregatedEngine(Engine):
         UnreachableError: Nobody is there.
     """
 
+    has_optimizer = False
+
     def __init__(self, config: RunConfig, ledger: Ledger, through: Through) -> None:
         self._through = through
         self._client: Client | None = None

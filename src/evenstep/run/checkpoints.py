@@ -168,7 +168,7 @@ class Resumption:
         self._over = False
         ledger.prelude = self._go_on
 
-    def check_data(self, number: int, sizes: list[int]) -> None:
+    def check_data(self, number: int, sizes: list[int | None]) -> None:
         """See that the data is what it was.
 
         Raises:

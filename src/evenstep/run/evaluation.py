@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.core.errors import ConfigError
-from evenstep.data.loader import Batch
-from evenstep.engine.compute import total_of
+from evenstep.data.batch import Batch
 from evenstep.engine.randomness import derive, preserved, seed_all
+from evenstep.engine.results import Mean, add
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import Group
-from evenstep.plan import tree
 
 __all__ = ["collect_outputs", "evaluating", "fill", "mean_metrics"]
 
@@ -52,7 +51,6 @@ def _call(engine: Engine, batch: Batch, function: Function) -> dict[int, Any]:
 def mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) -> dict[str, float]:
     """The mean of each metric over all samples: tree sums over shards, then over batches in order."""
     mine: list[dict[str, Any]] = []
-    num_samples = 0
     for batch in batches:
         row = {}
         for shard, found in _call(engine, batch, metrics).items():
@@ -60,23 +58,22 @@ def mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) ->
                 raise ConfigError(
                     f"metrics returned a {type(found).__name__}; expected a dict such as {{'accuracy': values}}"
                 )
-            row[str(shard)] = {name: total_of(name, value, batch.sizes[shard]) for name, value in found.items()}
+            row[str(shard)] = {n: Mean.of(n, value, batch.sizes[shard]).pack() for n, value in found.items()}
         mine.append(row)
-        num_samples += len(batch)
-    totals: dict[str, float] | None = None
+    totals: dict[str, Mean] | None = None
     for number, rows in enumerate(zip(*engine.group.gather_json("evaluate", mine), strict=True)):
         by_shard = {int(shard): found for row in rows for shard, found in row.items()}
-        totals = dict.fromkeys(by_shard[0], 0.0) if totals is None else totals
+        totals = dict.fromkeys(by_shard[0], Mean(0.0, 0.0)) if totals is None else totals
         for shard, found in by_shard.items():
             if found.keys() != totals.keys():
                 raise ConfigError(
                     f"metrics gave {sorted(found)} in batch {number}, shard {shard}, but {sorted(totals)} at first; "
                     "it must give the same ones for every part"
                 )
-        for name in totals:
-            values = [by_shard[k][name] if k in by_shard else 0.0 for k in range(engine.config.shards)]
-            totals[name] += tree.reduce(values, lambda a, b: a + b)
-    return {name: total / num_samples for name, total in (totals or {}).items()}
+        for name, before in totals.items():
+            found = add({k: Mean.unpack(row[name]) for k, row in by_shard.items()}, engine.config.shards)
+            totals[name] = Mean(before.total + found.total, before.weight + found.weight)
+    return {name: mean.value for name, mean in (totals or {}).items()}
 
 
 def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function) -> tuple[Any, dict[str, Tensor]]:

@@ -95,6 +95,8 @@ class GroupedEngine(Engine):
         standing: Where the group stands.
     """
 
+    has_optimizer = False
+
     def __init__(self, config: RunConfig, ledger: Ledger, standing: Standing) -> None:
         self.standing = standing
         self._servers: Servers | None = None
@@ -105,6 +107,11 @@ class GroupedEngine(Engine):
         self._options: list[dict[str, Any]] = []
         super().__init__(config, ledger)
         self.compute.number_of = lambda version: version * standing.groups + standing.group
+
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]  # decided for each step here
+        """Whether losses can be weighted by something else than rows: not if sums leave during backward."""
+        return self._gradients.send is None
 
     # ---- prepare ----
 

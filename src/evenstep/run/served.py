@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
-from evenstep.core.errors import ConfigError, MismatchError, UnsupportedError
+from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.core.events import send
-from evenstep.engine.compute import Samples, ShardResult, StepFunction, Work
+from evenstep.engine.compute import Samples, StepFunction, Work
 from evenstep.engine.gradients import Gradients
 from evenstep.engine.pair import Pair
+from evenstep.engine.results import ShardResult, merge
 from evenstep.engine.slots import spanning_layers
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import Group
@@ -94,6 +95,8 @@ class ServedEngine(Engine):
         UnsupportedError: This worker was started again, and synchronous updates need what it had.
     """
 
+    has_optimizer = False
+
     def __init__(self, config: RunConfig, ledger: Ledger, through: Through, env: Environment) -> None:
         self._options: list[dict[str, Any]] = []  # as the server knows them
         worker, num_workers = env.worker, env.num_workers
@@ -132,6 +135,11 @@ class ServedEngine(Engine):
 
     def _replan(self, spans: list[tuple[int, int]] | None = None) -> None:
         super()._replan([self._own])
+
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]  # decided for each run here
+        """Whether losses can be weighted by something else than rows."""
+        return self._local
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -206,7 +214,7 @@ class ServedEngine(Engine):
         if self._local or self.client.staleness != 0:  # a mean over this worker's samples
             sizes = [size if k in self.mine else 0 for k, size in enumerate(sizes)]
         if self._left_out or (self._local and not any(sizes)):
-            return Entry(kind, [*self._last, None, []])
+            return Entry(kind, [*self._last, None, [], {}])
         if self._local:
             mine = _Some(samples, sizes)
             return super()._try(kind, mine, function, pair, clip_norm, clip_value)
@@ -218,18 +226,19 @@ class ServedEngine(Engine):
         work = Work(self.version, parts, sizes, samples.name, function, pair)
         pair.gradients.begin(1 + self.group.exchanges, [0], list(parts))
         results = self.compute.run(work) if parts else {}
+        self._scale({}, 1.0 if any(result.weighted for result in results.values()) else None)
         pair.gradients.end_backward()
         notes = self._send(work, results)
         pair.stepped_elsewhere()
         outcome = list(_means(notes, sizes)) if any(sizes) else self._last  # it may have no sample of a short batch
-        return Entry(kind, [*outcome, None, []])
+        return Entry(kind, [*outcome, None, [], {}])
 
     def _send(self, work: Work, results: dict[int, ShardResult]) -> list[Any]:
         """Send the gradients, and take over what the server makes of them."""
         gradients = work.pair.gradients
         assert isinstance(gradients, NodeGradients), "prepare has put it there"
         names = [name.removeprefix(PREFIX) for name in work.pair.names]
-        packed = {k: _pack(r) for k, r in results.items()}
+        packed = {k: r.pack() for k, r in results.items()}
         note: dict[str, Any] = {"batch": [work.samples, list(work.sizes)], "results": packed}
         if self.client.staleness != 0:
             note["last"] = list(_means([note], work.sizes)) if packed else self._last
@@ -340,6 +349,9 @@ class _Some:
     def part(self, shard: int) -> Any:
         return self.whole.part(shard)
 
+    def contents(self) -> dict[str, str]:
+        return self.whole.contents()
+
 
 def _name(env: Environment) -> str:
     """What this worker calls itself: alike for all its lives in one job, and in no other job."""
@@ -355,22 +367,7 @@ def _added(nodes: Sequence[tuple[tuple[int, int], dict[int, Tensor]]]) -> dict[i
     return total
 
 
-def _pack(result: ShardResult) -> list[Any]:
-    """As JSON, to the bit, whatever the numbers are."""
-    return [result.loss.hex(), {name: value.hex() for name, value in result.metrics.items()}]
-
-
 def _means(notes: Sequence[Any], sizes: Sequence[int]) -> tuple[float, dict[str, float]]:
     """Loss and metrics over all samples that took part, in tree order."""
-    found = {int(k): value for note in notes for k, value in note["results"].items()}
-
-    def mean(values: dict[int, str]) -> float:
-        leaves = [float.fromhex(values[k]) if k in values else 0.0 for k in range(len(sizes))]
-        return tree.reduce(leaves, lambda a, b: a + b) / sum(sizes)
-
-    names = sorted({name for _, metrics in found.values() for name in metrics})
-    for k, (_, metrics) in found.items():
-        if sorted(metrics) != names:
-            raise ConfigError(f"the step function gave metrics {sorted(metrics)} in shard {k} but {names} in others")
-    loss = mean({k: value[0] for k, value in found.items()})
-    return loss, {name: mean({k: value[1][name] for k, value in found.items()}) for name in names}
+    found = merge({int(k): ShardResult.unpack(v) for note in notes for k, v in note["results"].items()}, sizes)
+    return found.loss, found.metrics

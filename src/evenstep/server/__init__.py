@@ -11,8 +11,8 @@ with ParameterServer(model, torch.optim.SGD(model.parameters(), 0.1), staleness=
 from evenstep.server.client import Client
 from evenstep.server.config import ServerConfig
 from evenstep.server.connecting import connect
+from evenstep.server.limits import Limits
 from evenstep.server.relay import Relay
 from evenstep.server.server import ParameterServer
-from evenstep.server.service import Limits
 
 __all__ = ["Client", "Limits", "ParameterServer", "Relay", "ServerConfig", "connect"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evenstep.core.errors import ConfigError
+from evenstep.server.limits import Limits
 from evenstep.server.options import Options
-from evenstep.server.service import Limits
 
 __all__ = ["TRANSPORTS", "ServerConfig"]
 

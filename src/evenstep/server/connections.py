@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import select
 import socket
 import ssl
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evenstep.core.errors import RefusedError, ServerError
+from evenstep.server.door import Door
 from evenstep.server.frames import Frames
 from evenstep.server.service import Call, Reply, Service
 from evenstep.server.wire import LENGTH_BYTES, Head, head_length
@@ -20,10 +22,15 @@ log = logging.getLogger("evenstep.server")
 
 
 class Conversation:
-    """One connection: the raw socket transport. Others override how tensors come and go."""
+    """One connection: the raw socket transport. Others override how tensors come and go.
+
+    Attributes:
+        admitted: Called when a request was admitted.
+    """
 
     def __init__(self, service: Service, stream: socket.socket) -> None:
         self.service = service
+        self.admitted: Callable[[], None] = lambda: None
         self.frames = Frames(stream, service.limits.idle_s, service.limits.fields_bytes)
 
     def run(self) -> None:
@@ -55,6 +62,7 @@ class Conversation:
                     return False
                 frames.drain(body_bytes)
                 raise
+            self.admitted()
             self.receive(call, fields)
             reply = call.run()
             frames.within(service.limits.transfer_s(reply.num_bytes))
@@ -65,6 +73,12 @@ class Conversation:
         except ServerError as error:
             frames.within(service.limits.idle_s)
             frames.send({"status": 500, "error": str(error)})
+        except OSError:
+            raise
+        except Exception as error:
+            frames.within(service.limits.idle_s)
+            frames.send({"status": 500, "error": f"the server failed: {error!r}; its log says where"})
+            raise
         finally:
             if call is not None:
                 call.close(reply)
@@ -95,6 +109,22 @@ class Conversation:
         """The connection is over."""
 
 
+class _Connection:
+    """A connection as those who accept it see it.
+
+    Attributes:
+        stream: Its socket; once there is TLS, the one around it.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream = stream
+
+    def end(self) -> None:
+        """End it, also under a thread that waits for it."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.stream, socket.SHUT_RDWR)
+
+
 class Connections:
     """Accepts connections and serves each in a thread of its own.
 
@@ -117,36 +147,60 @@ class Connections:
         self._service, self._listener, self._name, self._context = service, listener, name, context
         self._conversation = conversation
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, threading.Thread] = {}
+        self._open: dict[_Connection, threading.Thread] = {}
+        self._door: Door[_Connection] = Door(service.limits.connections, service.limits.greeting_s)
         self._stopping = False
+        listener.setblocking(False)
         self._thread = threading.Thread(target=self._accept, name=f"evenstep-{name}", daemon=True)
         self._thread.start()
 
     def _accept(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
         while not self._stopping:
+            with self._lock:
+                late, end_s = self._door.overdue(time.monotonic()), self._door.next_end_s()
+            for connection in late:
+                connection.end()
+            if not poll.poll(None if end_s is None else 1e3 * max(end_s - time.monotonic(), 0.0) + 1):
+                continue
             try:
                 stream, _ = self._listener.accept()
+            except BlockingIOError:
+                continue
             except OSError:
                 if not self._stopping:
                     time.sleep(0.05)  # no descriptor is left: some connection will end
                 continue
-            with self._lock:
-                if self._stopping or len(self._open) >= self._service.limits.connections:
-                    stream.close()
-                    continue
-                thread = threading.Thread(
-                    target=self._serve, args=(stream,), name=f"evenstep-{self._name}", daemon=True
-                )
-                self._open[stream] = thread
-            thread.start()
+            self._receive(_Connection(stream))
 
-    def _serve(self, stream: socket.socket) -> None:
-        held = stream
+    def _receive(self, connection: _Connection) -> None:
+        with self._lock:
+            goes = connection if self._stopping else self._door.enter(connection, time.monotonic())
+            if goes is not connection:
+                thread = threading.Thread(
+                    target=self._serve, args=(connection,), name=f"evenstep-{self._name}", daemon=True
+                )
+                self._open[connection] = thread
+                thread.start()
+        if goes is connection:
+            connection.stream.close()
+        elif goes is not None:
+            goes.end()
+
+    def _admitted(self, connection: _Connection) -> None:
+        with self._lock:
+            self._door.admit(connection)
+
+    def _serve(self, connection: _Connection) -> None:
         try:
-            stream.settimeout(self._service.limits.idle_s)
+            connection.stream.settimeout(self._service.limits.greeting_s)
             if self._context is not None:
-                held = self._context.wrap_socket(stream, server_side=True)
-            conversation = self._conversation(self._service, held)
+                secure = self._context.wrap_socket(connection.stream, server_side=True, do_handshake_on_connect=False)
+                connection.stream = secure
+                secure.do_handshake()
+            conversation = self._conversation(self._service, connection.stream)
+            conversation.admitted = lambda: self._admitted(connection)
             try:
                 conversation.run()
             finally:
@@ -158,21 +212,21 @@ class Connections:
             raise
         finally:
             with self._lock:
-                self._open.pop(stream, None)
-            held.close()
+                self._open.pop(connection, None)
+                self._door.leave(connection)
+                connection.stream.close()
 
     def close(self) -> None:
         """End all connections, and wait for their threads."""
         self._stopping = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
         self._thread.join()
+        self._listener.close()
         with self._lock:
             left = dict(self._open)
-            for stream in left:
-                with contextlib.suppress(OSError):
-                    stream.shutdown(socket.SHUT_RDWR)
+            for connection in left:
+                connection.end()
         for thread in left.values():
             thread.join()
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import select
+import signal
 import socket
 import time
 from pathlib import Path
@@ -28,6 +30,7 @@ __all__ = ["Fleet", "check_directory"]
 _NAME = "servers.json"
 _READY_S = 120.0  # how long servers may take to start: they may have a long log to read back
 _END_S = 30.0
+log = logging.getLogger("evenstep.server")
 
 
 class Fleet:
@@ -100,7 +103,7 @@ class Fleet:
             except TimeoutError:
                 raise ServerError(f"the servers did not {what} within {_READY_S:g} s") from None
             if said is None:
-                raise ServerError(f"the servers ended before they could {what}; the log says why")
+                raise self._orphaned()
             _raise_if_wrong(said)
             if said.get("done") == what:
                 found[said["server"]] = said
@@ -135,8 +138,20 @@ class Fleet:
         while select.select([self._line.stream], [], [], 0)[0]:
             said = self._line.hear(1.0)
             if said is None:
-                raise ServerError("the servers ended; the log says why")
+                raise self._orphaned()
             _raise_if_wrong(said)
+
+    def _orphaned(self) -> ServerError:
+        """The process that starts the servers is gone, and they with it."""
+        how = ""
+        if self._pid:
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            how = f" was killed by {signal.Signals(-code).name}" if code < 0 else f" ended with exit code {code}"
+        remedy = "start them again with the same directory" if self._config.directory else "start them again"
+        text = f"the process that starts the servers (pid {self._pid}){how}, and all servers ended with it; {remedy}"
+        self._pid = 0
+        log.error("%s", text)
+        return ServerError(text)
 
     def figures(self) -> dict[str, Any]:
         """What a log wants to know of them all."""
@@ -175,16 +190,27 @@ class Fleet:
             return
         self.urls = {}
         self._line.say({"do": "close"})
-        self._line.stream.shutdown(socket.SHUT_WR)
+        try:
+            self._reap()
+        finally:
+            self._line.stream.close()
+            self._line = None
+
+    def _reap(self) -> None:
+        """Wait until the process that starts the servers has ended; not for ever."""
+        if not self._pid:
+            return
+        assert self._line is not None, "it was started"
         pidfd = os.pidfd_open(self._pid)
         try:
+            with contextlib.suppress(OSError):  # it has ended, and nobody has noticed yet
+                self._line.stream.shutdown(socket.SHUT_WR)
             if not select.select([pidfd], [], [], _END_S)[0]:
-                os.kill(self._pid, 9)
+                os.kill(self._pid, signal.SIGKILL)
         finally:
             os.close(pidfd)
             os.waitpid(self._pid, 0)
-            self._line.stream.close()
-            self._line = None
+            self._pid = 0
 
 
 def _raise_if_wrong(said: dict[str, Any]) -> None:

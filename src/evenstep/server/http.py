@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -23,51 +24,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from evenstep.core.errors import ConfigError, RefusedError, ServerError
+from evenstep.server.http_protocol import HttpConnection, Reception
 from evenstep.server.metrics import CONTENT_TYPE, prometheus
 from evenstep.server.service import Call, Reply, Service
-from evenstep.server.wire import LENGTH_BYTES, Head, head_length
+from evenstep.server.wire import LENGTH_BYTES, Head, head_length, write_json
 
 __all__ = ["HttpServer"]
 
 _HERE = Path(__file__).parent
 _PIECE_BYTES = 1 << 20
-_HEADER_BYTES = 32 << 10
 _PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 _NUMBERS = ("min_version", "since", "sequence", "samples", "base", "shards")
 _JSON = ("names", "spans", "buffers", "note", "wait_s", "force", "bfloat16", "versions", "options")
 _OF_SEVERAL = ("staged", "order", "alive", "layout", "on")
 log = logging.getLogger("evenstep.server")
-
-
-class _Protocol(HttpToolsProtocol):
-    """As uvicorn's, but heads of requests are limited, and a write is over only when the system has taken it all."""
-
-    _taken = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
-        super().connection_made(transport)
-        secure = transport.get_extra_info("sslcontext") is not None  # there all is copied, and 0 would stop it for good
-        transport.set_write_buffer_limits(high=int(secure), low=0)
-
-    def on_message_begin(self) -> None:
-        self._taken = 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(url)
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(name + value)
-        super().on_header(name, value)
-
-    def _count(self, data: bytes) -> None:
-        self._taken += len(data)
-        if self._taken > _HEADER_BYTES:
-            raise ValueError("the head of the request is too long")
 
 
 class HttpServer:
@@ -76,8 +48,7 @@ class HttpServer:
     Args:
         service: What to serve.
         listener: A bound socket; taken over.
-        certfile: For TLS, if wanted.
-        keyfile: Its key.
+        context: For TLS, if wanted.
         hosts: The names by which the server may be called, or None for any: on loopback this keeps out web pages that
             point a name of their own at it.
 
@@ -89,15 +60,14 @@ class HttpServer:
         self,
         service: Service,
         listener: socket.socket,
-        certfile: str | None = None,
-        keyfile: str | None = None,
+        context: ssl.SSLContext | None = None,
         hosts: frozenset[str] | None = None,
     ) -> None:
         self._service, self._listener, self._hosts = service, listener, hosts
         self._pool = ThreadPoolExecutor(service.limits.connections, "evenstep-http-request")
         app = Starlette(
             routes=[
-                Route("/", self._page),
+                Route("/", self._guarded(self._page, page=True)),
                 Route("/parameters", self._tensors("get", "put"), methods=["GET", "PUT"]),
                 Route("/update", self._tensors("", "update"), methods=["POST"]),
                 Route("/register", self._plain("register"), methods=["POST"]),
@@ -109,38 +79,45 @@ class HttpServer:
                 Route("/order", self._plain("order"), methods=["POST"]),
                 Route("/pause", self._plain("pause"), methods=["POST"]),
                 Route("/metrics", self._guarded(self._metrics)),
-                Route("/openapi.json", self._api),
+                Route("/openapi.json", self._guarded(self._api)),
             ]
         )
         config = uvicorn.Config(
             app,
-            http=_Protocol,
             loop="asyncio",
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=service.limits.connections,
             timeout_keep_alive=600,
             timeout_graceful_shutdown=2,
-            ssl_certfile=certfile,
-            ssl_keyfile=keyfile,
         )
         self._server = uvicorn.Server(config)
+        self._reception = Reception(self._server, listener, service.limits, context)
+        self._accept_no_more: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._serve, name="evenstep-http", daemon=True)
         self._thread.start()
         deadline = time.monotonic() + 30
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
-                raise ConfigError("the HTTP server could not be started; look at --certfile and --keyfile")
+                raise ConfigError("the HTTP server could not be started within 30 s")
             time.sleep(0.001)
 
     def _serve(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._listener]))
+        asyncio.run(self._run_until_closed())
+
+    async def _run_until_closed(self) -> None:
+        accepting = asyncio.create_task(self._reception.run())
+        loop = asyncio.get_running_loop()
+        self._accept_no_more = lambda: loop.call_soon_threadsafe(accepting.cancel)
+        await self._server.serve(sockets=[])
+        await asyncio.wait([accepting])
+        await self._reception.end()
 
     def close(self) -> None:
         """End all connections, and wait for the threads."""
+        self._accept_no_more()
         self._server.should_exit = True
         self._thread.join()
         self._listener.close()
@@ -153,6 +130,8 @@ class HttpServer:
         text = (_HERE / "page.html").read_text()
         if self._service.guarded:
             text = text.replace('<html lang="en">', '<html lang="en" data-guarded="yes">', 1)
+        else:
+            _connection(request).admitted()
         return HTMLResponse(text, headers={"Content-Security-Policy": _policy(text), **_PAGE_HEADERS})
 
     async def _api(self, request: Request) -> Response:
@@ -160,25 +139,43 @@ class HttpServer:
 
     async def _metrics(self, request: Request) -> Response:
         self._service.check_token(_token(request))
+        _connection(request).admitted()
         return PlainTextResponse(prometheus(await self._do(self._service.status)), media_type=CONTENT_TYPE)
 
-    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Translate our errors."""
+    def _guarded(
+        self, handler: Callable[[Request], Awaitable[Response]], *, page: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Let in only whom a browser should let in, and translate our errors.
+
+        Args:
+            handler: What answers.
+            page: Whether a person may come to it by a link from elsewhere.
+        """
 
         async def guarded(request: Request) -> Response:
             try:
-                self._check_origin(request)
+                self._check_host(request)
+                _check_site(request, page)
                 return await handler(request)
             except RefusedError as error:
-                return JSONResponse(self._service.refused(error), error.status)
+                closing = {"connection": "close"} if error.status in (401, 403, 411) else None
+                return _Json(self._service.refused(error), error.status, closing)
             except ServerError as error:
-                return JSONResponse({"status": 500, "error": str(error)}, 500)
+                return _Json({"status": 500, "error": str(error)}, 500)
+            except Exception as error:
+                log.exception("a request failed")
+                return _Json({"status": 500, "error": f"the server failed: {error!r}; its log says where"}, 500)
 
         return guarded
 
+    def _admit(self, request: Request, verb: str, body_bytes: int) -> Call:
+        call = self._service.admit(verb, _fields(request), body_bytes, _token(request))
+        _connection(request).admitted()
+        return call
+
     def _plain(self, verb: str) -> Callable[[Request], Awaitable[Response]]:
         async def handler(request: Request) -> Response:
-            call = self._service.admit(verb, _fields(request), 0, _token(request))
+            call = self._admit(request, verb, 0)
             reply = None
             try:
                 reply = await self._run(call)
@@ -192,10 +189,8 @@ class HttpServer:
         """An endpoint whose requests or replies carry tensors."""
 
         async def handler(request: Request) -> Response:
-            if request.method in ("GET", "HEAD"):
-                call = self._service.admit(pull, _fields(request), 0, _token(request))
-            else:
-                call = self._service.admit(push, _fields(request), _length(request), _token(request))
+            pulls = request.method in ("GET", "HEAD")
+            call = self._admit(request, pull if pulls else push, 0 if pulls else _length(request))
             reply = None
             try:
                 if call.body_bytes:
@@ -253,13 +248,24 @@ class HttpServer:
         if buffer is None or left:
             raise RefusedError(f"the body ended {left} bytes too early; expected safetensors")
 
-    def _check_origin(self, request: Request) -> None:
-        host = request.headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()
+    def _check_host(self, request: Request) -> None:
+        hosts = request.headers.getlist("host")
+        if len(hosts) > 1:
+            raise RefusedError(f"the request has {len(hosts)} Host headers, expected one")
+        host = "".join(hosts).rsplit(":", 1)[0].strip("[]").lower()
         if self._hosts is not None and host not in self._hosts:
             raise RefusedError(f"this server is called {sorted(self._hosts)[0]}, not '{host[:100]}'", 403)
-        origin = request.headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
-            raise RefusedError("a page from elsewhere may not talk to this server", 403)
+
+
+def _check_site(request: Request, page: bool) -> None:
+    """Keep out what a browser sends for a page from elsewhere, which need not say from where."""
+    headers = request.headers
+    elsewhere = any(origin.partition("://")[2] != headers.get("host") for origin in headers.getlist("origin"))
+    by_link = page and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    if not by_link and any(site not in ("same-origin", "none") for site in headers.getlist("sec-fetch-site")):
+        elsewhere = True
+    if elsewhere:
+        raise RefusedError("a page from elsewhere may not talk to this server", 403)
 
 
 def _policy(page: str) -> str:
@@ -271,6 +277,15 @@ def _policy(page: str) -> str:
         allowed[f"{kind}-src"] = f"'sha256-{digest}'"
     nothing = "".join(f"; {what} 'none'" for what in ("base-uri", "form-action", "frame-ancestors"))
     return "default-src 'none'; " + "; ".join(f"{key} {value}" for key, value in allowed.items()) + nothing
+
+
+class _Json(Response):
+    """Fields as a response; unlike Starlette's, whatever characters they hold."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return write_json(content)
 
 
 class _Endpoint:
@@ -323,7 +338,12 @@ def _let_go(future: asyncio.Future[Reply]) -> None:
 def _json(reply: Reply, call: Call | None = None) -> Response:
     if call is not None:
         call.close(reply)
-    return JSONResponse(reply.fields, reply.fields["status"])
+    return _Json(reply.fields, reply.fields["status"])
+
+
+def _connection(request: Request) -> HttpConnection:
+    found: HttpConnection = request.state.connection
+    return found
 
 
 def _token(request: Request) -> str | None:

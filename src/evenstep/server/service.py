@@ -22,6 +22,7 @@ from evenstep.core.errors import RefusedError
 from evenstep.server import together
 from evenstep.server.images import Image
 from evenstep.server.incoming import Incoming, integer
+from evenstep.server.limits import Limits
 from evenstep.server.meetings import Meetings
 from evenstep.server.recipes import state_of
 from evenstep.server.rooms import Intake, Room
@@ -31,7 +32,7 @@ from evenstep.server.status import without_lists
 from evenstep.server.store import Pending, Store, View
 from evenstep.server.wire import KEPT_BYTES, Head, Layout, encode, fresh
 
-__all__ = ["VERBS", "Call", "Limits", "Reply", "Service"]
+__all__ = ["VERBS", "Call", "Reply", "Service"]
 
 _WITH_TENSORS = ("put", "update", "stage")
 _MAX_NAME = 200
@@ -39,31 +40,6 @@ _MAX_MEETING = 256
 _CHECKED = 256
 _INTAKE_BYTES = 8 << 20  # of updates may be received at once, or one copy of the parameters if that is more
 log = logging.getLogger("evenstep.server")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a stranger may cost us.
-
-    Attributes:
-        body_bytes: The longest body of a request.
-        fields_bytes: The longest head of a request.
-        connections: How many at once, for each transport.
-        wait_s: The longest wait inside the server; whoever wants to wait longer asks again.
-        idle_s: How long a transfer may take, besides a second for every `pace_bytes`.
-        pace_bytes: The slowest pace of a transfer, in bytes for each second.
-    """
-
-    body_bytes: int = 4 << 30
-    fields_bytes: int = 1 << 20
-    connections: int = 256
-    wait_s: float = 10.0
-    idle_s: float = 30.0
-    pace_bytes: int = 1 << 20
-
-    def transfer_s(self, num_bytes: int) -> float:
-        """How long so many bytes may take."""
-        return self.idle_s + num_bytes / self.pace_bytes
 
 
 @dataclass

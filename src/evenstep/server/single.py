@@ -136,10 +136,10 @@ class SingleServer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             self._transports.append(Connections(self._service, listener, "tcp", context))
         else:
-            self._transports.append(self._http(listener))
+            self._transports.append(self._http(listener, context))
         self.urls[name] = f"{name}{secure}://{host}:{port}"
 
-    def _http(self, listener: socket.socket) -> _Transport:
+    def _http(self, listener: socket.socket, context: ssl.SSLContext | None) -> _Transport:
         try:
             from evenstep.server.http import HttpServer  # here: it needs packages that not everyone has
         except ImportError as error:
@@ -148,10 +148,11 @@ class SingleServer:
                 f"HTTP needs {error.name}: pip install 'evenstep[server]', or say transports=('tcp', 'memory')"
             ) from error
         hosts = frozenset({"127.0.0.1", "localhost", "::1", self.config.host}) if self.config.on_loopback else None
-        return HttpServer(self._service, listener, self.config.certfile, self.config.keyfile, hosts)
+        return HttpServer(self._service, listener, context, hosts)
 
     def _context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
             context.load_cert_chain(str(self.config.certfile), self.config.keyfile)
         except OSError as error:

@@ -1,0 +1,34 @@
+"""What a batch holds, in few words: enough to see that two workers have come with different ones, and where."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenstep.core.checksum import checksum
+from evenstep.data.nested import children, is_sequence
+
+__all__ = ["contents_of"]
+
+_PLAIN = str | int | float | bool | bytes | None
+
+
+def contents_of(value: Any, path: str = "batch") -> dict[str, str]:
+    """Shape, dtype and checksum of every tensor and array in a structure, and plain values, by path.
+
+    Of anything else the type is told: what it holds cannot be compared.
+    """
+    if isinstance(value, Tensor):
+        return {path: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} {checksum(value):016x}"}
+    if isinstance(value, np.ndarray):
+        return contents_of(torch.from_numpy(value), path) if value.dtype.kind in "biufc" else {path: repr(value.dtype)}
+    if isinstance(value, _PLAIN):
+        return {path: repr(value)}
+    if is_sequence(value) and value and all(isinstance(item, _PLAIN) for item in value):
+        return {path: f"{len(value)} values {hashlib.blake2b(repr(list(value)).encode(), digest_size=8).hexdigest()}"}
+    held = children(value)
+    if held is None:
+        return {path: type(value).__name__}
+    return {where: what for name, item in held.items() for where, what in contents_of(item, path + name).items()}

@@ -1,0 +1,104 @@
+"""What a step function may return: a mean over the rows of its part, or a mean over something else, with its weight."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from evenstep.core.errors import ConfigError
+
+__all__ = ["Loss", "PartLoss", "split"]
+
+
+class Loss:
+    """A loss, or a metric, that is a mean over something else than the rows of a part, such as its labelled tokens.
+
+    The mean over the whole batch is then the sum of all parts' totals over the sum of their weights, as if the batch
+    had not been cut. A part of weight 0 adds nothing, even if its mean is not a number; if all weights are 0 the step
+    changes no parameter and its loss is not a number.
+
+    Args:
+        mean: The mean over what the weight counts.
+        total: The sum over it, instead of the mean.
+        weight: How many there are in this part: a number, or a tensor with one element.
+
+    Raises:
+        ConfigError: Neither or both of mean and total are given, or the weight is negative or no number.
+    """
+
+    def __init__(self, mean: Any = None, *, total: Any = None, weight: float | Tensor) -> None:
+        if (mean is None) == (total is None):
+            raise ConfigError("Loss takes a mean or a total, one of them, as in Loss(mean, weight=num_tokens)")
+        self.value = total if mean is None else mean
+        self.is_total = mean is None
+        self._weight = weight
+
+    @property
+    def weight(self) -> float:
+        """How many there are in this part. If it is on a GPU, this waits for it."""
+        weight = float(self._weight)
+        if not 0 <= weight < float("inf"):
+            raise ConfigError(f"Loss(weight={weight}), expected a finite number of at least 0")
+        return weight
+
+    def of(self, value: Any) -> "Loss":
+        """The same kind of loss with another value."""
+        return Loss(**{"total" if self.is_total else "mean": value}, weight=self._weight)
+
+    @property
+    def total(self) -> float:
+        """The sum over what the weight counts; 0 if it counts nothing. May wait, as above."""
+        weight = self.weight
+        if not weight:
+            return 0.0
+        value = float(self.value.detach().double()) if isinstance(self.value, Tensor) else float(self.value)
+        return value if self.is_total else value * weight
+
+
+@dataclass(frozen=True)
+class PartLoss:
+    """The loss of one part, as its step function gave it.
+
+    Attributes:
+        value: With one element, without dimensions.
+        loss: The `Loss` it came in; None: it is the mean over the rows of the part.
+    """
+
+    value: Tensor
+    loss: Loss | None
+
+    def detached(self) -> "PartLoss":
+        """The same without its graph."""
+        value = self.value.detach()
+        return PartLoss(value, self.loss and self.loss.of(value))
+
+    def share(self, num_rows: int, num_all_rows: int) -> Tensor | None:
+        """What backward begins from: this part's share in the batch; None: it has none.
+
+        The weight of the whole batch is known only when all parts have been computed, so for a weighted loss this is
+        the share in its sum over all rows, and the sum of the gradients is scaled in the end.
+        """
+        if self.loss is None:
+            return self.value * (num_rows / num_all_rows)
+        if self.loss.is_total:
+            return self.value / num_all_rows
+        weight = self.loss.weight
+        return self.value * (weight / num_all_rows) if weight else None
+
+
+def split(value: Any) -> tuple[PartLoss, dict[str, Any]]:
+    """Loss and metrics of what a step function returned.
+
+    Raises:
+        ConfigError: It returned something else.
+    """
+    first, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+    loss = first if isinstance(first, Loss) else None
+    found = first if loss is None else loss.value
+    if not isinstance(found, Tensor) or found.numel() != 1 or not isinstance(metrics, dict):
+        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+        raise ConfigError(
+            f"the step function returned a {type(value).__name__}{shape}; expected the mean loss of its part "
+            "as a tensor with one element or evenstep.Loss(mean, weight=n), or (loss, {'metric': value})"
+        )
+    return PartLoss(found.reshape(()), loss), metrics

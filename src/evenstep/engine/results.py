@@ -1,0 +1,149 @@
+"""What the shards of a step gave, and how it becomes one loss and one value for every metric: pure arithmetic.
+
+Each is a sum over something and the weight of that something. Sums and weights are added over shards in tree order,
+so the mean does not depend on who computed which shard.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from evenstep.core.errors import ConfigError
+from evenstep.engine.loss import Loss, PartLoss
+from evenstep.plan import tree
+
+__all__ = ["Mean", "Results", "ShardResult", "add", "merge"]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean that is not divided yet."""
+
+    total: float
+    weight: float
+
+    @classmethod
+    def of(cls, name: str, metric: Any, num_rows: int) -> "Mean":
+        """That of a metric of a part: given for every row, as their mean, or as a `Loss`.
+
+        Raises:
+            ConfigError: It has another number of values.
+        """
+        if isinstance(metric, Loss):
+            return cls(metric.total, metric.weight)
+        if not isinstance(metric, Tensor):
+            return cls(float(metric) * num_rows, num_rows)
+        metric = metric.detach()
+        if metric.ndim == 0:
+            return cls(float(metric.double()) * num_rows, num_rows)
+        if metric.shape[0] != num_rows:
+            raise ConfigError(
+                f"metric '{name}' has {metric.shape[0]} values for a part of {num_rows} samples; "
+                "expected one value for each sample, or their mean"
+            )
+        return cls(float(metric.reshape(num_rows, -1).double().mean(1).sum()), num_rows)
+
+    @property
+    def value(self) -> float:
+        """The mean; not a number if it is over nothing."""
+        return self.total / self.weight if self.weight else float("nan")
+
+    def pack(self) -> list[str]:
+        """As JSON, to the bit, whatever the numbers are."""
+        return [self.total.hex(), float(self.weight).hex()]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[str]) -> "Mean":
+        """The inverse of `pack`."""
+        total, weight = packed
+        return cls(float.fromhex(total), float.fromhex(weight))
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """What one shard's step function gave.
+
+    Attributes:
+        loss: Over its rows, or over what the function says.
+        weighted: Whether the function says over what.
+        metrics: By name.
+    """
+
+    loss: Mean
+    weighted: bool
+    metrics: dict[str, Mean]
+
+    @classmethod
+    def of(cls, loss: PartLoss, metrics: Mapping[str, Any], num_rows: int) -> "ShardResult":
+        """That of a part with so many rows."""
+        if loss.loss is None:
+            mean = Mean(float(loss.value) * num_rows, num_rows)
+        else:
+            mean = Mean(loss.loss.total, loss.loss.weight)
+        return cls(mean, loss.loss is not None, {name: Mean.of(name, m, num_rows) for name, m in metrics.items()})
+
+    def pack(self) -> list[Any]:
+        """As JSON."""
+        return [self.loss.pack(), self.weighted, {name: mean.pack() for name, mean in self.metrics.items()}]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Any]) -> "ShardResult":
+        """The inverse of `pack`."""
+        loss, weighted, metrics = packed
+        return cls(Mean.unpack(loss), weighted, {name: Mean.unpack(mean) for name, mean in metrics.items()})
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a step gave over all its samples.
+
+    Attributes:
+        loss: The mean loss.
+        metrics: The mean of each metric.
+        scale: What the summed gradients have to be multiplied by; None: nothing; 0: there are none to be used.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    scale: float | None
+
+
+def merge(by_shard: Mapping[int, ShardResult], sizes: Sequence[int]) -> Results:
+    """The results of all shards that have samples, as one.
+
+    Args:
+        by_shard: What each gave.
+        sizes: The number of samples of every shard of the run.
+
+    Raises:
+        ConfigError: The shards gave different kinds of results.
+    """
+    first = min(by_shard)
+    like = by_shard[first]
+    for k, found in by_shard.items():
+        if found.metrics.keys() != like.metrics.keys():
+            raise ConfigError(
+                f"the step function gave metrics {sorted(found.metrics)} in shard {k} but {sorted(like.metrics)} in "
+                f"shard {first}; it must give the same ones for every part"
+            )
+        if found.weighted != like.weighted:
+            kinds = {True: "an evenstep.Loss", False: "a plain loss"}
+            raise ConfigError(
+                f"the step function gave {kinds[found.weighted]} in shard {k} but {kinds[like.weighted]} in shard "
+                f"{first}; it must give the same for every part"
+            )
+    loss = add({k: result.loss for k, result in by_shard.items()}, len(sizes))
+    metrics = {
+        name: add({k: result.metrics[name] for k, result in by_shard.items()}, len(sizes)).value
+        for name in sorted(like.metrics)
+    }
+    scale = (sum(sizes) / loss.weight if loss.weight else 0.0) if like.weighted else None
+    return Results(loss.value, metrics, scale)
+
+
+def add(means: Mapping[int, Mean], num_shards: int) -> Mean:
+    """The mean over all shards, in tree order; some may have none."""
+    found = [means.get(k, Mean(0.0, 0.0)) for k in range(num_shards)]
+    return tree.reduce(found, lambda a, b: Mean(a.total + b.total, a.weight + b.weight))

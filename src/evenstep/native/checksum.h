@@ -1,0 +1,14 @@
+/* A 64-bit checksum of memory, at the speed of memory: it tells accidents apart, not attacks.
+ *
+ * Any change of one 8-byte word changes it for certain; so do changes of several words but for one in 2^64. It depends on
+ * the order of the words, and on nothing else: not on alignment, processor or build.
+ */
+#ifndef ES_CHECKSUM_H
+#define ES_CHECKSUM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+uint64_t es_checksum(const void *data, size_t num_bytes);
+
+#endif

@@ -1,0 +1,41 @@
+"""A run that nobody closes shows no fingerprint, so when the process ends it says so."""
+
+import atexit
+import os
+from collections.abc import Callable
+from functools import cache
+
+__all__ = ["closed", "forget", "opened"]
+
+_HINT = (
+    "the run was never closed, so it has no fingerprint to show, and its last checkpoint may be missing; use "
+    "`with evenstep.Run(...) as run`, or call run.close() at the end"
+)
+_open: dict[int, tuple[int, Callable[[str], None]]] = {}  # by the id of a run: whose it is, and how to say something
+
+
+def opened(run: object, say: Callable[[str], None]) -> None:
+    """A run begins. When the process comes to its end before it is closed, `say` is called with a hint."""
+    _register()
+    _open[id(run)] = (os.getpid(), say)
+
+
+def closed(run: object) -> None:
+    """A run is over, or has failed."""
+    _open.pop(id(run), None)
+
+
+def forget() -> None:
+    """The script has failed: that its runs are not closed is no wonder."""
+    _open.clear()
+
+
+@cache
+def _register() -> None:
+    atexit.register(_say)
+
+
+def _say() -> None:
+    for pid, say in _open.values():
+        if pid == os.getpid():
+            say(_HINT)
