@@ -76,6 +76,11 @@ class Work:
         """How the tags of this step's exchanges begin."""
         return f"step {self.version}: "
 
+    @property
+    def first(self) -> int:
+        """The first shard that has samples: of buffers that a forward changes, its values are committed."""
+        return next(shard for shard, size in enumerate(self.sizes) if size)
+
     def share(self, shard: int, loss: PartLoss) -> list[Tensor]:
         """What backward begins from in a shard, if from anything."""
         found = loss.share(self.sizes[shard], sum(self.sizes))
@@ -131,7 +136,7 @@ class Compute:
                 error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
                 raise
             lane.pause()
-            if shard == 0:
+            if shard == work.first:
                 self._models.keep_buffers(lane.buffers_after())
             values[shard] = (loss.detached(), metrics)
         return values
@@ -164,7 +169,7 @@ class Compute:
         except Exception as error:
             error.add_note(f"in worker {self._group.worker}, step {work.version}")
             raise
-        if shards[0] == 0:
+        if shards[0] == work.first:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 

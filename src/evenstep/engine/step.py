@@ -220,6 +220,7 @@ class Engine:
         clip_value: float | None,
     ) -> Entry:
         points.reach("step begins")
+        self.models.take_buffers()  # of an attempt that came to nothing
         parts = {k: samples.part(k) for k in self.mine if samples.sizes[k]}
         work = Work(self.version, parts, samples.sizes, samples.name, function, pair)
         active = [rank for rank, (first, end) in enumerate(self.spans) if any(work.sizes[first:end])]
@@ -235,8 +236,7 @@ class Engine:
         norm = self._clip(work.where, sums, pair, clip_norm, clip_value)
         points.reach("before update")
         news = self._update(pair, sums)
-        if self.group.rank == 0:
-            self.models.publish_buffers()
+        self.models.publish_buffers()
         points.reach("after update")
         return Entry(kind, [outcome.loss, outcome.metrics, norm, self._share_news(work, pair, news), contents])
 
