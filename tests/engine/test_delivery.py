@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fakes import FakeMemory
+from memories import FakeMemory
 
 from evenstep.engine.delivery import Local, SharedAreas
 from evenstep.plan.summing import Leaves, plan_summing

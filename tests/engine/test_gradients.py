@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fakes import FakeMemory
+from memories import FakeMemory
 
 from evenstep.core.errors import UnsupportedError
 from evenstep.engine.delivery import Local, SharedAreas

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fakes import FakeMemory
+from memories import FakeMemory
 
 from evenstep.engine.form import Form
 from evenstep.engine.state import State

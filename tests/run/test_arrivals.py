@@ -203,7 +203,7 @@ def test_what_cannot_be_is_one_sentence(server, monkeypatch):
     monkeypatch.setenv("EVENSTEP_PLACE", json.dumps({**here, "groups": 4}))
     run = evenstep.Run(quiet=True)
     with pytest.raises(ConfigError, match="4 groups but only 3 batches of 10"), run:
-        next(run.batches(data(), 10))
+        next(iter(run.batches(data(), 10)))
     monkeypatch.setenv("EVENSTEP_PLACE", json.dumps({**here, "servers": [[server.urls] * 4]}))
     run = evenstep.Run(quiet=True)
     with pytest.raises(ConfigError, match=r"4 servers .* only 3 layers with parameters"), run:

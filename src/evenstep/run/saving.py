@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError, ConfigError, Stopped
 from evenstep.core.output import say
-from evenstep.data.order import Plan
+from evenstep.data.order import Order
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
@@ -47,8 +47,8 @@ class Saving:
         self.tracked: dict[str, Any] = {}
         self.position: dict[str, int] | None = None
         self.next: dict[str, int] | None = None
-        self._data: list[list[int]] = []  # the sizes of what was gone through so far
-        self._past: list[list[int]] = []  # the same of the loaded checkpoint
+        self._data: list[list[int | None]] = []  # the sizes of what was gone through so far
+        self._past: list[list[int | None]] = []  # the same of the loaded checkpoint
         self._checkpoints: Checkpoints | None = None
         self._resumption: Resumption | None = None
 
@@ -60,17 +60,17 @@ class Saving:
             )
         self.tracked[name] = value
 
-    def begin_data(self, plan: Plan, num_workers: int | None) -> None:
+    def begin_data(self, order: Order, num_workers: int | None) -> None:
         """A data set is about to be gone through; see that the checkpoint we go on from went through the like of it.
 
         Args:
-            plan: How.
+            order: How.
             num_workers: Of which number of workers its global batches are a multiple, if that was asked for.
 
         Raises:
             CheckpointError: It went through another.
         """
-        sizes, number = [plan.num_samples, plan.batch_size], len(self._data)
+        sizes, number = [order.num_samples, order.batch_size], len(self._data)
         if self._resumption is not None:
             self._resumption.check_data(number, sizes)
         if num_workers is not None and number < len(self._past) and self._past[number] != sizes:
