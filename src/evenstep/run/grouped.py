@@ -15,6 +15,7 @@ parameters in the server's memory.
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ from evenstep.run.through import options_of
 from evenstep.server.recipes import Recipe, describe
 
 __all__ = ["GroupedEngine"]
+
+_with_servers: WeakSet[Ledger] = WeakSet()  # where a run of this process has put its parameters on the job's servers
 
 
 class GroupedEngine(Engine):
