@@ -57,7 +57,8 @@ def test_parts_that_are_given_are_the_buckets():
 
 
 def test_a_worker_that_is_alone_with_some_shards_adds_its_nodes_from_left_to_right():
-    plan = plan_nodes([4, 4], (1, 7), 8)
+    plan = plan_nodes([4, 4], (1, 7), 8, add=True)
     assert plan.leaves.nodes == ((1, 2), (2, 4), (4, 6), (6, 7))
     assert evaluate(plan.program, "abcd") == ["(((a+b)+c)+d)"]
     assert plan.owned == [0, 1]
+    assert plan_nodes([4, 4], (1, 7), 8, add=False).owned_buckets == []

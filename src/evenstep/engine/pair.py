@@ -314,9 +314,9 @@ class Pair:
         leaves = [Leaves.of(span, spans[-1][1]) for span in spans]
         return plan, SharedAreas(plan, self._state.memory, self.parameters, self._words, leaves)
 
-    def alone(self, span: Span, num_shards: int) -> tuple[Summing, Delivery]:
-        """How a worker adds up the gradients of its own shards if the others are not there."""
-        plan = plan_nodes([p.numel() * p.element_size() for p in self.parameters], span, num_shards)
+    def alone(self, span: Span, num_shards: int, *, add: bool) -> tuple[Summing, Delivery]:
+        """How a worker adds up the gradients of its own shards if the others are not there; see `plan_nodes`."""
+        plan = plan_nodes([p.numel() * p.element_size() for p in self.parameters], span, num_shards, add=add)
         return plan, Local(plan)
 
     def news_of(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> News:

@@ -46,7 +46,7 @@ class Summing:
 
     Attributes:
         rank: This worker.
-        owners: Who adds up and updates each parameter.
+        owners: Who adds up and updates each parameter; None: nobody here does.
         buckets: Parameters that travel together, in the order in which backward reaches them.
         bucket_of: The bucket of each parameter.
         leaves: How this worker's shards become nodes.
@@ -55,7 +55,7 @@ class Summing:
     """
 
     rank: int
-    owners: tuple[int, ...]
+    owners: tuple[int | None, ...]
     buckets: tuple[tuple[int, ...], ...]
     bucket_of: tuple[int, ...]
     leaves: Leaves
@@ -100,13 +100,21 @@ def plan_summing(
     return Summing(rank, tuple(owners), tuple(buckets), _bucket_of(buckets), leaves[rank], nodes, program)
 
 
-def plan_nodes(sizes: Sequence[int], span: Span, num_shards: int) -> Summing:
-    """The plan of a worker that is alone with some of the shards: its nodes, and their sum from left to right."""
+def plan_nodes(sizes: Sequence[int], span: Span, num_shards: int, *, add: bool) -> Summing:
+    """The plan of a worker that is alone with some of the shards.
+
+    Args:
+        sizes: The bytes of every parameter.
+        span: Its shards.
+        num_shards: How many there are in all.
+        add: Add its nodes up, from left to right; else they stay as they are, to be added up elsewhere.
+    """
     leaves = Leaves.of(span, num_shards)
     buckets = (tuple(range(len(sizes))),)
     nodes = tuple((0, n) for n in range(len(leaves.nodes)))
     program = bytes(min(n, 1) for n in range(len(nodes)))
-    return Summing(0, (0,) * len(sizes), buckets, _bucket_of(buckets), leaves, nodes, program)
+    owners = (0 if add else None,) * len(sizes)
+    return Summing(0, owners, buckets, _bucket_of(buckets), leaves, nodes, program)
 
 
 def _bucket_of(buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:

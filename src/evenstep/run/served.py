@@ -101,7 +101,7 @@ class ServedEngine(Engine):
         super()._replan([self._own])
 
     def _lay_out(self, pair: Pair, _: Sequence[Span]) -> tuple[Summing, Delivery]:
-        return pair.alone(self._own, self.config.shards)
+        return pair.alone(self._own, self.config.shards, add=self._local or self.client.staleness != 0)
 
     @property
     def weighs(self) -> bool:  # type: ignore[override]  # decided for each run here
