@@ -13,6 +13,7 @@ from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
 from evenstep.run import checkpoint
 from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
+from evenstep.run.facts import pack, unpack
 
 __all__ = ["Perform", "Saving"]
 
@@ -128,9 +129,9 @@ class Saving:
                 return str(facts["failure"])
             self._engine.restored(facts["news"], facts["version"], took_part)
             for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
-                pair.set_hyperparameters(checkpoint.unpack(groups))
+                pair.set_hyperparameters(unpack(groups))
             for name, value in self.tracked.items():
-                value.load_state_dict(checkpoint.unpack(facts["tracked"][name]))
+                value.load_state_dict(unpack(facts["tracked"][name]))
             self.position = self.next = facts["position"]
             self._past = facts["data"]
             if took_part and self._engine.state.fingerprint() != facts["fingerprint"]:
@@ -195,8 +196,8 @@ class Saving:
             "position": self.next,
             "data": list(self._data),
             "values": dict(self._engine.state.values),
-            "groups": [checkpoint.pack(pair.hyperparameters()) for pair in self._engine.pairs],
-            "tracked": {name: checkpoint.pack(value.state_dict()) for name, value in self.tracked.items()},
+            "groups": [pack(pair.hyperparameters()) for pair in self._engine.pairs],
+            "tracked": {name: pack(value.state_dict()) for name, value in self.tracked.items()},
         }
 
     def _identity(self) -> dict[str, int]:
