@@ -32,7 +32,7 @@ from evenstep.engine.pace import Pace
 from evenstep.engine.pair import News, Pair
 from evenstep.engine.results import Results, ShardResult, merge
 from evenstep.exchange.journal import Entry
-from evenstep.exchange.ledger import Ledger
+from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.native import core
 from evenstep.plan.placement import share
 
@@ -143,7 +143,7 @@ class Engine:
                 pair.adopt(entry.value, took_part)
             self._settled()
 
-        self.ledger.perform("prepare", self.version, attempt, adopt)
+        self.ledger.perform(Operation("prepare", self.version), attempt, adopt)
 
     def step(
         self,
@@ -185,7 +185,9 @@ class Engine:
             pair.check_untouched()
         self._take_in(pair)
         return self.ledger.perform(
-            kind, self.version, lambda: self._try(kind, samples, function, pair, clip_norm, clip_value), adopt
+            Operation(kind, self.version, is_step=True),
+            lambda: self._try(kind, samples, function, pair, clip_norm, clip_value),
+            adopt,
         )
 
     def _take_in(self, pair: Pair) -> None:
@@ -206,7 +208,7 @@ class Engine:
             pair.compare(kind)
             return Entry(kind)
 
-        self.ledger.perform(kind, self.version, attempt, lambda *_: None)
+        self.ledger.perform(Operation(kind, self.version), attempt, lambda *_: None)
 
     def _try(
         self,
@@ -386,7 +388,7 @@ class Engine:
                 self.models.pull()
             self._settled()
 
-        self.ledger.perform("edit", self.version, attempt, adopt)
+        self.ledger.perform(Operation("edit", self.version), attempt, adopt)
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> list[News]:
         """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation."""

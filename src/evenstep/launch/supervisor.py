@@ -33,6 +33,7 @@ from evenstep.launch.console import Console
 from evenstep.launch.worker import STACK_SIGNAL, become_worker
 from evenstep.launch.worker_process import WorkerProcess, signal_name
 from evenstep.native import core
+from evenstep.plan.groups import Standing
 from evenstep.run.progress import Progress
 from evenstep.transport.segment import Segment
 
@@ -67,7 +68,7 @@ class Job:
         grace_s: How long the first signal gives the run to finish its step and write a checkpoint.
         weights: How much each worker shall do; None: measured.
         resume: Whether to go on from the newest checkpoint.
-        place: Where the workers stand as a group, if there are groups and servers.
+        standing: Where the workers stand as a group, if there are groups and servers.
         report: Takes progress and fingerprint of a group.
     """
 
@@ -81,7 +82,7 @@ class Job:
     grace_s: float = 30.0
     weights: tuple[float, ...] | None = None
     resume: bool = False
-    place: env.Place | None = None
+    standing: Standing | None = None
     report: Callable[[Event], None] | None = None
 
 
@@ -226,10 +227,9 @@ class _Supervisor:
             supervised=True,
             timeout_s=self._job.step_timeout_s,
             resume=self._job.resume,
+            standing=self._job.standing.text() if self._job.standing is not None else None,
             job=self._name,
         )
-        if self._job.place is not None:
-            variables |= self._job.place.variables()
         self._board.clear(number)
         self._console.begin(number, again=replaying)
         parent = os.getpid()
@@ -621,7 +621,7 @@ def supervise(job: Job) -> int:
     Raises:
         ConfigError: The logs or the segment cannot be made; nothing was started.
     """
-    group = job.place.group if job.place is not None else None
+    group = job.standing.group if job.standing is not None else None
     with Console(job.log_dir, job.num_workers, group, job.report) as console:
         import torch._inductor.config  # noqa: F401  # a second that every worker would spend in its first step
 

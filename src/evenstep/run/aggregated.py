@@ -22,7 +22,7 @@ from evenstep.engine.compute import Samples, StepFunction
 from evenstep.engine.pair import News, Pair
 from evenstep.engine.step import Engine, Outcome
 from evenstep.exchange.journal import Entry
-from evenstep.exchange.ledger import Ledger
+from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.run.through import PREFIX, Through, options_of
 from evenstep.server.client import Client
 from evenstep.transport.segment import aligned
@@ -97,7 +97,7 @@ class AggregatedEngine(Engine):
             self._pull()
             self._settled()
 
-        self.ledger.perform("join the server", self.version, attempt, adopt)
+        self.ledger.perform(Operation("join the server", self.version), attempt, adopt)
 
     def _join(self) -> int:
         """Take over what the server has; return the number of the last update under our name."""

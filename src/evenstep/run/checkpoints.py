@@ -21,7 +21,7 @@ from evenstep.core.errors import CheckpointError, ConfigError
 from evenstep.core.output import say
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry, Journal
-from evenstep.exchange.ledger import Ledger
+from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.run import checkpoint
 
 __all__ = ["Checkpoints", "Found", "Resumption", "Snapshot"]
@@ -201,7 +201,7 @@ class Resumption:
                 )
             return bool(entry.value == str(self._path))
 
-        self._over = ledger.perform(_RESTORE, engine.version, attempt, adopt)
+        self._over = ledger.perform(Operation(_RESTORE, engine.version), attempt, adopt)
         if not self._over:  # what was put in place then was an older checkpoint, from which this one came
             ledger.prelude = self._go_on
 

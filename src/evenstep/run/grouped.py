@@ -15,13 +15,13 @@ parameters in the server's memory.
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
-from evenstep.core.env import Place
 from evenstep.core.errors import ConfigError, Stopped, UnsupportedError
 from evenstep.engine.compute import Samples, StepFunction
 from evenstep.engine.gradients import Gradients
@@ -29,8 +29,8 @@ from evenstep.engine.pair import News, Pair
 from evenstep.engine.step import Engine, Outcome
 from evenstep.exchange.group import Group
 from evenstep.exchange.journal import Entry
-from evenstep.exchange.ledger import Ledger
-from evenstep.plan.groups import parts_of
+from evenstep.exchange.ledger import Ledger, Operation
+from evenstep.plan.groups import Standing, parts_of
 from evenstep.plan.placement import balance
 from evenstep.run.arrivals import Arrivals, Awaited
 from evenstep.run.courier import Courier, Line
@@ -83,19 +83,22 @@ class PartGradients(Gradients):
         return [part for part in self._filled if self.part_owners[part] == self._group.rank]
 
 
+_with_servers: WeakSet[Ledger] = WeakSet()  # where a run of this process has put its parameters on the job's servers
+
+
 class GroupedEngine(Engine):
     """The engine of a worker in one of several groups, or in one group with servers.
 
     Args:
         config: Of the run.
         ledger: Of the group.
-        place: Where the group stands.
+        standing: Where the group stands.
     """
 
     has_optimizer = False
 
-    def __init__(self, config: RunConfig, ledger: Ledger, place: Place) -> None:
-        self.place = place
+    def __init__(self, config: RunConfig, ledger: Ledger, standing: Standing) -> None:
+        self.standing = standing
         self._servers: Servers | None = None
         self._courier: Courier | None = None
         self._model: nn.Module | None = None
@@ -103,7 +106,7 @@ class GroupedEngine(Engine):
         self._sent: set[int] = set()
         self._options: list[dict[str, Any]] = []
         super().__init__(config, ledger)
-        self.compute.number_of = lambda version: version * place.groups + place.group
+        self.compute.number_of = lambda version: version * standing.groups + standing.group
 
     @property
     def weighs(self) -> bool:  # type: ignore[override]  # decided for each step here
@@ -118,17 +121,17 @@ class GroupedEngine(Engine):
             raise UnsupportedError(
                 "a run with servers trains one model with one optimizer; pass both to one run.prepare"
             )
-        if self.ledger.with_servers:
+        if self.ledger in _with_servers:
             raise UnsupportedError(
                 "the servers of a job hold one model, and an earlier run of this script has put its own"
             )
-        self.ledger.with_servers = True
+        _with_servers.add(self.ledger)
         self._model = model
         Awaited.hang(model)
         super().prepare(model, optimizer)
         (pair,) = self.pairs
         names = {id(p): name for name, p in self.models.slots.parameters.items()}
-        recipe = describe(optimizer, names) if self.place.lock else None
+        recipe = describe(optimizer, names) if self.standing.lock else None
         self._lay_out(model, pair)
         self._join(recipe)
 
@@ -139,7 +142,7 @@ class GroupedEngine(Engine):
         for name in slots.parameters:
             layers.setdefault(name.rpartition(".")[0], []).append(name)
         sizes = [sum(entries[name].live.nbytes for name in held) for held in layers.values()]
-        mine = self.place.servers[self.place.server_group]
+        mine = self.standing.servers[self.standing.server_group]
         ranges, servers = parts_of(sizes, len(mine))
         if len(set(servers)) < len(mine):
             raise ConfigError(
@@ -150,7 +153,7 @@ class GroupedEngine(Engine):
         parts = [[name for k in part for name in held[k]] for part in ranges]
         part_of = {name: part for part, of_part in enumerate(parts) for name in of_part}
         self._servers = Servers(
-            self.place, parts, servers, list(slots.buffers), self.config.timeout_s, self._stop_if_asked
+            self.standing, parts, servers, list(slots.buffers), self.config.timeout_s, self._stop_if_asked
         )
         index = {name: i for i, name in enumerate(pair.names)}  # what the optimizer does not train never changes
         changing = [[entries[name] for name in part if name in index] for part in parts]
@@ -190,10 +193,10 @@ class GroupedEngine(Engine):
 
         def attempt() -> Entry:
             if self.group.rank == 0:
-                if self.place.group == 0:
+                if self.standing.group == 0:
                     servers.put(self.state.tensors(), recipe)
                 servers.compare_models(self.state.tensors())
-                self._take_over(servers.everything(self.place.server_group))
+                self._take_over(servers.everything(self.standing.server_group))
             self.group.barrier("joined the servers")
             return Entry("join the servers")
 
@@ -201,7 +204,7 @@ class GroupedEngine(Engine):
             self._pull()
             self._settled()
 
-        self.ledger.perform("join the servers", self.version, attempt, adopt)
+        self.ledger.perform(Operation("join the servers", self.version), attempt, adopt)
 
     def _at_servers(self) -> Servers:
         assert self._servers is not None, "prepare has made them"
@@ -227,13 +230,13 @@ class GroupedEngine(Engine):
         """See `Engine.step`; other groups do theirs meanwhile."""
         courier = self._courier
         assert courier is not None, "there is a pair, so something was prepared"
-        early = self.place.lock and clip_norm is None and clip_value is None  # a norm needs all gradients first
+        early = self.standing.lock and clip_norm is None and clip_value is None  # a norm needs all gradients first
         self._gradients.send = self._hand_over if early else None
         self._options = options_of(pair)
         outcome = super().step(samples, function, pair, clip_norm, clip_value)
         self._arrivals.version = self.version
         if self.ledger.took_part:
-            if not self.place.lock:
+            if not self.standing.lock:
                 self._hand_over_changes()
             courier.commit(self.version)
         return outcome
@@ -254,20 +257,20 @@ class GroupedEngine(Engine):
         pair = self.pairs[0]
         found = {pair.names[i]: total for i in self._gradients.parts[part] if (total := sums[i]) is not None}
         self._arrivals.watch("sends", part)
-        if found or self.place.staleness is not None:
+        if found or self.standing.staleness is not None:
             self._courier.send(part, self.version, found)
         else:
             self._courier.fetch(part, self.version + 1)
 
     def _send_part(self, part: int, version: int, update: Mapping[str, Tensor]) -> None:
         """In the courier's thread."""
-        options = self._options if self.place.lock else None
+        options = self._options if self.standing.lock else None
         self._at_servers().send(part, version, update, options)
 
     def _update(self, pair: Pair, sums: dict[int, Tensor | None]) -> News:
         assert self._courier is not None, "as above"
         self._arrivals.all()  # what this step did not use: from now on there is one version under way, not two
-        if not self.place.lock:
+        if not self.standing.lock:
             return super()._update(pair, sums)
         for part in self._gradients.owned_parts:
             if part not in self._sent:
@@ -313,14 +316,14 @@ class GroupedEngine(Engine):
         if self._courier is None:
             return
         self.collect()
-        if self.place.groups == 1:
+        if self.standing.groups == 1:
             return
         servers = self._at_servers()
         self._step_aside()
         if self.group.rank == 0:
             servers.meet(f"{tag}: all are here")
             servers.flush()
-            if self.place.group == 0:
+            if self.standing.group == 0:
                 servers.put_buffers({name: self.state.entries[name].live for name in self.models.slots.buffers})
             servers.meet(f"{tag}: all is told")
             self._take_over(servers.everything(0))
@@ -331,12 +334,12 @@ class GroupedEngine(Engine):
 
     def _step_aside(self) -> None:
         """Be counted no more until the next update: who waits for all groups must hold back none of them."""
-        if self.place.staleness is not None:
+        if self.standing.staleness is not None:
             self._at_servers().close()
 
     def merge(self, tag: str, means: dict[str, float], num_samples: int) -> dict[str, float]:
         """See `Engine.merge`."""
-        if self._courier is None or self.place.groups == 1:
+        if self._courier is None or self.standing.groups == 1:
             return means
         self.collect()
         self._step_aside()
@@ -356,7 +359,7 @@ class GroupedEngine(Engine):
         def attempt() -> Entry:
             self.level("the end")
             news: News = []
-            if self.place.lock:
+            if self.standing.lock:
                 tensors, values = self._at_servers().optimizer_state() if self.group.rank == 0 else ({}, {})
                 news = self.group.gather_json("optimizer state", pair.news_of(tensors, values))[0]
                 pair.settle(news, set())
@@ -369,7 +372,7 @@ class GroupedEngine(Engine):
             self._pull()
             self._settled()
 
-        self.ledger.perform("the groups end", self.version, attempt, adopt)
+        self.ledger.perform(Operation("the groups end", self.version), attempt, adopt)
 
     def close(self) -> None:
         """Leave the servers too."""

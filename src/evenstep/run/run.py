@@ -31,7 +31,9 @@ from evenstep.engine.randomness import derive, seed_all
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
+from evenstep.exchange.ledger import Operation
 from evenstep.nn.convert import convert_sync_batchnorm
+from evenstep.plan.groups import Standing
 from evenstep.plan.placement import cut
 from evenstep.run import unclosed
 from evenstep.run.aggregated import AggregatedEngine
@@ -120,12 +122,12 @@ class Run:
         _check_device(self.config.device)
         through = Through(sync, server, staleness, update_every, token, aggregate)
         through.check()
-        place = self._env.place
-        if place is not None and through.server is not None:
+        standing = Standing.of(self._env.standing) if self._env.standing else None
+        if standing is not None and through.server is not None:
             raise ConfigError(
                 f"the command line starts servers, but the script says Run(server={server!r}): say one of them"
             )
-        self.group, self.num_groups = (place.group, place.groups) if place is not None else (0, 1)
+        self.group, self.num_groups = (standing.group, standing.groups) if standing is not None else (0, 1)
         self._apart = apart = through.server is not None and not through.together
         self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
         self._group = self._ledger.group
@@ -133,8 +135,8 @@ class Run:
         self._meetings = 0  # how often all groups have met
         self._meter = Meter(lambda: self._group.rank == 0 and self._ledger.took_part)
         self.grad_norm: float | None = None
-        if place is not None:
-            self._engine: Engine = GroupedEngine(self.config, self._ledger, place)
+        if standing is not None:
+            self._engine: Engine = GroupedEngine(self.config, self._ledger, standing)
         elif through.server is None:
             self._engine = Engine(self.config, self._ledger)
         elif through.together:
@@ -155,7 +157,7 @@ class Run:
         self._group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
         try:
             points.reach("join")
-            self._ledger.perform("join", 0, self._meet, self._agree)
+            self._ledger.perform(Operation("join", 0), self._meet, self._agree)
         except BaseException:
             self._tell_others()
             self._release()
@@ -233,7 +235,7 @@ class Run:
         """Do an operation on all workers; what spoils it here reaches them all."""
         self._check_open()
         try:
-            return self._ledger.perform(kind, self.version, attempt, adopt)
+            return self._ledger.perform(Operation(kind, self.version), attempt, adopt)
         except BaseException:
             self._tell_others()
             raise
