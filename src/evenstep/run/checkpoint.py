@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,9 +26,10 @@ from evenstep.core.fingerprint import fingerprint
 from evenstep.exchange.journal import Entry, Journal
 from evenstep.run.facts import FACTS, read_facts, seal
 
-__all__ = ["check", "discard", "read", "read_journal", "remove", "write"]
+__all__ = ["check", "discard", "is_abandoned", "read", "read_journal", "remove", "write"]
 
 _BEGUN = f"{FACTS}.partial"
+_OVERDUE_S = 86400.0  # of a writer on another machine, who cannot be looked after
 _NEW = ".new"  # what is about to replace a file
 _SUFFIXES = (".safetensors", ".partial", ".journal")
 
@@ -48,9 +50,9 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any],
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _write(directory, tensors, {"written_s": time.time(), **facts}, journal)
+        _write(directory, tensors, dict(facts), journal)
     except (OSError, SafetensorError, TypeError, ValueError) as error:  # the second is what a full disk comes as
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
             discard(directory)
             if is_new:
                 directory.rmdir()
@@ -67,7 +69,7 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any]
         old = [each for each in (*_finished(directory), *_begun(directory)) if each != stem]
     except CheckpointError as error:
         raise CheckpointError(f"{error}; it is not replaced: save elsewhere, or move it away") from error
-    _replace(directory / _BEGUN, seal({"stems": [*old, stem]}))
+    _replace(directory / _BEGUN, seal({"stems": [*old, stem], "writer": _me(), "begun_s": time.time()}))
     state, partial, past = (directory / f"{stem}{suffix}" for suffix in _SUFFIXES)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
     sync(partial)
@@ -78,7 +80,7 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any]
         past.write_bytes(journal)
         sync(past)
         facts |= {"journal": past.name, "journal_sha256": _checksum(past)}
-    _replace(directory / FACTS, seal(facts))
+    _replace(directory / FACTS, seal({**facts, "written_s": time.time()}))
     sync(directory)
     discard(directory)
 
@@ -93,6 +95,8 @@ def read(directory: Path, *, tensors: bool) -> tuple[dict[str, Any], dict[str, T
         facts = read_facts(directory / FACTS)
     except FileNotFoundError:
         raise CheckpointError(f"{directory} holds no {FACTS}; expected a directory that run.save wrote") from None
+    if len(facts["groups"]) != facts["optimizers"]:
+        raise CheckpointError(f"{directory / FACTS} has options for {len(facts['groups'])} of its optimizers")
     state = directory / facts["state"]
     with _verified(state, facts["sha256"]):
         found = load_file(state) if tensors else {}
@@ -145,6 +149,18 @@ def discard(directory: Path) -> None:
         _remove_if_empty(directory)
 
 
+def is_abandoned(directory: Path) -> bool:
+    """Whether a checkpoint was begun here that nobody will finish: its writer has ended, or is long overdue."""
+    try:
+        facts = read_facts(directory / _BEGUN, begun=True)
+    except (OSError, CheckpointError):
+        return False
+    host, pid = facts["writer"]
+    if host == _me()[0]:
+        return not os.path.exists(f"/proc/{pid}")
+    return bool(time.time() - facts["begun_s"] > _OVERDUE_S)
+
+
 def check(
     directory: Path,
     facts: dict[str, Any],
@@ -182,6 +198,10 @@ def _verified(path: Path, checksum: str | None) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _me() -> list[Any]:
+    return [socket.gethostname(), os.getpid()]
 
 
 def _remove_if_empty(directory: Path) -> None:
