@@ -58,7 +58,7 @@ class Job:
     """What to run.
 
     Attributes:
-        script: The training script.
+        script: The training script, or the name of a module.
         args: Its own arguments.
         num_workers: How many workers.
         shards: Parts of every batch; None: the script's.
@@ -72,7 +72,7 @@ class Job:
         report: Takes progress and fingerprint of a group.
     """
 
-    script: Path
+    script: Path | str
     args: tuple[str, ...]
     num_workers: int
     shards: int | None = None
@@ -122,6 +122,8 @@ class _Supervisor:
             "silent": self._on_silent,
             "slow": lambda _, event: console.say(event["slow"]),
             "says": lambda _, event: console.say(event["says"]),
+            "prints": lambda worker, event: console.print(worker.number, tuple(event["at"]), event["prints"]),
+            "warning": lambda worker, event: console.warn(worker.number, event["warning"]),
             "stopped": self._on_stopped,
             "closed": self._on_closed,
             "ended": self._on_ended,

@@ -18,7 +18,7 @@ from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
-from evenstep.core.output import say, unheard
+from evenstep.core.output import unheard
 from evenstep.data.batch import Batch
 from evenstep.data.loader import num_samples
 from evenstep.data.order import Deal, Order
@@ -46,6 +46,7 @@ from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
 from evenstep.run.served import ServedEngine
 from evenstep.run.through import Through
+from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
 
@@ -132,6 +133,7 @@ class Run:
         self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
         self._group = self._ledger.group
         self.worker = self._env.worker if apart else self._group.worker
+        self._voice = Voice(self._env, self._ledger, speaks=self.group == 0 and not (apart and self.worker > 0))
         self._meetings = 0  # how often all groups have met
         self._meter = Meter(lambda: self._group.rank == 0 and self._ledger.took_part)
         self.grad_norm: float | None = None
@@ -165,7 +167,7 @@ class Run:
         if not self.config.quiet and not (apart and self.worker > 0):
             self._meter.display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
         if not self.config.quiet and self.worker == 0:
-            unclosed.opened(self, self._say)
+            unclosed.opened(self, self._voice.say)
         seed_all(seed)
 
     def _meet(self) -> Entry:
@@ -280,13 +282,6 @@ class Run:
         self._saving.close()
         self._engine.close()
         self._close_group()
-
-    def _say(self, sentence: str) -> None:
-        """Say something of our own, through the launcher if there is one."""
-        if self._env.events_fd is not None:
-            send(self._env.events_fd, {"says": sentence})
-        else:
-            say(sentence)
 
     def _close_group(self) -> None:
         """Let go of the segment, unless another run of this process may go on in it."""
@@ -629,6 +624,13 @@ class Run:
             )
         if rows.dtype not in SUMMABLE or not rows.numel():
             raise ConfigError(f"exchange got {rows.dtype} {tuple(rows.shape)}; expected at least one of {SUMMABLE}")
+
+    def print(self, *values: object, sep: str = " ") -> None:
+        """As Python's `print`, once for the whole run: the first worker's, and no line twice if it is replaced.
+
+        All workers must call this alike; it waits for nobody.
+        """
+        self._voice.print(sep.join(map(str, values)))
 
     def fingerprint(self) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of parameters, buffers and optimizer state.
