@@ -109,7 +109,7 @@ class Mail:
         self._rank = team.index
         self._num_ranks = len(team.members)
         num_bytes = core.mail_bytes(self._num_ranks)
-        self._memory = team.segment.reserve(num_bytes).tensor(torch.Size([num_bytes]), torch.uint8)
+        self._memory = team.segment.memory.reserve(num_bytes).tensor(torch.Size([num_bytes]), torch.uint8)
         self._mail = self._memory.data_ptr()
         self._lock = threading.Lock()  # held by whoever moves fragments
         self._sends: list[deque[_Message]] = [deque() for _ in team.members]

@@ -14,11 +14,13 @@ from torch.nn.parameter import is_lazy
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
 from evenstep.core.fingerprint import fingerprint
+from evenstep.engine.form import Form
 from evenstep.engine.pair import Pair
 from evenstep.engine.randomness import preserved, seed_all
 from evenstep.engine.slots import Slots, copy_into
 from evenstep.engine.state import Entry, State
 from evenstep.exchange.group import Group
+from evenstep.transport.memory import Memory
 
 __all__ = ["Models", "check_model"]
 
@@ -37,9 +39,9 @@ class Added:
 class Models:
     """All models of a run."""
 
-    def __init__(self, config: RunConfig, group: Group) -> None:
+    def __init__(self, config: RunConfig, group: Group, memory: Memory) -> None:
         self._config, self._group = config, group
-        self.state = State(group.segment)
+        self.state = State(memory)
         self.slots = Slots()
         self._roots: list[nn.Module] = []
         self._kept: dict[str, Tensor] | None = None
@@ -54,7 +56,8 @@ class Models:
         model.to(self._config.device)
         parameters, buffers = self.slots.add(model, prefix)
         tensors: dict[str, Tensor] = {**parameters, **buffers}
-        entries = self.state.add(dict(parameters), shared=True) + self.state.add(dict(buffers), shared=False)
+        entries = self.state.add({name: Form.of(p) for name, p in parameters.items()})
+        entries += self.state.add({name: Form.of(b) for name, b in buffers.items()}, buffers)
         return Added(prefix, tensors, entries)
 
     def agree(self, added: "Added") -> None:
@@ -124,9 +127,9 @@ class Models:
         self._kept = None
 
     def pull(self) -> None:
-        """Bring this worker's own copies (buffers; on a GPU, parameters too) to the committed version."""
+        """Bring this worker's own copies to the committed version."""
         with torch.no_grad():
-            for name in (*self.slots.parameters, *self.slots.buffers):
+            for name in self.slots.buffers:
                 self.state.entries[name].pull()
 
     def remember_versions(self) -> None:
@@ -150,9 +153,7 @@ class Models:
     def restore_buffers(self) -> None:
         """Undo what a forward outside of a step did to the buffers: put the committed ones back."""
         self.slots.bind_base()
-        with torch.no_grad():
-            for name in self.slots.buffers:
-                self.state.entries[name].pull()
+        self.pull()
 
     def edit(self, function: Callable[[], None], seed: int, pairs: Sequence[Pair]) -> list[Any]:
         """Let user code change parameters, buffers and optimizers. The first worker's.
@@ -179,7 +180,7 @@ class Models:
         with torch.no_grad():
             for name, parameter in self.slots.parameters.items():
                 entry = self.state.entries.get(name)  # None: prepare failed half-way
-                if entry is not None and entry.working is entry.live:
+                if entry is not None and self.state.memory.shared:
                     parameter.data = parameter.data.clone()
             for pair in pairs:
                 pair.release()

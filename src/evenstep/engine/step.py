@@ -35,6 +35,8 @@ from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.native import core
 from evenstep.plan.placement import share
+from evenstep.transport.memory import DeviceMemory, Memory
+from evenstep.transport.segment import Segment
 
 __all__ = ["Engine", "Outcome"]
 
@@ -62,7 +64,8 @@ class Engine:
 
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self.config, self.ledger, self.group = config, ledger, ledger.group
-        self.models = Models(config, self.group)
+        self.memory = _memory_of(config.device, self.group.segment)
+        self.models = Models(config, self.group, self.memory)
         self.state = self.models.state
         self.pairs: list[Pair] = []
         self.version = 0
@@ -74,7 +77,7 @@ class Engine:
 
     def _replan(self, spans: list[tuple[int, int]] | None = None) -> None:
         """Share out shards, parameters and scratch memory among the workers of this generation."""
-        self.group.segment.clear_scratch()
+        self.memory.clear_scratch()
         if spans is None:
             self._pace = Pace(self.group.num_workers)
             spans = share(self.config.shards, self.group.weights or self._pace.weights)
@@ -101,7 +104,7 @@ class Engine:
         """See `Undecided`."""
         points.reach("recover")
         self._replan()
-        if self.group.rank == 0:
+        if self.group.rank == 0 or not self.memory.shared:
             self.state.rollback()
         self.group.barrier("recovered")
         self._pull()
@@ -128,7 +131,7 @@ class Engine:
             prefix = "optimizer" if not self.pairs else f"optimizer{len(self.pairs) + 1}"
             names = {id(p): name for name, p in self.models.slots.parameters.items()}
             pair = Pair(self.group, self.state, optimizer, names, prefix)
-            pair.gradients.replan(self.spans)
+            pair.replan(self.spans)
             self.pairs.append(pair)
 
         def attempt() -> Entry:
@@ -201,7 +204,7 @@ class Engine:
                 "them before run.prepare"
             )
         pair.extend(added, {id(p): name for name, p in self.models.slots.parameters.items()})
-        pair.gradients.replan(self.spans)
+        pair.replan(self.spans)
         kind = "parameters added"
 
         def attempt() -> Entry:
@@ -443,3 +446,11 @@ def _compare_contents(version: int, of_workers: list[tuple[int, dict[str, str]]]
                     "numbers, such as `if run.worker == 0: evaluate()`: let every worker take it, or draw batches from "
                     "a torch.Generator of their own"
                 )
+
+
+def _memory_of(device: str, segment: Segment) -> Memory:
+    """Where a site on this device has its state."""
+    where = torch.device(device)
+    if where.type == "cpu":
+        return segment.memory
+    return DeviceMemory(where)

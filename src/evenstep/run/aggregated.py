@@ -25,7 +25,7 @@ from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.run.through import PREFIX, Through, options_of
 from evenstep.server.client import Client
-from evenstep.transport.segment import aligned
+from evenstep.transport.memory import aligned
 
 __all__ = ["AggregatedEngine"]
 
@@ -85,7 +85,9 @@ class AggregatedEngine(Engine):
         super().prepare(model, optimizer)
         (pair,) = self.pairs
         self._options = options_of(pair)
-        region = self.group.segment.reserve(sum(aligned(p.numel() * p.element_size()) for p in pair.parameters) + 64)
+        region = self.group.segment.memory.reserve(
+            sum(aligned(p.numel() * p.element_size()) for p in pair.parameters) + 64
+        )
         self._sums = [region.tensor(p.shape, p.dtype) for p in pair.parameters]
 
         def attempt() -> Entry:

@@ -12,7 +12,7 @@ Without a lock (hogwild) the group makes the update itself, and when it is commi
 parameters in the server's memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
@@ -24,14 +24,11 @@ from torch.optim import Optimizer
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Stopped, UnsupportedError
 from evenstep.engine.compute import Samples, StepFunction
-from evenstep.engine.gradients import Gradients
 from evenstep.engine.pair import News, Pair
 from evenstep.engine.step import Engine, Outcome
-from evenstep.exchange.group import Group
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.plan.groups import Standing, parts_of
-from evenstep.plan.placement import balance
 from evenstep.run.arrivals import Arrivals, Awaited
 from evenstep.run.courier import Courier, Line
 from evenstep.run.servers import Servers
@@ -39,49 +36,6 @@ from evenstep.run.through import options_of
 from evenstep.server.recipes import Recipe, describe
 
 __all__ = ["GroupedEngine"]
-
-
-class PartGradients(Gradients):
-    """As `Gradients`, but a bucket is a part, whoever owns it."""
-
-    def __init__(
-        self, group: Group, pair: Pair, parts: Sequence[Sequence[int]], is_here: Callable[[int], bool]
-    ) -> None:
-        self.parts, self._is_here = parts, is_here
-        self._part_of = {i: part for part, held in enumerate(parts) for i in held}
-        self.send: Callable[[int, Mapping[int, Tensor | None]], None] | None = None  # when a part's sums are there
-        super().__init__(group, pair.names, pair.parameters)
-
-    def arrive(self, i: int, shard: int, gradient: Tensor) -> None:
-        """See `Gradients.arrive`."""
-        if not self._is_here(self._part_of[i]):
-            raise UnsupportedError(
-                f"the step function used parameter '{self._names[i]}' through a reference kept outside of the model: "
-                "nobody has waited for its values; take it from the module, as in model.layer.weight"
-            )
-        super().arrive(i, shard, gradient)
-
-    def _share_out(self, sizes: Sequence[int]) -> list[int]:
-        self.part_owners = balance([sum(sizes[i] for i in part) for part in self.parts], self._group.num_workers)
-        owners = [0] * len(sizes)
-        for part, owner in zip(self.parts, self.part_owners, strict=True):
-            for i in part:
-                owners[i] = owner
-        return owners
-
-    def _make_buckets(self) -> list[list[int]]:
-        self._filled = [part for part in reversed(range(len(self.parts))) if self.parts[part]]
-        return [list(self.parts[part]) for part in self._filled]
-
-    def _reduced(self, bucket: int) -> None:
-        if self.send is not None:
-            self.send(self._filled[bucket], self._sums)
-
-    @property
-    def owned_parts(self) -> list[int]:
-        """The parts that this worker owns, in the order in which backward reaches them."""
-        return [part for part in self._filled if self.part_owners[part] == self._group.rank]
-
 
 _with_servers: WeakSet[Ledger] = WeakSet()  # where a run of this process has put its parameters on the job's servers
 
@@ -111,7 +65,7 @@ class GroupedEngine(Engine):
     @property
     def weighs(self) -> bool:  # type: ignore[override]  # decided for each step here
         """Whether losses can be weighted by something else than rows: not if sums leave during backward."""
-        return self._gradients.send is None
+        return self._gradients.reduced is None
 
     # ---- prepare ----
 
@@ -159,11 +113,29 @@ class GroupedEngine(Engine):
         changing = [[entries[name] for name in part if name in index] for part in parts]
         self._arrivals = Arrivals(self.group, changing, self._check)
         trained = [[index[name] for name in reversed(part) if name in index] for part in parts]
-        self._gradients = pair.gradients = PartGradients(self.group, pair, trained, self._arrivals.has)
-        pair.gradients.replan(self.spans)
+        self._trained = trained
+        self._filled = [part for part in reversed(range(len(trained))) if trained[part]]  # as backward reaches them
+        self._trained_by = {i: part for part, held in enumerate(trained) for i in held}
+        pair.lay_out = lambda spans: pair.in_tree(spans, [trained[part] for part in self._filled])
+        pair.replan(self.spans)
+        self._gradients = pair.gradients
+        self._gradients.expects = self._expect
         line = Line(self._send_part, self._servers.fetch, self._arrivals.write, self._servers.close)
         self._courier = Courier(line, self.config.timeout_s)
         self._hang(model, part_of)
+
+    def _expect(self, i: int) -> None:
+        """A gradient has come: its part must have been waited for."""
+        if not self._arrivals.has(self._trained_by[i]):
+            raise UnsupportedError(
+                f"the step function used parameter '{self.pairs[0].names[i]}' through a reference kept outside of the "
+                "model: nobody has waited for its values; take it from the module, as in model.layer.weight"
+            )
+
+    @property
+    def _owned_parts(self) -> list[int]:
+        """The parts that this worker owns, in the order in which backward reaches them."""
+        return [self._filled[bucket] for bucket in self._gradients.plan.owned_buckets]
 
     def _hang(self, model: nn.Module, part_of: dict[str, int]) -> None:
         names = {id(p): name for name, p in self.models.slots.parameters.items()}
@@ -231,7 +203,7 @@ class GroupedEngine(Engine):
         courier = self._courier
         assert courier is not None, "there is a pair, so something was prepared"
         early = self.standing.lock and clip_norm is None and clip_value is None  # a norm needs all gradients first
-        self._gradients.send = self._hand_over if early else None
+        self._gradients.reduced = self._on_reduced if early else None
         self._options = options_of(pair)
         outcome = super().step(samples, function, pair, clip_norm, clip_value)
         self._arrivals.version = self.version
@@ -250,12 +222,15 @@ class GroupedEngine(Engine):
         super().begin(operation)
         self._sent = set()
 
+    def _on_reduced(self, bucket: int, sums: Mapping[int, Tensor | None]) -> None:
+        self._hand_over(self._filled[bucket], sums)
+
     def _hand_over(self, part: int, sums: Mapping[int, Tensor | None]) -> None:
         """Give the update of a part to the courier."""
         assert self._courier is not None, "as above"
         self._sent.add(part)
         pair = self.pairs[0]
-        found = {pair.names[i]: total for i in self._gradients.parts[part] if (total := sums[i]) is not None}
+        found = {pair.names[i]: total for i in self._trained[part] if (total := sums[i]) is not None}
         self._arrivals.watch("sends", part)
         if found or self.standing.staleness is not None:
             self._courier.send(part, self.version, found)
@@ -272,7 +247,7 @@ class GroupedEngine(Engine):
         self._arrivals.all()  # what this step did not use: from now on there is one version under way, not two
         if not self.standing.lock:
             return super()._update(pair, sums)
-        for part in self._gradients.owned_parts:
+        for part in self._owned_parts:
             if part not in self._sent:
                 self._hand_over(part, sums)
         self._courier.wait_sent()
@@ -282,8 +257,8 @@ class GroupedEngine(Engine):
     def _hand_over_changes(self) -> None:
         """What the step, which is committed, has changed of this worker's own parts."""
         assert self._courier is not None, "as above"
-        for part in self._gradients.owned_parts:
-            entries = [self.state.entries[self.pairs[0].names[i]] for i in self._gradients.parts[part]]
+        for part in self._owned_parts:
+            entries = [self.state.entries[self.pairs[0].names[i]] for i in self._trained[part]]
             changes = {e.name: change for e in entries if (change := self.state.change_of(e)) is not None}
             self._courier.send(part, self.version - 1, changes)
 
@@ -300,7 +275,7 @@ class GroupedEngine(Engine):
         super().recover()
         if self._courier is not None:
             self._arrivals.forget()
-            for part in self._gradients.owned_parts:
+            for part in self._owned_parts:
                 if self._arrivals.version_of(part) < self.version:
                     self._courier.fetch(part, self.version)
 

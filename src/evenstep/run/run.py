@@ -150,7 +150,7 @@ class Run:
                 raise
         else:
             self._engine = ServedEngine(self.config, self._ledger, through, self._env)
-        self._saving = Saving(self.config, self._ledger, self._engine, self._perform)
+        self._saving = Saving(self.config, self._ledger, self._engine, self._perform, self._env.job)
         self._feed = Feed(
             self.config, self._env, self._ledger, self._engine, self._saving, self._meter, self._perform
         )  # fmt: skip
@@ -230,6 +230,7 @@ class Run:
     def _conclude(self) -> None:
         try:
             self._engine.conclude()
+            self._saving.conclude()
         except BaseException:
             self._tell_others()
             raise

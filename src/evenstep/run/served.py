@@ -15,6 +15,7 @@ synchronous update needs what died with the worker, so the run ends with a sente
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,58 +27,21 @@ from evenstep.core.env import Environment
 from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.core.events import send
 from evenstep.engine.compute import Samples, StepFunction, Work
-from evenstep.engine.gradients import Gradients
+from evenstep.engine.delivery import Delivery
 from evenstep.engine.pair import Pair
 from evenstep.engine.results import ShardResult, merge
 from evenstep.engine.slots import spanning_layers
 from evenstep.engine.step import Engine
-from evenstep.exchange.group import Group
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
 from evenstep.nn.features.layer import Partitioned
-from evenstep.plan import tree
 from evenstep.plan.placement import cut
+from evenstep.plan.summing import Span, Summing
 from evenstep.run.through import PREFIX, Through, options_of
 
 __all__ = ["ServedEngine"]
 
 _sent_before: dict[str, int] = {}  # what earlier lives of this process's workers have sent, by name
-
-
-class NodeGradients(Gradients):
-    """As `Gradients`, but what is left at the end are the tree nodes of this worker, to be added up elsewhere."""
-
-    def __init__(self, group: Group, names: Sequence[str], like: Sequence[Tensor], num_shards: int) -> None:
-        self._num_shards = num_shards
-        super().__init__(group, names, like)
-
-    def replan(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Take on the shards of this worker; there is only one here."""
-        (span,) = spans
-        super().replan([(0, self._num_shards)])
-        self.cover = tree.cover(span, self._num_shards)
-        self._nodes = [(0, n) for n in range(len(self.cover))]
-        self._leaves = range(*span)
-        self._merges = tree.merge_program(tuple((k, k + 1) for k in self._leaves), self._num_shards)
-        self._completes = {end - 1: n for n, (_, end) in enumerate(self.cover)}
-        self._num_nodes = len(self.cover)
-        self._present = torch.zeros(max(len(self._nodes), 1), len(self._like), dtype=torch.uint8).numpy()
-
-    def _reduce_what_is_ready(self) -> None:
-        """Nothing is reduced here."""
-
-    def nodes(self) -> list[tuple[tuple[int, int], dict[int, Tensor]]]:
-        """The sums over each tree node, by parameter, where there is a gradient."""
-        found = []
-        for n, span in enumerate(self.cover):
-            held = {i: tensor for i, stack in enumerate(self._stacks) if (tensor := stack[n]) is not None}
-            found.append((span, held))
-        return found
-
-    def finish(self) -> dict[int, Tensor | None]:
-        """The sums over this worker's shards alone, from left to right."""
-        found = _added(self.nodes())
-        return {i: found.get(i) for i in range(len(self._like))}
 
 
 class ServedEngine(Engine):
@@ -136,6 +100,9 @@ class ServedEngine(Engine):
     def _replan(self, spans: list[tuple[int, int]] | None = None) -> None:
         super()._replan([self._own])
 
+    def _lay_out(self, pair: Pair, _: Sequence[Span]) -> tuple[Summing, Delivery]:
+        return pair.alone(self._own, self.config.shards, add=self._local or self.client.staleness != 0)
+
     @property
     def weighs(self) -> bool:  # type: ignore[override]  # decided for each run here
         """Whether losses can be weighted by something else than rows."""
@@ -171,8 +138,8 @@ class ServedEngine(Engine):
         super().prepare(model, optimizer)
         for pair in self.pairs:
             self._options = options_of(pair)
-            pair.gradients = NodeGradients(self.group, pair.names, pair.parameters, self.config.shards)
-            pair.gradients.replan([self._own])
+            pair.lay_out = partial(self._lay_out, pair)
+            pair.replan([self._own])
         self._join()
 
     def _join(self) -> None:
@@ -235,8 +202,6 @@ class ServedEngine(Engine):
 
     def _send(self, work: Work, results: dict[int, ShardResult]) -> list[Any]:
         """Send the gradients, and take over what the server makes of them."""
-        gradients = work.pair.gradients
-        assert isinstance(gradients, NodeGradients), "prepare has put it there"
         names = [name.removeprefix(PREFIX) for name in work.pair.names]
         packed = {k: r.pack() for k, r in results.items()}
         note: dict[str, Any] = {"batch": [work.samples, list(work.sizes)], "results": packed}
@@ -245,8 +210,8 @@ class ServedEngine(Engine):
         buffers = {name.removeprefix(PREFIX): t for name, t in self.models.take_buffers().items()}
         more: dict[str, Any] = {"note": note, "buffers": list(buffers)}
         update: dict[str, Tensor] = dict(buffers)
-        nodes = gradients.nodes()
         if self.client.staleness == 0:
+            nodes = work.pair.gradients.nodes()
             more |= {
                 "shards": self.config.shards,
                 "spans": [list(span) for span, _ in nodes],
@@ -255,7 +220,8 @@ class ServedEngine(Engine):
             for (first, end), held in nodes:
                 update |= {f"{first}-{end}/{names[i]}": tensor for i, tensor in held.items()}
         else:
-            update |= {names[i]: total for i, total in _added(nodes).items()}
+            sums = work.pair.gradients.finish()
+            update |= {names[i]: total for i, total in sums.items() if total is not None}
             more["samples"] = sum(work.sizes)
         if (options := options_of(work.pair)) != self._options:
             more["options"] = options
@@ -356,15 +322,6 @@ class _Some:
 def _name(env: Environment) -> str:
     """What this worker calls itself: alike for all its lives in one job, and in no other job."""
     return f"worker-{env.worker}" if env.job is None else f"worker-{env.worker}.{env.job}"
-
-
-def _added(nodes: Sequence[tuple[tuple[int, int], dict[int, Tensor]]]) -> dict[int, Tensor]:
-    """The sum over the nodes of one worker, from left to right."""
-    total: dict[int, Tensor] = {}
-    for _, held in nodes:
-        for i, tensor in held.items():
-            total[i] = total[i].add_(tensor) if i in total else tensor
-    return total
 
 
 def _means(notes: Sequence[Any], sizes: Sequence[int]) -> tuple[float, dict[str, float]]:
