@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from evenstep.core.errors import ConfigError
+from evenstep.core.errors import CheckpointError, ConfigError
 from evenstep.data import stream
 from evenstep.data.streams import StreamLoader, StreamReader
 
@@ -143,10 +143,12 @@ def test_streams_are_closed_when_nobody_needs_them():
         (lambda: loader(batch_size=3), r"batch_size=3 for a stream, expected at least 4"),
         (lambda: loader(batch_size=None, collate=list), r"collate_fn for a stream of ready parts"),
         (lambda: list(loader(lambda *_: []).load([(2, START)])), r"no stream gave a sample in epoch 2"),
+        (lambda: list(loader().load([(0, {"epoch": 0, "batch": 3})])), r"which are no streams of 4 shards"),
+        (lambda: list(loader().load([(0, {**START, "read": [1]})])), r"which are no streams of 4 shards"),
     ],
 )
 def test_what_makes_no_sense_is_said(act, said):
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, CheckpointError), match=said):
         act()
 
 

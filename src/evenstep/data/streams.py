@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from evenstep.core.errors import ConfigError
+from evenstep.core.errors import CheckpointError, ConfigError
 from evenstep.data.batch import Batch, Position
 from evenstep.data.drawing import drawing
 from evenstep.data.loader import Collate
@@ -151,6 +151,7 @@ class StreamLoader:
 
         Raises:
             ConfigError: An epoch has no sample at all, or the streams do not give the same as before.
+            CheckpointError: The position is of other data.
         """
         reader = StreamReader(self._source, self._seed)
         try:
@@ -160,7 +161,12 @@ class StreamLoader:
             reader.close()
 
     def _epoch(self, reader: StreamReader, epoch: int, start: dict[str, Any]) -> Iterator[Batch]:
-        number, read = start.get("batch", 0), start.get("read") or [0] * len(self._counts)
+        number, read = start["batch"], start.get("read", [0] * len(self._counts))
+        if len(read) != len(self._counts) or (number and "read" not in start):
+            raise CheckpointError(
+                f"the checkpoint says {start} of the data, which are no streams of {len(self._counts)} shards; give the "
+                "data that it was written with"
+            )
         while True:
             batch = self._batch(reader, epoch, number, read)
             if not len(batch):
