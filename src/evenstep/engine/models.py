@@ -15,7 +15,7 @@ from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
 from evenstep.core.fingerprint import fingerprint
 from evenstep.engine.form import Form
-from evenstep.engine.pair import Pair
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import preserved, seed_all
 from evenstep.engine.slots import Slots, copy_into
 from evenstep.engine.state import Entry, State
@@ -155,16 +155,16 @@ class Models:
         self.slots.bind_base()
         self.pull()
 
-    def edit(self, function: Callable[[], None], seed: int, pairs: Sequence[Pair]) -> list[Any]:
+    def edit(self, function: Callable[[], None], seed: int, optimizers: Sequence[PreparedOptimizer]) -> list[Any]:
         """Let user code change parameters, buffers and optimizers. The first worker's.
 
         Returns:
-            What it changed in each optimizer: see `Pair.changes`.
+            What it changed in each optimizer: see `PreparedOptimizer.changes`.
         """
         entries = [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
         self.state.save(entries)
         with torch.no_grad():
-            edits = [pair.edit() for pair in pairs]
+            edits = [prepared.edit() for prepared in optimizers]
             with preserved(), ExitStack() as open_edits:
                 for edit in edits:
                     open_edits.enter_context(edit)
@@ -172,9 +172,9 @@ class Models:
                 function()
             for entry in entries:
                 entry.publish()
-            return [pair.changes(edit) for pair, edit in zip(pairs, edits, strict=True)]
+            return [prepared.changes(edit) for prepared, edit in zip(optimizers, edits, strict=True)]
 
-    def release(self, pairs: Sequence[Pair]) -> None:
+    def release(self, optimizers: Sequence[PreparedOptimizer]) -> None:
         """Copy everything out of the segment, so that models and optimizers are ordinary ones again."""
         self.slots.bind_base()
         with torch.no_grad():
@@ -182,8 +182,8 @@ class Models:
                 entry = self.state.entries.get(name)  # None: prepare failed half-way
                 if entry is not None and self.state.memory.shared:
                     parameter.data = parameter.data.clone()
-            for pair in pairs:
-                pair.release()
+            for prepared in optimizers:
+                prepared.release()
 
 
 def check_model(model: Any) -> None:

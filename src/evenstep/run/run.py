@@ -27,7 +27,7 @@ from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
-from evenstep.engine.pair import Pair
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE
@@ -461,10 +461,10 @@ class Run:
         try:
             if self._env.resume:
                 self._saving.say_if_none()
-            pair = self._pair(optimizer)
+            prepared = self._prepared(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
-            outcome = self._engine.step(samples, function, pair, clip_norm, clip_value)
+            outcome = self._engine.step(samples, function, prepared, clip_norm, clip_value)
             if samples.is_last:
                 self._engine.end_of_epoch()
             self._trace(first=False)
@@ -476,17 +476,17 @@ class Run:
         self._meter.add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
 
-    def _pair(self, optimizer: Optimizer | None) -> Pair:
-        pairs = self._engine.pairs
-        if not pairs:
+    def _prepared(self, optimizer: Optimizer | None) -> PreparedOptimizer:
+        optimizers = self._engine.optimizers
+        if not optimizers:
             raise ConfigError("no optimizer was prepared; call model, optimizer = run.prepare(model, optimizer) first")
-        if optimizer is None and len(pairs) > 1:
+        if optimizer is None and len(optimizers) > 1:
             raise ConfigError(
-                f"{len(pairs)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
+                f"{len(optimizers)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
             )
-        for pair in pairs:
-            if optimizer is None or pair.optimizer is optimizer:
-                return pair
+        for prepared in optimizers:
+            if optimizer is None or prepared.optimizer is optimizer:
+                return prepared
         raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
 
     def _cut(self, batch: Any) -> Batch:

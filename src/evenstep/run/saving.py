@@ -135,8 +135,8 @@ class Saving:
             if "failure" in facts:
                 return str(facts["failure"])
             self._engine.restored(facts["news"], facts["version"], took_part)
-            for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
-                pair.set_hyperparameters(unpack(groups))
+            for prepared, groups in zip(self._engine.optimizers, facts["groups"], strict=True):
+                prepared.set_hyperparameters(unpack(groups))
             for name, value in self.tracked.items():
                 value.load_state_dict(unpack(facts["tracked"][name]))
             self.position = self.next = facts["position"]
@@ -223,13 +223,13 @@ class Saving:
             "position": self.next,
             "data": list(self._data),
             "values": dict(self._engine.state.values),
-            "groups": [pack(pair.hyperparameters()) for pair in self._engine.pairs],
+            "groups": [pack(prepared.hyperparameters()) for prepared in self._engine.optimizers],
             "tracked": {name: pack(value.state_dict()) for name, value in self.tracked.items()},
         }
 
     def _identity(self) -> dict[str, int]:
         """What must be alike for a checkpoint to fit."""
-        return {"shards": self._config.shards, "seed": self._config.seed, "optimizers": len(self._engine.pairs)}
+        return {"shards": self._config.shards, "seed": self._config.seed, "optimizers": len(self._engine.optimizers)}
 
     def close(self) -> None:
         """Write what is still missing, for a bounded time, and let others have the directory."""

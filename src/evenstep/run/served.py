@@ -28,7 +28,7 @@ from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.core.events import send
 from evenstep.engine.compute import Samples, StepFunction, Work
 from evenstep.engine.delivery import Delivery
-from evenstep.engine.pair import Pair
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.results import ShardResult, merge
 from evenstep.engine.slots import spanning_layers
 from evenstep.engine.step import Engine
@@ -100,8 +100,8 @@ class ServedEngine(Engine):
     def _replan(self, spans: list[tuple[int, int]] | None = None) -> None:
         super()._replan([self._own])
 
-    def _lay_out(self, pair: Pair, _: Sequence[Span]) -> tuple[Summing, Delivery]:
-        return pair.alone(self._own, self.config.shards, add=self._local or self.client.staleness != 0)
+    def _lay_out(self, prepared: PreparedOptimizer, _: Sequence[Span]) -> tuple[Summing, Delivery]:
+        return prepared.alone(self._own, self.config.shards, add=self._local or self.client.staleness != 0)
 
     @property
     def weighs(self) -> bool:  # type: ignore[override]  # decided for each run here
@@ -136,10 +136,10 @@ class ServedEngine(Engine):
                 "or train without a server"
             )
         super().prepare(model, optimizer)
-        for pair in self.pairs:
-            self._options = options_of(pair)
-            pair.lay_out = partial(self._lay_out, pair)
-            pair.replan([self._own])
+        for prepared in self.optimizers:
+            self._options = options_of(prepared)
+            prepared.lay_out = partial(self._lay_out, prepared)
+            prepared.replan([self._own])
         self._join()
 
     def _join(self) -> None:
@@ -173,7 +173,7 @@ class ServedEngine(Engine):
         kind: str,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
+        prepared: PreparedOptimizer,
         clip_norm: float | None,
         clip_value: float | None,
     ) -> Entry:
@@ -184,25 +184,25 @@ class ServedEngine(Engine):
             return Entry(kind, [*self._last, None, [], {}])
         if self._local:
             mine = _Some(samples, sizes)
-            return super()._try(kind, mine, function, pair, clip_norm, clip_value)
+            return super()._try(kind, mine, function, prepared, clip_norm, clip_value)
         if clip_norm is not None or clip_value is not None:
             raise UnsupportedError(
                 "gradients are added up on the server, so they cannot be clipped here; with aggregate=True they can"
             )
         parts = {k: samples.part(k) for k in self.mine if sizes[k]}
-        work = Work(self.version, parts, sizes, samples.name, function, pair)
-        pair.gradients.begin(1 + self.group.exchanges, [0], list(parts))
+        work = Work(self.version, parts, sizes, samples.name, function, prepared)
+        prepared.gradients.begin(1 + self.group.exchanges, [0], list(parts))
         results = self.compute.run(work) if parts else {}
         self._scale({}, 1.0 if any(result.weighted for result in results.values()) else None)
-        pair.gradients.end_backward()
+        prepared.gradients.end_backward()
         notes = self._send(work, results)
-        pair.stepped_elsewhere()
+        prepared.stepped_elsewhere()
         outcome = list(_means(notes, sizes)) if any(sizes) else self._last  # it may have no sample of a short batch
         return Entry(kind, [*outcome, None, [], {}])
 
     def _send(self, work: Work, results: dict[int, ShardResult]) -> list[Any]:
         """Send the gradients, and take over what the server makes of them."""
-        names = [name.removeprefix(PREFIX) for name in work.pair.names]
+        names = [name.removeprefix(PREFIX) for name in work.prepared.names]
         packed = {k: r.pack() for k, r in results.items()}
         note: dict[str, Any] = {"batch": [work.samples, list(work.sizes)], "results": packed}
         if self.client.staleness != 0:
@@ -211,7 +211,7 @@ class ServedEngine(Engine):
         more: dict[str, Any] = {"note": note, "buffers": list(buffers)}
         update: dict[str, Tensor] = dict(buffers)
         if self.client.staleness == 0:
-            nodes = work.pair.gradients.nodes()
+            nodes = work.prepared.gradients.nodes()
             more |= {
                 "shards": self.config.shards,
                 "spans": [list(span) for span, _ in nodes],
@@ -220,10 +220,10 @@ class ServedEngine(Engine):
             for (first, end), held in nodes:
                 update |= {f"{first}-{end}/{names[i]}": tensor for i, tensor in held.items()}
         else:
-            sums = work.pair.gradients.finish()
+            sums = work.prepared.gradients.finish()
             update |= {names[i]: total for i, total in sums.items() if total is not None}
             more["samples"] = sum(work.sizes)
-        if (options := options_of(work.pair)) != self._options:
+        if (options := options_of(work.prepared)) != self._options:
             more["options"] = options
         reply = self.client.update(update, timeout_s=self.config.timeout_s, **more)
         self._options = options
@@ -271,12 +271,12 @@ class ServedEngine(Engine):
         self,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
+        prepared: PreparedOptimizer,
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ) -> Any:
         """See `Engine.step`; the other workers meet this one at the server only."""
-        outcome = super().step(samples, function, pair, clip_norm, clip_value)
+        outcome = super().step(samples, function, prepared, clip_norm, clip_value)
         self._last = [float(outcome.loss), outcome.metrics]
         self.adopted()
         return outcome
