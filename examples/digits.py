@@ -39,5 +39,4 @@ with evenstep.Run(shards=8, seed=0) as run:
     for batch in run.batches(train, batch_size=128, epochs=6):
         loss = run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
     scores = run.evaluate(test, batch_size=512, metrics=lambda part: {"accuracy": model(part[0]).argmax(1) == part[1]})
-    if run.worker == 0:
-        print(f"accuracy {scores['accuracy']:.4f}")
+    run.print(f"accuracy {scores['accuracy']:.4f}")

@@ -37,6 +37,5 @@ with evenstep.Run(shards=4, seed=0) as run:
     for batch in run.batches(train, batch_size=100, epochs=4):
         loss = run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
     scores = run.evaluate(test, batch_size=400, metrics=lambda part: {"accuracy": model(part[0]).argmax(1) == part[1]})
-    if run.worker == 0:
-        print(f"accuracy {scores['accuracy']:.4f}")
-        print("in a checkpoint:", ", ".join(model.state_dict()))
+    run.print(f"accuracy {scores['accuracy']:.4f}")
+    run.print("in a checkpoint:", ", ".join(model.state_dict()))

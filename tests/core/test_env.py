@@ -31,6 +31,11 @@ def test_what_the_launcher_writes_a_worker_reads(variables, shards):
     assert env.read() == Environment(worker=2, num_workers=5, shards=shards, segment_fd=11, events_fd=12)
 
 
+def test_where_a_group_stands_is_handed_on_as_it_is(variables):
+    variables(env.worker_variables(0, 1, None, 11, 12, standing="{}", job="abc"))
+    assert (env.read().standing, env.read().job) == ("{}", "abc")
+
+
 def test_the_place_under_torchrun_is_torchruns(variables):
     variables({"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost"})
     assert env.read() == Environment(worker=1, num_workers=3, torchrun=True)

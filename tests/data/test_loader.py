@@ -14,10 +14,10 @@ from torch.utils.data import Dataset, TensorDataset
 import processes
 from evenstep.core.errors import ConfigError, SilenceError
 from evenstep.data.loader import Loader, num_samples
-from evenstep.data.order import Plan
+from evenstep.data.order import Order
 from workers import run_outcomes, run_workers
 
-PLAN = Plan(num_samples=37, batch_size=10, num_shards=4, seed=3, shuffle=True, drop_last=False)
+ORDER = Order(num_samples=37, batch_size=10, num_shards=4, seed=3, shuffle=True, drop_last=False)
 
 
 class Augmented(Dataset):
@@ -51,8 +51,8 @@ class Watched(Dataset):
 
 def load(dataset, span=range(4), loaders=0, epochs=(0, 1), collate=None, **changes):
     options = {"prefetch": 2, "timeout_s": 60.0, **changes}
-    loader = Loader(dataset, lambda: span, PLAN.seed, "sample", collate=collate, loaders=loaders, **options)
-    return loader.load(request for epoch in epochs for request in PLAN.requests(epoch))
+    loader = Loader(dataset, lambda: span, ORDER.seed, "sample", collate=collate, loaders=loaders, **options)
+    return loader.load(request for epoch in epochs for request in ORDER.requests(epoch))
 
 
 def plain(part):
@@ -61,7 +61,7 @@ def plain(part):
 
 
 def content(batches):
-    return [(b.epoch, b.number, b.sizes, {k: plain(part) for k, part in b.parts.items()}) for b in batches]
+    return [(b.position, b.sizes, {k: plain(part) for k, part in b.parts.items()}) for b in batches]
 
 
 def in_a_fork(body):
@@ -109,7 +109,7 @@ def pairs(part):
 def test_a_worker_loads_the_samples_of_its_own_shards_and_no_others():
     dataset = Watched()
     list(load(dataset, span=range(1, 3)))
-    mine = [index for epoch in (0, 1) for r in PLAN.requests(epoch) for k in (1, 2) for index in r.shards[k]]
+    mine = [index for epoch in (0, 1) for r in ORDER.requests(epoch) for k in (1, 2) for index in r.shards[k]]
     assert dataset.seen == mine
 
 
@@ -118,8 +118,8 @@ def test_loading_ahead_is_bounded():
         asked = []
 
         def requests():
-            for request in PLAN.requests(0):
-                asked.append(request.number)
+            for request in ORDER.requests(0):
+                asked.append(request.position.number)
                 yield request
 
         loader = Loader(Augmented(), lambda: range(4), 0, "sample", collate=None, loaders=1, prefetch=2, timeout_s=60.0)
@@ -132,9 +132,9 @@ def test_loading_ahead_is_bounded():
 
 
 def test_an_empty_shard_has_no_part():
-    plan = Plan(3, 3, 4, 0, False, False)
+    order = Order(3, 3, 4, 0, False, False)
     loader = Loader(Watched(), lambda: range(2, 4), 0, "sample", collate=None, loaders=0, prefetch=1, timeout_s=1.0)
-    (batch,) = loader.load(plan.requests(0))
+    (batch,) = loader.load(order.requests(0))
     assert set(batch.parts) == {2}
     assert batch.sizes == [1, 1, 1, 0]
 
@@ -161,7 +161,7 @@ def test_the_callers_collate_function_makes_the_parts(loaders):
     def body():
         return next(load(Watched(), loaders=loaders, collate=lambda samples: [int(s) for s in samples])).parts
 
-    request = next(PLAN.requests(0))
+    request = next(ORDER.requests(0))
     assert in_a_fork(body) == {k: list(request.shards[k]) for k in range(4)}
 
 
@@ -249,9 +249,7 @@ def test_a_caller_that_goes_away_early_leaves_no_process():
 
 
 def test_a_stream_is_refused_with_the_reason():
-    with pytest.raises(
-        ConfigError, match=r"range_iterator without __getitem__ and __len__.*a stream has to be indexed"
-    ):
+    with pytest.raises(ConfigError, match=r"range_iterator without __getitem__ and __len__.*evenstep\.data\.stream"):
         load(iter(range(3)))
 
 

@@ -220,6 +220,60 @@ def test_a_fork_of_a_rank_does_not_leave_for_it():
     run_ranks(2, body)
 
 
+def test_a_forked_copy_neither_waits_for_what_was_open_nor_ends_it():
+    def body(rank):
+        received = dist.irecv(torch.empty(1), 1 - rank)
+        copy = os.fork() if rank == 0 else None
+        if copy == 0:
+            try:
+                failure(ConfigError, received.wait)
+                dist.group.WORLD.abort()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert copy is None or os.waitpid(copy, 0)[1] == 0
+        dist.barrier()
+        dist.send(torch.ones(1), 1 - rank)
+        received.wait()
+
+    run_ranks(2, body)
+
+
+def test_an_aborted_group_fails_at_once_for_everyone():
+    def body(rank):
+        group = dist.new_group()
+        dist.barrier()
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+            group.abort()
+            dist.barrier()
+            return failure(PeerError, work.wait)
+        dist.barrier()
+        return failure(PeerError, lambda: dist.all_reduce(torch.ones(3), group=group))
+
+    begun = time.monotonic()
+    for text in run_ranks(2, body):
+        assert re.search(r"rank 0 .* aborted the group", text), text
+    assert time.monotonic() - begun < 20
+
+
+def test_a_collective_may_take_longer_than_the_timeout_as_long_as_it_moves():
+    def body(rank):
+        pids = [None] * 2
+        dist.all_gather_object(pids, os.getpid())
+        dist.barrier()
+        dist.group.WORLD.set_timeout(timedelta(seconds=0.6))
+        work = dist.all_reduce(torch.ones(3_000_000), async_op=True)
+        for _ in range(5 if rank == 0 else 0):  # slow, not silent
+            os.kill(pids[1], signal.SIGSTOP)
+            time.sleep(0.2)
+            os.kill(pids[1], signal.SIGCONT)
+            time.sleep(0.0005)
+        work.wait()
+
+    run_ranks(2, body)
+
+
 def test_a_monitored_barrier_names_all_who_did_not_come():
     def body(rank):
         if rank > 0:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from textwrap import dedent
 
 import pytest
 import torch
-from ranks import run_rank_outcomes, run_ranks, same, values
+from ranks import pretend, run_rank_outcomes, run_ranks, same, values
 from torch import distributed as dist
 
 import processes
 from evenstep.core.errors import MismatchError, PeerError, SilenceError
+from workers import run_outcomes
 
 
 def two_and_two(rank: int) -> int:
@@ -78,6 +80,51 @@ def test_messages_between_and_inside_machines():
         assert same(found, values((70_000,), torch.float32, (rank - 1) % 4))
 
     run_ranks(4, body, machine_of=two_and_two)
+
+
+@pytest.mark.parametrize(("end", "kind"), [(signal.SIGKILL, PeerError), (signal.SIGSTOP, SilenceError)])
+def test_a_sender_on_another_machine_that_ends_in_its_message_is_named(end, kind):
+    def body(rank):
+        pids = [None] * 3
+        dist.all_gather_object(pids, os.getpid())
+        dist.group.WORLD.set_timeout(timedelta(seconds=1 if rank == 0 else 20))
+        if rank == 2:
+            dist.isend(torch.ones(3_000_000), 0)
+            os.kill(os.getpid(), end)
+            return
+        assert processes.until(lambda: not processes.is_alive(pids[2]) or processes.is_stopped(pids[2]))
+        with pytest.raises(kind) as caught:
+            dist.recv(torch.empty(3_000_000), 2) if rank == 0 else dist.recv(torch.empty(3), 0)
+        assert f"rank 2 (pid {pids[2]} on " in str(caught.value), str(caught.value)
+        if rank == 1 and end == signal.SIGSTOP:
+            os.kill(pids[2], signal.SIGCONT)
+
+    found = run_rank_outcomes(3, body, machine_of=lambda rank: rank)
+    assert [outcome.kind for outcome in found[:2]] == [None, None], found
+
+
+def test_a_store_that_answers_no_more_holds_nobody_up():
+    """Its process is the one that is missed, and so nobody can leave word there that it is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def body(rank):
+        pretend(lambda number: number, rank)
+        dist.init_process_group("evenstep", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        pids = [None] * 2
+        dist.all_gather_object(pids, os.getpid())
+        dist.group.WORLD.set_timeout(timedelta(seconds=0.2))
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            assert processes.until(lambda: processes.is_stopped(pids[0]))
+            with pytest.raises(SilenceError, match=rf"rank 0 \(pid {pids[0]} on"):
+                dist.all_reduce(torch.ones(3))
+            os.kill(pids[0], signal.SIGCONT)
+        dist.destroy_process_group()
+
+    assert [outcome.kind for outcome in run_outcomes(2, body)] == [None, None]
 
 
 def test_sub_groups_find_out_for_themselves_who_shares_memory():

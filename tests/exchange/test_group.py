@@ -7,8 +7,10 @@ import time
 
 import pytest
 import torch
+from fakes import FakeMembership, FakeRounds, Table, groups, together
 
-from evenstep.core.errors import MismatchError, PeerError, SilenceError
+from evenstep.core.errors import Dismissed, MismatchError, PeerError, SilenceError
+from evenstep.exchange.generations import Generation
 from evenstep.exchange.group import Group
 from evenstep.native import core
 from evenstep.plan import tree
@@ -17,7 +19,7 @@ from workers import inherited_segment, run_outcomes, run_workers
 
 
 def join(worker: int, timeout_s: float = 30.0) -> Group:
-    return Group(inherited_segment(), worker, timeout_s)
+    return Group.around(inherited_segment(), worker, timeout_s)
 
 
 def rows_of(worker: int, count: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -102,7 +104,7 @@ def test_rows_need_not_be_contiguous():
 
 
 def test_a_worker_alone_needs_nobody():
-    group = Group(Segment.create(1), 0, 1.0)
+    group = Group.around(Segment.create(1), 0, 1.0)
     rows = torch.randn(3, 100_000)
     assert torch.equal(group.gather("alone", rows), rows)
     assert torch.equal(group.gather("alone", rows, [3]), rows)
@@ -154,6 +156,31 @@ def test_thousands_of_exchanges_of_all_and_of_some_never_mix():
                 assert found[:, 5].tolist() == [number, 1000 + number, 1000 + number, 2000 + number]
 
     run_workers(3, body)
+
+
+def test_a_group_knows_its_rounds_by_what_they_promise_only(new_segment):
+    def body(group):
+        rows = rows_of(group.worker, 1 + group.worker, 300)  # 16 bytes go at once
+        every = torch.cat([rows_of(worker, 1 + worker, 300) for worker in range(3)])
+        assert torch.equal(group.gather("all", rows, [1, 2, 3], everyone=True), every)
+        if group.worker != 1:
+            group.gather("some", rows[:1], [1, 0, 1])
+        return group.gather_json("end", group.worker)
+
+    made = groups(new_segment(3), 3, most_bytes=16)
+    assert together(made, body) == [[0, 1, 2]] * 3
+    assert set(made[0]._rounds.among) == {(0, 1, 2), (0, 2)}, "who takes part is said with every post"
+
+
+def test_a_new_generation_has_other_members_and_later_numbers(new_segment):
+    membership = FakeMembership(Generation(4, 7, [1, 2], [1.0, 3.0]))
+    group = Group(new_segment(3), FakeRounds(Table(), 2), membership)
+    assert group.left
+    group.enter()
+    assert (group.generation, group.members, group.rank, group.num_workers) == (4, [1, 2], 1, 2)
+    assert (group.weights, group.exchanges, group.left) == ([1.0, 3.0], 7, False)
+    with pytest.raises(Dismissed):
+        group.enter()
 
 
 # ---- failure ----
@@ -308,15 +335,6 @@ def test_a_failure_reaches_those_who_wait_and_those_who_come_later_with_its_text
             assert text.startswith(f"worker 1 failed, so worker {worker} stops too:")
             assert text.endswith("ValueError: a bad day \\udcff")
             assert culprit == 1
-
-
-def test_of_a_very_long_failure_the_end_is_kept():
-    group = Group(Segment.create(1), 0, 1.0)
-    group.fail("Traceback (most recent call last):\n" + "  é line\n" * 50_000 + "RuntimeError: this is the cause")
-    _, text = core.aborted(group.segment.base)
-    group.close()
-    assert text.startswith("Traceback (most recent call last):")
-    assert text.endswith("RuntimeError: this is the cause")
 
 
 def test_a_worker_that_waits_can_be_interrupted():

@@ -409,7 +409,7 @@ class Model:
         return s.put(i, k=w.k + 1) if w.k + 1 < 3 * len(owned) else s.put(i, at="change", k=0)
 
     def change(self, s: State, i: int) -> State:
-        """`Pair.update`, `optimizer.step`: the owned images change, half by half."""
+        """`PreparedOptimizer.update`, `optimizer.step`: the owned images change, half by half."""
         self._check_writer(s, i)
         w = s.workers[i]
         owned = self._owned(s, w)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.core.errors import ConfigError
-from evenstep.plan.groups import FRAMEWORKS, MAX_PARTS, Setup, choose, parts_of
+from evenstep.plan.groups import FRAMEWORKS, MAX_PARTS, Setup, Standing, choose, parts_of
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,14 @@ def test_parts_are_layers_or_neighbours_and_every_server_has_its_share(layers, n
     if len(layers) <= MAX_PARTS:
         assert len(parts) == len(layers)
     assert set(servers) == set(range(min(num_servers, len(parts))))
+
+
+def test_where_a_group_stands_is_read_as_it_was_written():
+    standing = Standing(1, 2, 0, [[{"tcp": "tcp://a:1"}]], None, lock=True, token="secret")
+    assert Standing.of(standing.text()) == standing
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"group": 1}'])
+def test_a_standing_that_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigError, match="EVENSTEP_STANDING makes no sense"):
+        Standing.of(text)

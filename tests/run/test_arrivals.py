@@ -50,7 +50,7 @@ def server(monkeypatch):
             "staleness": None,
             "lock": True,
         }
-        monkeypatch.setenv("EVENSTEP_PLACE", json.dumps({**place, "token": "x"}))
+        monkeypatch.setenv("EVENSTEP_STANDING", json.dumps({**place, "token": "x"}))
         yield server
 
 
@@ -188,7 +188,7 @@ def test_what_is_saved_are_the_weights_that_the_servers_have(server, monkeypatch
         for batch in run.batches(data(), 10):
             run.step(batch, lambda part: F.cross_entropy(net(part[0]), part[1]))
         run.save(tmp_path / "saved")
-    monkeypatch.delenv("EVENSTEP_PLACE")
+    monkeypatch.delenv("EVENSTEP_STANDING")
     with evenstep.Run(shards=1, seed=3, quiet=True) as run:
         run.prepare(other := Net(), torch.optim.Adam(other.parameters(), 0.01))
         run.load(tmp_path / "saved")
@@ -199,17 +199,17 @@ def test_what_is_saved_are_the_weights_that_the_servers_have(server, monkeypatch
 def test_what_cannot_be_is_one_sentence(server, monkeypatch):
     with pytest.raises(ConfigError, match=r"the command line starts servers, but the script says Run\(server='http"):
         evenstep.Run(server="http://x:1", sync="server")
-    here = json.loads(os.environ["EVENSTEP_PLACE"])
-    monkeypatch.setenv("EVENSTEP_PLACE", json.dumps({**here, "groups": 4}))
+    here = json.loads(os.environ["EVENSTEP_STANDING"])
+    monkeypatch.setenv("EVENSTEP_STANDING", json.dumps({**here, "groups": 4}))
     run = evenstep.Run(quiet=True)
     with pytest.raises(ConfigError, match="4 groups but only 3 batches of 10"), run:
-        next(run.batches(data(), 10))
-    monkeypatch.setenv("EVENSTEP_PLACE", json.dumps({**here, "servers": [[server.urls] * 4]}))
+        next(iter(run.batches(data(), 10)))
+    monkeypatch.setenv("EVENSTEP_STANDING", json.dumps({**here, "servers": [[server.urls] * 4]}))
     run = evenstep.Run(quiet=True)
     with pytest.raises(ConfigError, match=r"4 servers .* only 3 layers with parameters"), run:
         run.prepare(net := Net(), torch.optim.SGD(net.parameters(), 0.1))
-    monkeypatch.setenv("EVENSTEP_PLACE", "{}")
-    with pytest.raises(ConfigError, match="EVENSTEP_PLACE makes no sense"):
+    monkeypatch.setenv("EVENSTEP_STANDING", "{}")
+    with pytest.raises(ConfigError, match="EVENSTEP_STANDING makes no sense"):
         evenstep.Run()
 
 

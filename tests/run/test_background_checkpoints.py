@@ -187,6 +187,19 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(script
     assert "CHECKPOINT FAILED, training goes on" in done.stderr
 
 
+def test_a_second_run_is_not_let_into_the_directory_of_the_first(script, tmp_path, undisturbed):
+    saved = tmp_path / "saved"
+    with Cli("run", "-n", "2", script(training("time.sleep(0.05)")), saved) as first:
+        assert processes.until(lambda: len(steps(saved)) > 0)
+        for options in ([], ["--resume"]):
+            second = cli_run("run", "-n", "2", *options, script(training(), "second.py"), saved)
+            assert second.code == 8
+            (line,) = second.stderr.splitlines()
+            assert re.search(r"saved is taken: the run of process \d+ on .* give each run a directory of its own", line)
+        assert lines(first.wait()) == undisturbed
+        assert "CHECKPOINT FAILED" not in first.stderr
+
+
 def test_a_signal_asks_for_a_checkpoint_now(script, tmp_path):
     saved = tmp_path / "saved"
     with Cli("run", "-n", "2", script(training("time.sleep(0.05)", every="1000")), saved) as cli:
@@ -261,12 +274,15 @@ def test_a_script_with_two_runs_goes_on_in_the_second(script, tmp_path):
     assert lines(done)[-1] == lines(quiet)[-1]
 
 
+FACTS = {"shards": 1, "seed": 0, "optimizers": 0, "data": [], "values": {}, "groups": [], "tracked": {}}
+
+
 def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     checkpoints = Checkpoints(tmp_path, 1, keep=1)
-    facts = {"version": 1, "values": {}}
+    facts = {**FACTS, "version": 1}
     checkpoints.write(Snapshot({}, facts, b"journal"), wait=True)
     monkeypatch.setattr(checkpoint, "save_file", full)
     checkpoints.write(Snapshot({}, {**facts, "version": 2}, b"journal"), wait=True)
@@ -277,7 +293,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path, monkeypat
 
 def test_the_newest_is_the_one_that_was_written_last_even_if_a_run_began_anew(tmp_path):
     for version in (7, 8, 3):
-        facts = {"version": version, "values": {}}
+        facts = {**FACTS, "version": version}
         Checkpoints(tmp_path, 1, keep=2).write(Snapshot({}, facts, b"journal"), wait=True)
     assert steps(tmp_path) == [3, 8]
     assert Checkpoints(tmp_path, 1, keep=2).newest() == tmp_path / "step-000000003"

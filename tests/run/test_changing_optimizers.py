@@ -188,7 +188,7 @@ def test_state_of_another_shape_is_refused():
             next(iter(optimizer.state.values()))["momentum_buffer"] = torch.zeros(3)
 
         with pytest.raises(
-            evenstep.UnsupportedError, match=r"'momentum_buffer' of 'model\.0\.weight' in SGD into float32"
+            evenstep.UnsupportedError, match=r"'momentum_buffer' of 'model\.0\.weight' in SGD into torch.float32"
         ):
             run.edit(spoil)
 

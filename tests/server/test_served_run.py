@@ -236,7 +236,7 @@ def test_what_cannot_be_is_one_sentence():
         with evenstep.Run(sync="server", server=server.url, staleness=None, quiet=True) as run:
             model = build()
             model, _ = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
-            batch = next(run.batches(images(), 18))
+            batch = next(iter(run.batches(images(), 18)))
             with pytest.raises(UnsupportedError, match="cannot be clipped here"):
                 run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]), clip_norm=1.0)
 
@@ -257,7 +257,7 @@ def test_what_would_see_this_worker_only_is_refused(tmp_path):
         for name, call in calls.items():
             with pytest.raises(UnsupportedError, match=f"run.{name} in a run with sync='server'"):
                 call()
-        batch = next(run.batches(images(), 18))
+        batch = next(iter(run.batches(images(), 18)))
         run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
         run.save(tmp_path / "saved")
         saved = load_file(next((tmp_path / "saved").glob("*.safetensors")))

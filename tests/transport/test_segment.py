@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from evenstep.core.errors import ConfigError
-from evenstep.transport.segment import ALIGNMENT, Segment
+from evenstep.transport.memory import ALIGNMENT
+from evenstep.transport.segment import Segment
 from workers import run_workers
 
 
@@ -28,8 +29,8 @@ def test_a_segment_opened_again_is_the_same_memory(make):
     segment = make()
     other = Segment(os.dup(segment.fd))
     assert (other.num_workers, other.slot_bytes) == (3, segment.slot_bytes)
-    mine = segment.reserve(100).tensor(torch.Size([5]), torch.float32)
-    theirs = other.reserve(100).tensor(torch.Size([5]), torch.float32)
+    mine = segment.memory.reserve(100).tensor(torch.Size([5]), torch.float32)
+    theirs = other.memory.reserve(100).tensor(torch.Size([5]), torch.float32)
     mine.copy_(torch.arange(5.0))
     assert torch.equal(mine, theirs)
     other.close()
@@ -37,7 +38,7 @@ def test_a_segment_opened_again_is_the_same_memory(make):
 
 def test_tensors_of_a_region_are_aligned_and_do_not_overlap(make):
     segment = make()
-    region = segment.reserve(4096)
+    region = segment.memory.reserve(4096)
     tensors = [
         region.tensor(torch.Size([n]), dtype) for n, dtype in ((3, torch.float64), (1, torch.int8), (9, torch.half))
     ]
@@ -50,8 +51,8 @@ def test_tensors_of_a_region_are_aligned_and_do_not_overlap(make):
 def test_two_regions_do_not_overlap(make):
     segment = make()
     with pytest.raises(AssertionError, match="region is full"):
-        segment.reserve(4096).tensor(torch.Size([4097]), torch.uint8)
-    first, second = (segment.reserve(1).tensor(torch.Size([1]), torch.uint8) for _ in range(2))
+        segment.memory.reserve(4096).tensor(torch.Size([4097]), torch.uint8)
+    first, second = (segment.memory.reserve(1).tensor(torch.Size([1]), torch.uint8) for _ in range(2))
     first.fill_(1)
     assert second.item() == 0
 
@@ -59,21 +60,21 @@ def test_two_regions_do_not_overlap(make):
 def test_any_number_of_regions_costs_few_descriptors(make):
     segment = make()
     before = len(os.listdir("/proc/self/fd"))
-    regions = [segment.reserve(5000) for _ in range(500)]
+    regions = [segment.memory.reserve(5000) for _ in range(500)]
     assert len(os.listdir("/proc/self/fd")) - before < 5
     for value, region in enumerate(regions):
         region.tensor(torch.Size([1250]), torch.float32).fill_(value)
     again = Segment(os.dup(segment.fd))
     for value in range(500):
-        assert again.reserve(5000).tensor(torch.Size([1250]), torch.float32).unique().tolist() == [value]
+        assert again.memory.reserve(5000).tensor(torch.Size([1250]), torch.float32).unique().tolist() == [value]
     again.close()
 
 
 def test_a_region_larger_than_any_window_is_one_range(make):
     segment = make()
-    segment.reserve(5000)
-    large = segment.reserve(3 << 30).tensor(torch.Size([3 << 30]), torch.uint8)
-    after = segment.reserve(10).tensor(torch.Size([10]), torch.uint8)
+    segment.memory.reserve(5000)
+    large = segment.memory.reserve(3 << 30).tensor(torch.Size([3 << 30]), torch.uint8)
+    after = segment.memory.reserve(10).tensor(torch.Size([10]), torch.uint8)
     large[-1] = 7
     assert after.sum() == 0
     assert large[-2:].tolist() == [0, 7]
@@ -82,7 +83,7 @@ def test_a_region_larger_than_any_window_is_one_range(make):
 def test_a_tensor_keeps_its_layout_and_outlives_the_segment():
     segment = Segment.create(1)
     like = torch.randn(4, 6).t()
-    tensor = segment.reserve(4096).tensor(like.shape, like.dtype, like.stride())
+    tensor = segment.memory.reserve(4096).tensor(like.shape, like.dtype, like.stride())
     tensor.copy_(like)
     segment.close()
     segment.close()
@@ -93,7 +94,7 @@ def test_a_tensor_keeps_its_layout_and_outlives_the_segment():
 
 def test_empty_tensors_take_no_place(make):
     segment = make()
-    region = segment.reserve(64)
+    region = segment.memory.reserve(64)
     assert region.tensor(torch.Size([0, 3]), torch.float32).shape == (0, 3)
     assert region.tensor(torch.Size([]), torch.float32).shape == ()
 
@@ -123,7 +124,7 @@ def test_a_limit_on_file_sizes_is_named_as_the_cause():
 def test_a_region_costs_nothing_until_it_is_written(make):
     segment = make()
     before = os.fstat(segment.fd).st_blocks
-    region = segment.reserve(1 << 36)
+    region = segment.memory.reserve(1 << 36)
     assert os.fstat(segment.fd).st_blocks == before
     region.tensor(torch.Size([1024]), torch.float32).fill_(1.0)
     assert os.fstat(segment.fd).st_blocks * 512 - before * 512 <= 1 << 21

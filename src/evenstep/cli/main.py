@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from evenstep.cli import graph, groups, topo
@@ -120,7 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     for command in (run, verify):
         own = {text for action in command._actions for text in action.option_strings}
         command.set_defaults(own=own)
-        command.add_argument("script", type=Path, help="the training script")
+        command.add_argument(
+            "-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for `python -m`"
+        )
+        command.add_argument("script", help="the training script")
         command.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
     return parser
 
@@ -180,7 +184,7 @@ def _server(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check_script(options.script)
+    script = _script(options)
     _note_misplaced(options)
     setup = groups.setup_of(options)
     wanted = (options.workers or "auto") if setup is None else str(setup.workers)
@@ -194,7 +198,7 @@ def _run(options: argparse.Namespace) -> int:
     from evenstep.launch.supervisor import Job, supervise  # here: importing torch takes seconds, a typo should not
 
     job = Job(
-        options.script,
+        script,
         tuple(options.args),
         num_workers,
         options.shards,
@@ -244,7 +248,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    _check_script(options.script)
+    script = _script(options)
     _note_misplaced(options)
     counts = [_num_workers(text, options.shards) for text in options.workers.split(",")]
     if len(counts) < 2:
@@ -255,12 +259,21 @@ def _verify(options: argparse.Namespace) -> int:
         raise ConfigError(f"--timeout {options.timeout:g}, expected a number of seconds above 0")
     from evenstep.cli.verify import verify  # here: as above
 
-    return verify(options.script, options.args, counts, options.steps, options.shards, options.timeout)
+    return verify(script, options.args, counts, options.steps, options.shards, options.timeout)
 
 
-def _check_script(script: Path) -> None:
+def _script(options: argparse.Namespace) -> Path | str:
+    """The script that is to be run; a string: the name of a module."""
+    if options.module:
+        name: str = options.script
+        sys.path.insert(0, str(Path.cwd()))  # as workers will do
+        if not all(map(str.isidentifier, name.split("."))) or find_spec(name.partition(".")[0]) is None:
+            raise ConfigError(f"there is no module {name}; name one that can be imported from here")
+        return name
+    script = Path(options.script)
     if not script.is_file():
         raise ConfigError(f"there is no script {script}; name a Python file to run")
+    return script
 
 
 def _note_misplaced(options: argparse.Namespace) -> None:

@@ -25,9 +25,22 @@ class Trace:
 
 
 def verify(
-    script: Path, args: Sequence[str], counts: Sequence[int], steps: int | None, shards: int | None, timeout_s: float
+    script: Path | str,
+    args: Sequence[str],
+    counts: Sequence[int],
+    steps: int | None,
+    shards: int | None,
+    timeout_s: float,
 ) -> int:
     """Run the script once for each number of workers; print a table; return 0 if all agree, else 1.
+
+    Args:
+        script: A file, or the name of a module.
+        args: Its arguments.
+        counts: The numbers of workers.
+        steps: After how many steps the batches end; None: where the script ends them.
+        shards: Parts of every batch; None: the script's.
+        timeout_s: What each run may take.
 
     Raises:
         EvenstepError: A run failed, or took longer than `timeout_s`.
@@ -49,7 +62,7 @@ def verify(
 
 def _trace(
     path: Path,
-    script: Path,
+    script: Path | str,
     args: Sequence[str],
     count: int,
     steps: int | None,
@@ -64,7 +77,7 @@ def _trace(
     # The supervisor dies with us and its workers with it, so killing it, or us, leaves nothing behind.
     try:
         done = subprocess.run(
-            [*command, str(script), *args],
+            [*command, *(["-m"] if isinstance(script, str) else []), str(script), *args],
             env=variables,
             text=True,
             errors="replace",

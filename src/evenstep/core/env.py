@@ -3,42 +3,14 @@
 The launcher hands a worker its place through `EVENSTEP_*`; under torchrun the place comes from torchrun's variables.
 """
 
-import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Environment", "Place", "kernel_choices", "read", "worker_variables", "write"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a worker's group stands among the groups of a run that meet at servers.
-
-    Attributes:
-        group: Which group this is.
-        groups: How many there are.
-        server_group: Which server group it talks to.
-        servers: The addresses of all servers, by server group: {"tcp": ..., "memory": ...}.
-        staleness: How many updates a group may be ahead of the slowest; None: any number.
-        lock: False: groups change parameters in shared memory by themselves.
-        token: For the servers.
-    """
-
-    group: int
-    groups: int
-    server_group: int
-    servers: list[list[dict[str, str]]]
-    staleness: int | None
-    lock: bool
-    token: str
-
-    def variables(self) -> dict[str, str]:
-        """What tells a worker of it; `read` is the inverse."""
-        return {"EVENSTEP_PLACE": json.dumps(asdict(self))}
+__all__ = ["Environment", "kernel_choices", "read", "worker_variables", "write"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +30,7 @@ class Environment:
         timeout_s: How long any wait for another worker may take, if the launcher's command line says so.
         resume: Whether to go on from the newest checkpoint.
         faults: Where a test has planted faults for this process.
-        place: Where the group of this worker stands, if there are groups and servers.
+        standing: Where the group of this worker stands, if there are groups and servers; a text of `plan.groups`.
         job: Tells the job of a launcher from others; None: there is no launcher.
     """
 
@@ -74,7 +46,7 @@ class Environment:
     timeout_s: float | None = None
     resume: bool = False
     faults: Path | None = None
-    place: Place | None = None
+    standing: str | None = None
     job: str | None = None
 
 
@@ -104,7 +76,7 @@ def read() -> Environment:
         "timeout_s": _number("EVENSTEP_STEP_TIMEOUT_MS", 1000),
         "resume": bool(_number("EVENSTEP_RESUME")),
         "faults": Path(faults) if faults else None,
-        "place": _place(os.environ.get("EVENSTEP_PLACE")),
+        "standing": os.environ.get("EVENSTEP_STANDING"),
         "job": os.environ.get("EVENSTEP_JOB"),
     }
     worker = _number("EVENSTEP_WORKER")
@@ -125,17 +97,6 @@ def read() -> Environment:
     return Environment(rank, world, torchrun=True, **common)
 
 
-def _place(text: str | None) -> Place | None:
-    if not text:
-        return None
-    try:
-        return Place(**json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"EVENSTEP_PLACE makes no sense ({error}); start groups with `evenstep run --groups`"
-        ) from None
-
-
 def _check_place(name: str, worker: int, of: str, num_workers: int) -> None:
     if not 0 <= worker < num_workers:
         raise ConfigError(
@@ -153,6 +114,7 @@ def worker_variables(
     supervised: bool = False,
     timeout_s: float | None = None,
     resume: bool = False,
+    standing: str | None = None,
     job: str | None = None,
 ) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
@@ -168,6 +130,8 @@ def worker_variables(
         variables["EVENSTEP_SUPERVISED"] = "1"
     if timeout_s is not None:
         variables["EVENSTEP_STEP_TIMEOUT_MS"] = str(round(1000 * timeout_s))
+    if standing is not None:
+        variables["EVENSTEP_STANDING"] = standing
     if job is not None:
         variables["EVENSTEP_JOB"] = job
     if resume:

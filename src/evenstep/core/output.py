@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-__all__ = ["complete_streams", "say", "unheard"]
+__all__ = ["complete_streams", "say", "show", "unheard"]
 
 _GONE = (errno.EIO, errno.EPIPE)  # a terminal that hung up; a pipe without a reader
 
@@ -39,6 +39,12 @@ def say(sentence: str) -> None:
     """Say something of our own on standard error, where it disturbs no output of the script's."""
     with unheard(sys.stderr):
         print(f"evenstep: {sentence}", file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Show lines on standard output."""
+    with unheard(sys.stdout):
+        print(text, flush=True)
 
 
 def complete_streams() -> None:

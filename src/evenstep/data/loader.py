@@ -8,75 +8,22 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
-from evenstep.data.contents import contents_of
-from evenstep.data.nested import to_device
+from evenstep.data.batch import Batch
+from evenstep.data.drawing import drawing
 from evenstep.data.order import Request
-from evenstep.engine.randomness import Stream, derive, preserved, seed_all
+from evenstep.engine.randomness import derive, seed_all
 from evenstep.native import core
 
-__all__ = ["Batch", "Loader", "num_samples"]
+__all__ = ["Collate", "Loader", "num_samples"]
 
 Collate = Callable[[list[Any]], Any]
 _SLICE_S = 0.5  # how soon a loader process that died is noticed, at the latest
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One global batch as one worker has it: the sizes of all shards, the samples of its own.
-
-    Attributes:
-        epoch: Counted from 0.
-        number: The batch's number in its epoch.
-        sizes: The number of samples of every shard.
-        parts: The collated samples of the shards that were loaded so far.
-        load: Loads the samples of any shard: a worker may have to take over the shards of another.
-        device: Where the samples shall be.
-        whole: All samples, if every worker came with all of them.
-    """
-
-    epoch: int
-    number: int
-    sizes: list[int]
-    parts: dict[int, Any]
-    load: Callable[[int], Any]
-    device: str = "cpu"
-    whole: Any = None
-
-    @property
-    def name(self) -> str:
-        """Which batch this is, in words."""
-        return f"epoch {self.epoch} batch {self.number}"
-
-    def contents(self) -> dict[str, str]:
-        """What it holds, in a few words, where every worker came with all of it; nothing where each loads its own."""
-        return {} if self.whole is None else contents_of(self.whole)
-
-    def part(self, shard: int) -> Any:
-        """The samples of a shard, on the device."""
-        if shard not in self.parts:
-            self.parts[shard] = self.load(shard)
-        return to_device(self.parts[shard], self.device)
-
-    def __len__(self) -> int:
-        return sum(self.sizes)
-
-    def __iter__(self) -> NoReturn:
-        """Refuse, with the remedy: of the batch only some parts are on this worker.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise ConfigError(
-            "a batch of run.batches cannot be unpacked: its parts lie on different workers; pass it whole, as in "
-            "run.step(batch, lambda part: ...), which calls the function with one collated part after the other"
-        )
 
 
 class _Parts(Dataset[dict[int, Any]]):
@@ -88,7 +35,7 @@ class _Parts(Dataset[dict[int, Any]]):
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
 
     def __getitem__(self, request: Request) -> dict[int, Any]:
-        return {k: self._part(request.epoch, request.shards[k]) for k in self._span if request.shards[k]}
+        return {k: self._part(request.position.epoch, request.shards[k]) for k in self._span if request.shards[k]}
 
     def _part(self, epoch: int, indices: tuple[int, ...]) -> Any:
         if self._tensors is not None:  # plain tensors have no randomness: take all rows at once
@@ -108,17 +55,19 @@ def num_samples(dataset: Any) -> int:
         ConfigError: It is something else.
     """
     name = type(dataset).__name__
-    whole = "whole global batches, the same ones on every worker, can go to run.step(batch, function) as they are"
+    others = (
+        "for data that can only be read in order there is run.batches(evenstep.data.stream(make), ...), and whole "
+        "global batches can go to run.step(batch, function) as they are"
+    )
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             f"the data set is a {name}; expected what it loads from: pass loader.dataset, and its batch_size and "
-            f"collate_fn ({whole})"
+            f"collate_fn ({others})"
         )
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not indexed or isinstance(dataset, IterableDataset):
         raise ConfigError(
-            f"the data set is a {name} without __getitem__ and __len__; expected a map-style one: the order of samples "
-            f"is part of the result, so a stream has to be indexed first ({whole})"
+            f"the data set is a {name} without __getitem__ and __len__; expected a map-style one ({others})"
         )
     return len(dataset)
 
@@ -186,20 +135,12 @@ class Loader:
         def load(shard: int) -> Any:
             return self._inline(request, range(shard, shard + 1))[shard]
 
-        return Batch(request.epoch, request.number, request.sizes, parts, load, self._device)
+        return Batch(request.name, request.sizes, load, parts, self._device, request.position)
 
     def _inline(self, request: Request, shards: range) -> dict[int, Any]:
         """Load some shards in this process."""
-        own = Stream()
-        own.reseed(0)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            with preserved():
-                own.resume()  # sets NumPy's generator of the caller aside: seeding would change it in place
-                return self._parts_of(shards)[request]
-        finally:
-            torch.set_num_threads(threads)
+        with drawing():
+            return self._parts_of(shards)[request]
 
     def _through_processes(self, waiting: deque[Request], coming: Iterator[Request]) -> Iterator[Batch]:
         """Batches from loader processes, for as long as they load the right shards.

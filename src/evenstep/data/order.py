@@ -1,16 +1,19 @@
-"""Which samples a step sees, in which shard: a pure function of seed, epoch and position."""
+"""Which samples a step sees, in which shard: a pure function of seed, epoch and position, and of a sampler if any."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from evenstep.core.checksum import checksum
 from evenstep.core.errors import ConfigError
+from evenstep.data.batch import Position
+from evenstep.data.sampling import Sampling
 from evenstep.engine.randomness import derive
 from evenstep.plan.placement import cut
 
-__all__ = ["Deal", "Plan", "Request"]
+__all__ = ["Deal", "Order", "Request"]
 
 Deal = Literal["position", "round-robin"]
 """How the samples of a batch are dealt to its shards: neighbours together, or sample r to shard r mod K."""
@@ -21,31 +24,48 @@ class Request:
     """One global batch: the samples of every shard.
 
     Attributes:
-        epoch: Counted from 0.
-        number: The batch's number in its epoch.
+        position: Where in the data it stands.
         shards: The sample indices of each shard, in order; some may be empty.
+        order: Tells the order of its epoch from others, in a few letters.
     """
 
-    epoch: int
-    number: int
+    position: Position
     shards: tuple[tuple[int, ...], ...]
+    order: str
 
     @property
     def sizes(self) -> list[int]:
         """The number of samples of every shard."""
         return [len(indices) for indices in self.shards]
 
+    @property
+    def name(self) -> str:
+        """Which batch this is, in words; workers compare it."""
+        return f"epoch {self.position.epoch} batch {self.position.number} (order {self.order})"
+
 
 @dataclass(frozen=True)
-class Plan:
+class Order:
     """How a data set becomes batches.
 
     Either way of dealing gives every shard as many samples; which samples they are is part of the arithmetic. Of
     several groups that do not step together, group g has batches g, g + groups, ...: every sample once over all groups.
+
+    Attributes:
+        num_samples: Of the data set.
+        batch_size: Samples of a global batch; None: the sampler gives whole batches.
+        num_shards: Parts of every batch.
+        seed: Of the run.
+        shuffle: Whether every epoch has an order of its own; not with a sampler.
+        drop_last: Whether a short last batch is left out.
+        deal: How a batch becomes shards.
+        group: Whose batches these are.
+        groups: How many groups there are.
+        sampler: Says which samples in which order; None: all of them.
     """
 
     num_samples: int
-    batch_size: int
+    batch_size: int | None
     num_shards: int
     seed: int
     shuffle: bool
@@ -53,47 +73,101 @@ class Plan:
     deal: Deal = "position"
     group: int = 0
     groups: int = 1
+    sampler: Sampling | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise ConfigError("the data set is empty; expected at least one sample")
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size!r}, expected a whole number above 0")
+        size = self.batch_size
+        if (size is None and self.sampler is None) or (size is not None and (not isinstance(size, int) or size < 1)):
+            raise ConfigError(f"batch_size={size!r}, expected a whole number above 0")
         if self.deal not in ("position", "round-robin"):
             raise ConfigError(f"deal={self.deal!r}, expected 'position' or 'round-robin'")
-        if self.drop_last and self.num_samples < self.batch_size:
+        if self.sampler is not None and (self.shuffle or (size is None and self.drop_last)):
             raise ConfigError(
-                f"drop_last with {self.num_samples} samples and batch_size={self.batch_size} leaves no batch at all; "
-                "use a smaller batch_size, or drop_last=False: a short last batch is exact"
+                "shuffle=True and a sampler, expected one of them: both decide on the order"
+                if self.shuffle
+                else "drop_last=True and a sampler of whole batches, which decides on their sizes; leave drop_last out"
+            )
+        if self.sampler is None:
+            if self.drop_last and size is not None and self.num_samples < size:
+                raise ConfigError(
+                    f"drop_last with {self.num_samples} samples and batch_size={size} leaves no batch at all; "
+                    "use a smaller batch_size, or drop_last=False: a short last batch is exact"
+                )
+            self._check_count(self.num_batches)
+
+    def _check_count(self, num_batches: int) -> None:
+        if not num_batches:
+            raise ConfigError("the sampler gave no batch at all; expected at least one in every epoch")
+        if num_batches < self.groups:
+            raise ConfigError(
+                f"{self.groups} groups but only {num_batches} batches of {self.batch_size} in an epoch: every group "
+                "needs one; use a smaller batch_size, or fewer groups"
             )
 
-    @property
-    def numbers(self) -> range:
-        """The batches of this group in an epoch."""
-        return range(self.group, self.num_batches, self.groups)
+    def times(self, num_workers: int) -> "Order":
+        """With global batches of so many times as many samples.
+
+        Raises:
+            ConfigError: A sampler decides on their sizes.
+        """
+        if self.batch_size is None:
+            raise ConfigError("batch_per_worker=True wants a batch_size, and so a sampler of single samples")
+        return replace(self, batch_size=self.batch_size * num_workers)
 
     @property
     def num_dealt(self) -> int:
-        """How many samples those have."""
-        return sum(min(self.batch_size, self.num_samples - number * self.batch_size) for number in self.numbers)
+        """How many samples the batches of this group have in an epoch; not with a sampler."""
+        size = self.batch_size or 0
+        return sum(min(size, self.num_samples - n * size) for n in range(self.group, self.num_batches, self.groups))
 
     @property
     def num_batches(self) -> int:
-        """Batches in an epoch, of all groups."""
-        whole, rest = divmod(self.num_samples, self.batch_size)
+        """Batches in an epoch, of all groups.
+
+        Raises:
+            TypeError: The sampler does not know.
+        """
+        count = self.num_samples if self.sampler is None else len(self.sampler)
+        if self.batch_size is None:
+            return count
+        whole, rest = divmod(count, self.batch_size)
         return whole + bool(rest and not self.drop_last)
+
+    def count(self, first: int = 0) -> int:
+        """Batches of this group in an epoch, from number `first` on. Raises as `num_batches`."""
+        return sum(number >= first for number in range(self.group, self.num_batches, self.groups))
 
     def requests(self, epoch: int, first: int = 0) -> Iterator[Request]:
         """The batches of this group in an epoch, from number `first` on."""
-        order: Sequence[int] = range(self.num_samples)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(derive("order", self.seed, epoch))
-            order = torch.randperm(self.num_samples, generator=generator).tolist()
-        for number in self.numbers:
-            if number < first:
-                continue
-            indices = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield Request(epoch, number, self._deal(indices))
+        batches, order = self._batches(epoch)
+        numbers = range(self.group, len(batches), self.groups)
+        for before, number in enumerate(numbers):
+            if number >= first:
+                is_last = number == numbers[-1]
+                after = {"epoch": epoch + is_last, "batch": 0 if is_last else number + 1}
+                position = Position(epoch, number, before, len(numbers), after)
+                yield Request(position, self._deal(batches[number]), order)
+
+    def _batches(self, epoch: int) -> tuple[Sequence[Sequence[int]], str]:
+        """The samples of every batch of an epoch, and what their order is, in a few letters."""
+        if self.sampler is not None:
+            drawn = self.sampler.draw(epoch, in_batches=self.batch_size is None)
+            batches = drawn if self.batch_size is None else self._chop([index for (index,) in drawn])
+            self._check_count(len(batches))
+            flat = torch.tensor([number for batch in batches for number in (len(batch), *batch)])
+            return batches, f"{checksum(flat):016x}"
+        if not self.shuffle:
+            return self._chop(range(self.num_samples)), str(self.num_samples)
+        generator = torch.Generator().manual_seed(derive("order", self.seed, epoch))
+        order = torch.randperm(self.num_samples, generator=generator)
+        return self._chop(order.tolist()), f"{checksum(order):016x}"
+
+    def _chop(self, indices: Sequence[int]) -> list[Sequence[int]]:
+        size = self.batch_size or 0
+        batches = [indices[first : first + size] for first in range(0, len(indices), size)]
+        return batches[:-1] if self.drop_last and batches and len(batches[-1]) < size else batches
 
     def _deal(self, indices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         if self.deal == "round-robin":

@@ -10,17 +10,18 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
 
 from evenstep.core.errors import EvenstepError, MismatchError, PeerError, SilenceError, UnsupportedError
-from evenstep.distributed.mail import ANY
+from evenstep.distributed.between import DirectWork, Word
 from evenstep.distributed.members import Member
 from evenstep.distributed.reductions import ITEM_BYTES
-from evenstep.distributed.team import Call, Pieces, Team
+from evenstep.distributed.team import ANY, Call, Pieces, Team
 from evenstep.native import core
 from evenstep.plan import tree
 
@@ -51,7 +52,7 @@ class Machines:
         machines: Sequence[Sequence[int]],
         timeout_s: float,
     ) -> None:
-        self._store = store
+        self._word = Word(store)
         self._team = team
         self._members = members
         self._rank = rank
@@ -119,21 +120,32 @@ class Machines:
             _at(outs[source], out_bytes[source]).copy_(data[start : start + out_bytes[source]])
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
-        """See `Ranks`. Errors are gloo's."""
-        work: Work = self._direct.send([tensor.detach().contiguous()], peer, tag)
-        return work
+        """See `Ranks`."""
+        ours, name = tensor.detach().contiguous(), f"send to {self._members[peer]} with tag {tag}"
+        return self._message(name, peer, ours, timeout_s, lambda gloo: gloo.send([ours], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
-        """See `Ranks`. Errors are gloo's.
+        """See `Ranks`.
 
         Raises:
             UnsupportedError: The tensor is not contiguous.
         """
         if not tensor.is_contiguous():
             raise UnsupportedError("a message between machines wants a contiguous tensor; receive into one and copy")
-        ours = [tensor.detach()]
-        work: Work = self._direct.recv_anysource(ours, tag) if peer == ANY else self._direct.recv(ours, peer, tag)
-        return work
+        ours = tensor.detach()
+        if peer == ANY:
+            name = f"receive from any rank with tag {tag}"
+            return self._message(name, peer, ours, timeout_s, lambda gloo: gloo.recv_anysource([ours], tag))
+        name = f"receive from {self._members[peer]} with tag {tag}"
+        return self._message(name, peer, ours, timeout_s, lambda gloo: gloo.recv([ours], peer, tag))
+
+    def _message(self, name: str, peer: int, tensor: Tensor, timeout_s: float, start: Callable[[Any], Work]) -> Work:
+        self._team.check()
+        fail = partial(self._lose_message, name, peer)
+        try:
+            return DirectWork(start(self._direct), tensor, timeout_s, fail)
+        except RuntimeError as error:  # the connection had broken before
+            fail(error, timeout_s)
 
     def in_background(self, yes: bool) -> None:
         """See `Ranks`."""
@@ -142,6 +154,10 @@ class Machines:
     def check(self) -> None:
         """See `Ranks`."""
         self._team.check()
+
+    def abort(self) -> None:
+        """See `Ranks`."""
+        self._team.abort()
 
     def close(self) -> None:
         """See `Ranks`."""
@@ -159,7 +175,7 @@ class Machines:
             short = bytearray(tag[:_TAG_BYTES])
             text[: len(short)] = torch.frombuffer(short, dtype=torch.uint8)
             found = [torch.empty_like(text) for _ in self._machines]
-            self._between(lambda: self._leaders.allgather([found], [text]), tag, timeout_s)
+            self._gather_leaders(found, text, tag, timeout_s)
             for number, theirs in enumerate(found):
                 if not torch.equal(theirs, text):
                     self._disagree(self._at(tag), number, bytes(theirs.tolist()).rstrip(b"\0"))
@@ -171,16 +187,16 @@ class Machines:
         total = torch.empty_like(mine)
         if self._leads:
             width = max(len(nodes) for nodes in self._nodes)
-            partial = torch.zeros(width, len(mine), dtype=torch.uint8)
-            for row, span in zip(partial, self._nodes[self._mine], strict=False):
+            nodes = torch.zeros(width, len(mine), dtype=torch.uint8)
+            for row, span in zip(nodes, self._nodes[self._mine], strict=False):
                 leaves = tuple((rank, rank + 1) for rank in range(*span))
                 inputs = [given[self._machines[self._mine].index(rank)] for rank, _ in leaves]
                 _reduce(dtype, op, inputs, tree.merge_program(leaves, len(self._members)), row)
-            found = [torch.empty_like(partial) for _ in self._machines]
-            self._between(lambda: self._leaders.allgather([found], [partial]), tag, timeout_s)
+            found = [torch.empty_like(nodes) for _ in self._machines]
+            self._gather_leaders(found, nodes, tag, timeout_s)
             rows: dict[tuple[int, int], Tensor] = {}
-            for nodes, theirs in zip(self._nodes, found, strict=True):
-                rows.update(zip(nodes, theirs, strict=False))
+            for spans_there, theirs in zip(self._nodes, found, strict=True):
+                rows.update(zip(spans_there, theirs, strict=False))
             spans = tuple(sorted(rows))
             _reduce(dtype, op, [rows[span] for span in spans], tree.merge_program(spans, len(self._members)), total)
         return self._local_broadcast(tag, total, 0, timeout_s)
@@ -194,7 +210,7 @@ class Machines:
             padded = torch.zeros(most, len(mine), dtype=torch.uint8)
             padded[: len(given)] = torch.stack(given)
             found = [torch.empty_like(padded) for _ in self._machines]
-            self._between(lambda: self._leaders.allgather([found], [padded]), tag, timeout_s)
+            self._gather_leaders(found, padded, tag, timeout_s)
             for number, ranks in enumerate(self._machines):
                 everything[list(ranks)] = found[number][: len(ranks)]
         return list(self._local_broadcast(tag, everything.view(-1), 0, timeout_s).view_as(everything))
@@ -207,7 +223,7 @@ class Machines:
             data = self._local_broadcast(tag, data, self._machines[home].index(root), timeout_s)
         if self._leads:
             options = BroadcastOptions()
-            options.rootRank = home
+            options.rootRank, options.timeout = home, _gloo_timeout(timeout_s)
             self._between(lambda: self._leaders.broadcast([data], options), tag, timeout_s)
         return data if self._mine == home else self._local_broadcast(tag, data, 0, timeout_s)
 
@@ -234,6 +250,11 @@ class Machines:
         self._team.number = self._number - 1  # all parts belong to one operation of the group
         self._team.call(call, ins, outs, timeout_s + patience_s)
 
+    def _gather_leaders(self, found: list[Tensor], mine: Tensor, tag: bytes, timeout_s: float) -> None:
+        options = AllgatherOptions()
+        options.timeout = _gloo_timeout(timeout_s)
+        self._between(lambda: self._leaders.allgather([found], [mine], options), tag, timeout_s)
+
     def _between(self, start: Callable[[], Work], tag: bytes, timeout_s: float) -> None:
         """Do an operation of the leaders, and look around meanwhile."""
         deadline, pause_s = time.monotonic() + timeout_s + _REPORT_S, 2e-5
@@ -250,7 +271,7 @@ class Machines:
                     self._fail(SilenceError, text)
             work.wait()
         except RuntimeError as error:
-            self._lost(tag, error)
+            self._lose(f"one of {self._others()} was lost in {self._at(tag)}: {error}")
 
     # ---- failure ----
 
@@ -260,8 +281,8 @@ class Machines:
         try:
             yield
         except EvenstepError as error:
-            with contextlib.suppress(RuntimeError):  # the store may have gone with the process that kept it
-                self._store.compare_set("evenstep/failed", "", f"{type(error).__name__}\n{error}")
+            self._word.leave(f"{type(error).__name__}\n{error}")
+            self._direct = None  # whoever waits for our message sees the connection close
             raise
 
     def _at(self, tag: bytes) -> str:
@@ -287,20 +308,26 @@ class Machines:
         self._team.raise_failure()
 
     def _hear_of_failure(self) -> None:
-        if self._store.check(["evenstep/failed"]):
-            kind, _, text = self._store.get("evenstep/failed").decode().partition("\n")
+        word = self._word.found()
+        if word is not None:
+            kind, _, text = word.partition("\n")
             self._fail({"MismatchError": MismatchError, "SilenceError": SilenceError}.get(kind, PeerError), text)
 
-    def _lost(self, tag: bytes, error: RuntimeError) -> NoReturn:
+    def _lose(self, text: str) -> NoReturn:
         """A connection broke: somebody may know why."""
         deadline = time.monotonic() + _REPORT_S
-        while time.monotonic() < deadline:
-            try:
-                self._hear_of_failure()
-            except RuntimeError:  # the store went with the process that kept it
-                break
+        while time.monotonic() < deadline and not self._word.lost:
+            self._hear_of_failure()
             time.sleep(0.02)
-        self._fail(PeerError, f"one of {self._others()} was lost in {self._at(tag)}: {error}")
+        self._fail(PeerError, text)
+
+    def _lose_message(self, name: str, peer: int, error: RuntimeError, timeout_s: float) -> NoReturn:
+        me, other = self._members[self._rank], "a rank" if peer == ANY else self._members[peer]
+        with self._telling():
+            if "imed out" not in str(error):
+                self._lose(f"{other} was lost; {me} waits for it in {name}: {error}")
+            text = f"{other} said nothing for {timeout_s:g} s: {me} waits in {name}; look at what it does"
+            self._fail(SilenceError, f"{text}, or raise init_process_group(timeout=...)")
 
 
 def _nodes(ranks: Sequence[int], size: int) -> list[tuple[int, int]]:
@@ -316,6 +343,11 @@ def _nodes(ranks: Sequence[int], size: int) -> list[tuple[int, int]]:
 
 def _gloo(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     return ProcessGroupGloo(PrefixStore(f"evenstep/{name}/", store), rank, size, timeout)
+
+
+def _gloo_timeout(timeout_s: float) -> timedelta:
+    """What gloo gets: it is to end too when we give up, but not before we know why."""
+    return timedelta(seconds=timeout_s + 2 * _REPORT_S)
 
 
 def _reduce(dtype: int, op: int, inputs: Sequence[Tensor], program: bytes, out: Tensor) -> None:

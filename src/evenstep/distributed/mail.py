@@ -1,31 +1,34 @@
 """Messages between two ranks of a machine: send and receive, matched by sender and tag.
 
 Messages travel in fragments through a small ring for each pair of ranks. Nobody but the owner of a `Mail` moves its
-fragments: whoever waits for a message does so, and a thread does it for messages that nobody waits for. A message that
-comes before the one that is asked for is put aside, so tags may be received in any order.
+fragments: whoever starts a message does so, and a thread does it for what is open then. A message that comes before the
+one that is asked for is put aside, so tags may be received in any order.
+
+The thread also looks whether what is open can still come: all receives, messages of which some fragments are here, and
+the first send to each rank.
 """
 
+import os
 import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-from evenstep.core.errors import ConfigError, EvenstepError, MismatchError
+from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, PeerError
 from evenstep.distributed.reductions import dtype_code
-from evenstep.distributed.team import BACKGROUND_SPIN, Team
-from evenstep.distributed.work import PendingWork
+from evenstep.distributed.team import ANY, BACKGROUND_SPIN, Team
+from evenstep.distributed.work import NO_TIMEOUT, PendingWork
 from evenstep.native import core
 
-__all__ = ["ANY", "Mail"]
+__all__ = ["Mail"]
 
-ANY = -1
-"""As a source: whoever sends."""
-
-_SLICE_NS = 50_000_000
+_SLICE_S = 0.05  # after so long look whether what is awaited can still come
 
 
 @dataclass(eq=False)
@@ -43,6 +46,7 @@ class _Message:
         target: Where a receive must copy it in the end, if it was received elsewhere.
         fragments: How many have been moved.
         code: The sender's dtype, of a message that was put aside.
+        since: When it last moved, or got its turn to.
     """
 
     peer: int
@@ -55,7 +59,7 @@ class _Message:
     target: Tensor | None = None
     fragments: int = 0
     code: int = 0
-    begun: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,6 +69,13 @@ class _Message:
         """Whether all of it has been moved."""
         return self.fragments == core.mail_fragments(self.num_bytes)
 
+    def advance(self, fragments: int) -> bool:
+        """So many have been moved by now; whether that is more than before."""
+        moved = fragments > self.fragments
+        if moved:
+            self.fragments, self.since = fragments, time.monotonic()
+        return moved
+
     def arrive(self, source: int) -> None:
         """All of it is here."""
         if self.target is not None:
@@ -72,15 +83,33 @@ class _Message:
         self.work.complete(source=source)
 
 
+class _MessageWork(PendingWork):
+    """What the user waits for. While he does, the other ranks can see for whom."""
+
+    def __init__(self, name: str, tensor: Tensor, team: Team, peer: int) -> None:
+        super().__init__(name, [tensor])
+        self._team, self._peer = team, peer
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """See `PendingWork`."""
+        if not self.is_completed():
+            self._team.say_awaited(self._peer)
+        try:
+            return super().wait(timeout)
+        finally:
+            self._team.say_awaited(None)
+
+
 class Mail:
     """The messages of one rank."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
+        self._pid = os.getpid()
         self._rank = team.index
         self._num_ranks = len(team.members)
         num_bytes = core.mail_bytes(self._num_ranks)
-        self._memory = team.segment.reserve(num_bytes).tensor(torch.Size([num_bytes]), torch.uint8)
+        self._memory = team.segment.memory.reserve(num_bytes).tensor(torch.Size([num_bytes]), torch.uint8)
         self._mail = self._memory.data_ptr()
         self._lock = threading.Lock()  # held by whoever moves fragments
         self._sends: list[deque[_Message]] = [deque() for _ in team.members]
@@ -108,13 +137,14 @@ class Mail:
     def _message(self, what: str, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> _Message:
         self._team.check()
         self._number += 1
-        work = PendingWork(f"{what} with tag {tag}, message {self._number} of the group", [tensor])
+        name = f"{what} with tag {tag}, message {self._number} of the group"
+        work = _MessageWork(name, tensor, self._team, peer)
         data = tensor.detach().contiguous()
         return _Message(peer, tag, data, data.dtype, work, timeout_s, self._number)
 
     def _begin(self, message: _Message) -> PendingWork:
         """Do at once what can be done at once; leave the rest to the thread."""
-        self._move()
+        self._guarded(self._move)
         if not message.work.is_completed():
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="evenstep-mail", daemon=True)
@@ -124,63 +154,76 @@ class Mail:
 
     def _serve(self) -> None:
         while self._wake.get():
+            looked_s = time.monotonic()
             while self._is_waiting():
-                seen = core.mail_seen(self._mail, self._rank)
-                if not self._move():
-                    rc = core.mail_wait(self._team.base, self._mail, self._rank, seen, BACKGROUND_SPIN, _SLICE_NS)
-                    if rc != core.ES_OK:
-                        self._look_around(rc)
+                seen, rc = core.mail_seen(self._mail, self._rank), core.ES_OK
+                if not self._guarded(self._move):
+                    slice_ns = int(_SLICE_S * 1e9)
+                    rc = core.mail_wait(self._team.base, self._mail, self._rank, seen, BACKGROUND_SPIN, slice_ns)
+                # also while the messages of others come and go
+                if rc != core.ES_OK or time.monotonic() > looked_s + _SLICE_S:
+                    self._guarded(self._look_around)
+                    looked_s = time.monotonic()
 
     def _is_waiting(self) -> bool:
         return bool(self._receives) or any(self._sends) or any(message is not None for message in self._arriving)
 
-    def _move(self) -> bool:
-        """Move all fragments that can be moved now; whether there were any."""
+    def _guarded(self, action: Callable[[], bool]) -> bool:
+        """Do something with the messages; if it fails they all do, here and on the other ranks."""
         with self._lock:
             try:
-                sent = [self._push(queue) for queue in self._sends]
-                received = self._take_from_aside()
-                pulled = [self._pull(source) for source in range(self._num_ranks)]
+                return action()
             except EvenstepError as error:
                 self._fail_all(error)
-                return True
+            except BaseException as error:
+                me = self._team.members[self._rank]
+                text = f"{me} could not move its messages: {error!r}"
+                self._team.fail(PeerError, self._rank, text)
+                self._fail_all(PeerError(text, me.name))
+                if not isinstance(error, Exception):  # an interruption, which is for the caller
+                    raise
+        return True
+
+    def _move(self) -> bool:
+        """Move all fragments that can be moved now; whether there were any."""
+        sent = [self._push(queue) for queue in self._sends]
+        received = self._take_from_aside()
+        pulled = [self._pull(source) for source in range(self._num_ranks)]
         return received or any(sent) or any(pulled)
 
     def _push(self, messages: "deque[_Message]") -> bool:
         moved = False
         while messages:
             message = messages[0]
-            before = message.fragments
-            code = dtype_code(message.dtype)
-            message.fragments = core.mail_push(
+            fragments = core.mail_push(
                 self._mail,
                 self._num_ranks,
                 self._rank,
                 message.peer,
                 message.tag,
                 message.num_bytes,
-                code,
+                dtype_code(message.dtype),
                 message.number,
                 message.data.data_ptr(),
-                before,
+                message.fragments,
             )
-            moved |= message.fragments > before
+            moved |= message.advance(fragments)
             if not message.is_whole():
                 break
             messages.popleft()
             message.work.complete()
+            if messages:
+                messages[0].since = message.since  # its turn has come
         return moved
 
     def _pull(self, source: int) -> bool:
         moved = False
         while (message := self._arriving[source] or self._next(source)) is not None:
             self._arriving[source] = message
-            before = message.fragments
-            address = message.data.data_ptr()
-            message.fragments = core.mail_pull(
-                self._mail, self._num_ranks, source, self._rank, message.num_bytes, address, before
+            address, before = message.data.data_ptr(), message.fragments
+            moved |= message.advance(
+                core.mail_pull(self._mail, self._num_ranks, source, self._rank, message.num_bytes, address, before)
             )
-            moved |= message.fragments > before
             if not message.is_whole():
                 break
             self._arriving[source] = None
@@ -191,7 +234,7 @@ class Mail:
         """Where the message at the head of a ring goes: to who asked for it, aside, or nowhere yet."""
         if not any(wanted.peer in (source, ANY) for wanted in self._receives):
             return None
-        head = core.mail_head(self._mail, self._num_ranks, source, self._rank)
+        head = self._head(source)
         if head is None:
             return None
         tag, num_bytes, code, number = head
@@ -231,30 +274,48 @@ class Mail:
                 found = True
         return found
 
-    def _look_around(self, rc: int) -> None:
-        """A slice of waiting is over, or the team has failed: see whether there is anything left to wait for."""
-        with self._lock:
-            try:
-                if rc == core.ES_ABORTED:
-                    self._team.raise_failure()
-                for message in [*self._receives, *(queue[0] for queue in self._sends if queue)]:
-                    self._look_after(message)
-            except EvenstepError as error:
-                self._fail_all(error)
+    def _look_around(self) -> bool:
+        """See whether what is open can still come."""
+        self._team.check()
+        for source, message in enumerate(self._arriving):
+            if message is None:
+                continue
+            if message not in self._aside:
+                self._look_after(message, [source])
+            elif self._is_lost([source]):  # nobody has asked for it; whoever does will learn that it does not come
+                self._aside.remove(message)
+                self._arriving[source] = None
+        for message in self._receives:
+            self._look_after(message, self._sources(message))
+        for messages in self._sends:
+            if messages:
+                self._look_after(messages[0], [messages[0].peer], sent=True)
+        return True
 
-    def _look_after(self, message: _Message) -> None:
-        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
-        awaited = others if message.peer == ANY else [message.peer]
-        if awaited and all(self._team.has_ended(rank) for rank in awaited) and not self._comes(message):
-            self._team.fail_gone(awaited[-1], message.work.name)
-        if time.monotonic() > message.begun + message.timeout_s:
+    def _look_after(self, message: _Message, awaited: Sequence[int], *, sent: bool = False) -> None:
+        """Fail if what a message waits for cannot come any more, or has not come in time."""
+        if self._is_lost(awaited, sent=sent):
+            self._team.fail_gone(awaited, message.work.name)
+        if time.monotonic() > message.since + message.timeout_s:
             self._team.fail_silent(awaited, message.work.name, message.timeout_s)
 
-    def _comes(self, message: _Message) -> bool:
-        """Whether there is still something in the rings for a receive, left there by a rank that ended since."""
-        sources = range(self._num_ranks) if message.peer == ANY else [message.peer]
-        heads = (core.mail_head(self._mail, self._num_ranks, source, self._rank) for source in sources)
-        return message in self._receives and any(head is not None for head in heads)
+    def _is_lost(self, awaited: Sequence[int], *, sent: bool = False) -> bool:
+        """Whether all who are awaited have ended, and have left nothing in the rings."""
+        if not awaited or not all(self._team.has_ended(rank) for rank in awaited):
+            return False
+        return sent or all(self._head(rank) is None for rank in awaited)
+
+    def _sources(self, wanted: _Message) -> Sequence[int]:
+        """Who can bring what a receive waits for: only one if it has begun to, before it was asked for."""
+        for source, message in enumerate(self._arriving):
+            if message in self._aside and wanted.peer in (source, ANY) and wanted.tag == message.tag:
+                return [source]
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        return others if wanted.peer == ANY else [wanted.peer]
+
+    def _head(self, source: int) -> tuple[int, int, int, int] | None:
+        """Tag, size, dtype and number of the message that comes next from a rank, if there is one."""
+        return core.mail_head(self._mail, self._num_ranks, source, self._rank)
 
     def _fail_all(self, error: EvenstepError) -> None:
         messages = [*self._receives, *(message for queue in self._sends for message in queue)]
@@ -269,7 +330,7 @@ class Mail:
     def close(self) -> None:
         """End the thread. What is still open fails."""
         thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is not None and os.getpid() == self._pid:  # a fork has no thread, and maybe a lock that it held
             with self._lock:
                 self._fail_all(ConfigError("the process group was destroyed before the message was sent or received"))
             self._wake.put(False)

@@ -29,11 +29,10 @@ from torch._C._distributed_c10d import (
 )
 
 from evenstep.core.errors import ConfigError, UnsupportedError
-from evenstep.distributed.mail import ANY
 from evenstep.distributed.progress import Progress
 from evenstep.distributed.ranks import Ranks, meet
 from evenstep.distributed.reductions import Reduction, reduction
-from evenstep.distributed.team import Call
+from evenstep.distributed.team import ANY, Call
 from evenstep.distributed.tensors import check_dense, check_same_size, contiguous, copy_back, num_bytes, parts, split
 from evenstep.distributed.work import DONE
 from evenstep.native import core
@@ -122,7 +121,8 @@ class EvenstepProcessGroup(_Base):  # type: ignore[misc]  # see _Base
         self._end()
 
     def abort(self) -> None:
-        """As `shutdown`."""
+        """As `shutdown`, but what is open fails, on all ranks, instead of being waited for."""
+        self._ranks.abort()
         self._end()
 
     # ---- reductions ----

@@ -95,6 +95,8 @@ class Progress:
 
     def close(self) -> None:
         """End the thread when the jobs that were started are over."""
+        if os.getpid() != self._pid:  # a copy has no thread, and maybe a lock that it held
+            return
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:

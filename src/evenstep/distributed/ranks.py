@@ -51,6 +51,9 @@ class Ranks(Protocol):
     def check(self) -> None:
         """Raise the error of a group that has failed."""
 
+    def abort(self) -> None:
+        """Let everything that is open in the group fail, on all ranks."""
+
     def close(self) -> None:
         """Leave the group."""
 
@@ -62,6 +65,7 @@ class OneMachine:
         self.call = team.call
         self.all_to_all = team.all_to_all
         self.check = team.check
+        self.abort = team.abort
         self.in_background = team.in_background
         self._team = team
         self._mail = Mail(team)

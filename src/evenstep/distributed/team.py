@@ -17,7 +17,10 @@ from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.segment import Segment
 
-__all__ = ["Call", "Pieces", "Team"]
+__all__ = ["ANY", "Call", "Pieces", "Team"]
+
+ANY = -1
+"""As the source of a message: whoever sends."""
 
 Pieces: TypeAlias = "int | tuple[int, ...] | None"
 """The address of one contiguous piece of memory, or one for each rank, or nothing."""
@@ -26,6 +29,7 @@ _AT_ONCE_BYTES = 1 << 17  # up to here a second meeting costs more than reducing
 _STEP_BYTES = 1 << 17  # what is on its way stays in the cache
 SLOT_BYTES = 1 << 19  # beside a computation every meeting takes long, so there are fewer
 BACKGROUND_SPIN = 16
+_AWAITED = 0  # the word on the board that says for whose message a rank waits
 _ERRORS: dict[str, type[EvenstepError]] = {"MismatchError": MismatchError, "SilenceError": SilenceError}
 
 
@@ -132,6 +136,12 @@ class Team:
         """Tell everyone that the team has failed; the first failure is the one that counts."""
         core.abort_all(self.base, self.index, culprit, f"{kind.__name__}\n{text}")
 
+    def abort(self) -> None:
+        """Fail on behalf of the user, who wants nobody to wait any longer."""
+        me = self.members[self.index]
+        if self._team is not None and os.getpid() == me.pid:
+            self.fail(PeerError, self.index, f"{me} aborted the group")
+
     def check(self) -> None:
         """Raise the error of a team that has failed."""
         if core.aborted(self.base) is not None:
@@ -145,16 +155,49 @@ class Team:
             raise _ERRORS[kind](text)
         raise PeerError(text, self.members[culprit].name)
 
-    def fail_gone(self, culprit: int, where: str) -> NoReturn:
-        """Raise, on everyone, that a rank has ended or left."""
+    def say_awaited(self, peer: int | None) -> None:
+        """Let the others see for whose message this rank waits: they shall not take it for the one who is missing."""
+        if os.getpid() != self.members[self.index].pid:
+            return
+        word = 0 if peer is None else 1 + (len(self.members) if peer == ANY else peer)
+        core.store(self.segment.word(self.index, _AWAITED), word)
+
+    def _awaited_by(self, index: int) -> Sequence[int]:
+        """For whom a rank waits, as far as it can be seen from here: in a receive, or else in a collective."""
+        everyone = range(len(self.members))
+        word = core.load(self.segment.word(index, _AWAITED))
+        if word:
+            return [word - 1] if word <= len(everyone) else [other for other in everyone if other != index]
+        steps = [core.last_post(self.base, other)[0] for other in everyone]
+        return [other for other in everyone if steps[other] < steps[index]]
+
+    def _missing(self, awaited: Sequence[int]) -> Sequence[int]:
+        """Of those who are awaited, and those whom they await in turn, the ones who await nobody."""
+        found, seen, left = [], {self.index}, list(awaited)
+        while left:
+            index = left.pop(0)
+            if index not in seen:
+                seen.add(index)
+                further = self._awaited_by(index)
+                left += further
+                found += [] if further else [index]
+        return found
+
+    def fail_gone(self, culprits: Sequence[int], where: str) -> NoReturn:
+        """Raise, on everyone, that ranks have ended or left; if one has died, it is the one to name."""
+        culprit = next((index for index in culprits if core.pid(self.base, index)), culprits[0])
         gone = "left the group" if core.pid(self.base, culprit) == 0 else "ended"
         waiting = self.members[self.index]
         self.fail(PeerError, culprit, f"{self.members[culprit]} {gone}; {waiting} waits for it in {where}")
         self.raise_failure()
 
-    def fail_silent(self, culprits: Sequence[int], where: str, timeout_s: float) -> NoReturn:
+    def fail_silent(self, awaited: Sequence[int], where: str, timeout_s: float) -> NoReturn:
         """Raise, on everyone, that ranks did not come in time."""
-        names = ", ".join(str(self.members[culprit]) for culprit in culprits)
+        culprits = self._missing(awaited) or awaited
+        names = ", ".join(str(self.members[index]) for index in culprits)
+        theirs = self._awaited_by(culprits[0])
+        if theirs:
+            names += f", which waits for {', '.join(str(self.members[index]) for index in theirs)} itself,"
         text = (
             f"{names} said nothing for {timeout_s:g} s: {self.members[self.index]} waits in {where}; look at what it "
             "does, or raise init_process_group(timeout=...)"
@@ -167,11 +210,9 @@ class Team:
             self.raise_failure()
         where = f"{self._at(tag)}; its last operation was {self._last(culprit)}"
         if code == core.ES_GONE:
-            self.fail_gone(culprit, where)
+            self.fail_gone([culprit], where)
         if code == core.ES_SILENT:
-            steps = [core.last_post(self.base, index)[0] for index in range(len(self.members))]
-            late = [index for index, step in enumerate(steps) if step < steps[self.index]]
-            self.fail_silent(late or [culprit], where, timeout_s)
+            self.fail_silent(self._awaited_by(self.index) or [culprit], where, timeout_s)
         text = (
             f"{self.members[self.index]} is at {self._at(tag)}, but {self.members[culprit]} is at "
             f"{self._last(culprit)}: all ranks of a group must start the same operations in the same order, on tensors "

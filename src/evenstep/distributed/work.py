@@ -1,5 +1,6 @@
 """What torch gets for an operation that it started: something to wait for."""
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,16 +12,18 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from evenstep.core.errors import SilenceError
+from evenstep.core.identity import check_not_a_copy
 
-__all__ = ["DONE", "PendingWork"]
+__all__ = ["DONE", "NO_TIMEOUT", "PendingWork"]
 
-_NO_TIMEOUT = timedelta(0)
+NO_TIMEOUT = timedelta(0)
+"""What torch gives for a wait that is to take as long as the operation may."""
 
 
 class DoneWork(Work):
     """An operation that was over before the call returned. One object serves all of them."""
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return at once."""
         return True
 
@@ -48,6 +51,7 @@ class PendingWork(Work):
         super().__init__()
         self.name = name
         self._result = result
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -79,13 +83,16 @@ class PendingWork(Work):
         over()
         self.complete(found)
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait until it is over, but no longer than `timeout` if one is given.
 
         Raises:
             SilenceError: It is not over after the timeout; the operation goes on.
+            ConfigError: This process is a copy of the rank that started it, and it was not over then.
             EvenstepError: It failed; the same error for everyone who waits.
         """
+        if not self._done.is_set():
+            check_not_a_copy(self._pid, "a rank of torch.distributed")  # whoever completes it is not here
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if seconds > 0 else None):
             raise SilenceError(f"{self.name} is not over after {seconds:g} s, and wait(timeout) was not to wait longer")

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.lanes import Crew, Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
-from evenstep.engine.pair import Pair
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import Stream, derive, preserved
 from evenstep.engine.results import ShardResult
 from evenstep.engine.slots import Lane, spanning_layers
@@ -61,7 +62,8 @@ class Work:
         sizes: The number of samples of every shard of the run.
         samples: Which samples these are, in words: alike on all workers, and compared.
         function: Called with a part; returns its mean loss or a `Loss`, or (loss, {metric: value}).
-        pair: Whose parameters are trained.
+        prepared: Whose parameters are trained.
+        clipping: What their gradients are limited to.
     """
 
     version: int
@@ -69,12 +71,18 @@ class Work:
     sizes: Sequence[int]
     samples: str
     function: StepFunction
-    pair: Pair
+    prepared: PreparedOptimizer
+    clipping: Clipping
 
     @property
     def where(self) -> str:
         """How the tags of this step's exchanges begin."""
         return f"step {self.version}: "
+
+    @property
+    def first(self) -> int:
+        """The first shard that has samples: of buffers that a forward changes, its values are committed."""
+        return next(shard for shard, size in enumerate(self.sizes) if size)
 
     def share(self, shard: int, loss: PartLoss) -> list[Tensor]:
         """What backward begins from in a shard, if from anything."""
@@ -94,16 +102,18 @@ class Compute:
         self._hooks: list[Any] = []
         self.number_of: Callable[[int], int] = lambda version: version  # the step whose random numbers a step has
         self._calling = False
-        self._arrivals: dict[int, tuple[Pair, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
+        self._arrivals: dict[
+            int, tuple[PreparedOptimizer, dict[str, int], int]
+        ] = {}  # lane -> whose gradients, of which shard
 
     def run(self, work: Work) -> dict[int, ShardResult]:
-        """Compute the shards of this worker; return what each gave. The gradients are with the pair then.
+        """Compute the shards of this worker; return what each gave. The optimizer has the gradients then.
 
         Leaves the random generators of the caller as they were. In models whose layers span shards this blocks in
         exchanges with the other workers that have samples.
         """
         buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
-        for parameter in work.pair.parameters:  # what user code left there is none of this step's
+        for parameter in work.prepared.parameters:  # what user code left there is none of this step's
             parameter.grad = None
         with preserved():
             if spanning_layers(self._models.slots.modules):
@@ -126,12 +136,12 @@ class Compute:
                     with self._user_code():
                         value = work.function(part)
                     loss, metrics = split(value)
-                    self._backward(work.share(shard, loss), [lane], work.pair, [shard])
+                    self._backward(work.share(shard, loss), [lane], work.prepared, [shard])
             except Exception as error:
                 error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
                 raise
             lane.pause()
-            if shard == 0:
+            if shard == work.first:
                 self._models.keep_buffers(lane.buffers_after())
             values[shard] = (loss.detached(), metrics)
         return values
@@ -160,11 +170,11 @@ class Compute:
                 token is not None
             ):  # where no shard here uses a layer's output, other workers still wait for its backward
                 losses.append(token.sum())
-            self._backward(losses, lanes, work.pair, shards)
+            self._backward(losses, lanes, work.prepared, shards)
         except Exception as error:
             error.add_note(f"in worker {self._group.worker}, step {work.version}")
             raise
-        if shards[0] == 0:
+        if shards[0] == work.first:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 
@@ -206,20 +216,24 @@ class Compute:
         me = sum(1 for share in shares[: self._group.rank] if share)
         return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes))
 
-    def _backward(self, losses: list[Tensor], lanes: Sequence[Lane], pair: Pair, shards: Sequence[int]) -> None:
+    def _backward(
+        self, losses: list[Tensor], lanes: Sequence[Lane], prepared: PreparedOptimizer, shards: Sequence[int]
+    ) -> None:
         """One backward for some shards."""
-        leaves = [leaf for lane in lanes for name in pair.names if (leaf := lane.leaves[name]).requires_grad]
-        own = [p for p in pair.parameters if p.requires_grad and lanes[0].leaves is not self._models.slots.parameters]
+        leaves = [leaf for lane in lanes for name in prepared.names if (leaf := lane.leaves[name]).requires_grad]
+        own = [
+            p for p in prepared.parameters if p.requires_grad and lanes[0].leaves is not self._models.slots.parameters
+        ]
         if not leaves or not losses:
             return
         points.reach("backward")
-        index = {name: i for i, name in enumerate(pair.names)}
-        self._arrivals = {id(lane): (pair, index, shard) for lane, shard in zip(lanes, shards, strict=True)}
+        index = {name: i for i, name in enumerate(prepared.names)}
+        self._arrivals = {id(lane): (prepared, index, shard) for lane, shard in zip(lanes, shards, strict=True)}
         try:
             torch.autograd.backward(losses, inputs=leaves + own)
         finally:
             self._arrivals = {}
-        for name, p in zip(pair.names, pair.parameters, strict=True):
+        for name, p in zip(prepared.names, prepared.parameters, strict=True):
             if own and p.grad is not None:
                 p.grad = None
                 raise UnsupportedError(
@@ -246,9 +260,9 @@ class Compute:
                     "part, from which run.step goes backward (for smaller micro-batches use more shards)"
                 )
             if found is not None and leaf.grad is not None:
-                pair, index, shard = found
+                prepared, index, shard = found
                 gradient, leaf.grad = leaf.grad, None
-                pair.gradients.arrive(index[name], shard, gradient)
+                prepared.gradients.arrive(index[name], shard, gradient)
 
         requires_grad = leaf.requires_grad
         leaf.requires_grad_(True)  # a hook can be hung on nothing else; it may be unfrozen later

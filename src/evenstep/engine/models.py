@@ -14,11 +14,13 @@ from torch.nn.parameter import is_lazy
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
 from evenstep.core.fingerprint import fingerprint
-from evenstep.engine.pair import Pair
+from evenstep.engine.form import Form
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import preserved, seed_all
 from evenstep.engine.slots import Slots, copy_into
 from evenstep.engine.state import Entry, State
 from evenstep.exchange.group import Group
+from evenstep.transport.memory import Memory
 
 __all__ = ["Models", "check_model"]
 
@@ -37,9 +39,9 @@ class Added:
 class Models:
     """All models of a run."""
 
-    def __init__(self, config: RunConfig, group: Group) -> None:
+    def __init__(self, config: RunConfig, group: Group, memory: Memory) -> None:
         self._config, self._group = config, group
-        self.state = State(group.segment)
+        self.state = State(memory)
         self.slots = Slots()
         self._roots: list[nn.Module] = []
         self._kept: dict[str, Tensor] | None = None
@@ -54,7 +56,8 @@ class Models:
         model.to(self._config.device)
         parameters, buffers = self.slots.add(model, prefix)
         tensors: dict[str, Tensor] = {**parameters, **buffers}
-        entries = self.state.add(dict(parameters), shared=True) + self.state.add(dict(buffers), shared=False)
+        entries = self.state.add({name: Form.of(p) for name, p in parameters.items()})
+        entries += self.state.add({name: Form.of(b) for name, b in buffers.items()}, buffers)
         return Added(prefix, tensors, entries)
 
     def agree(self, added: "Added") -> None:
@@ -101,31 +104,32 @@ class Models:
             )
 
     def keep_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Remember the buffers as shard 0 left them; they are what the step will commit."""
+        """Remember the buffers as the first shard with samples left them; they are what the step will commit."""
         self._kept = {name: buffer.clone() for name, buffer in buffers.items()}
 
     @property
     def kept_buffers(self) -> dict[str, Tensor]:
-        """The buffers as shard 0 left them, if it was computed here: what the step will commit."""
+        """The buffers as the first shard with samples left them, if it was computed here: what the step will commit."""
         return self._kept or {}
 
     def take_buffers(self) -> dict[str, Tensor]:
-        """The buffers as shard 0 left them, if it was computed here, for whoever commits them instead of us."""
+        """As `kept_buffers`, for whoever commits them instead of us, or drops them."""
         kept, self._kept = self._kept or {}, None
         return kept
 
     def publish_buffers(self) -> None:
-        """Save version v of the buffers and put in what shard 0 left."""
+        """Save version v of the buffers and put in what the first shard with samples left, if it was computed here."""
+        if self._kept is None:
+            return
         entries = [self.state.entries[name] for name in self.slots.buffers]
         self.state.save(entries)
-        if self._kept is not None:
-            copy_into(self._kept, {entry.name: entry.live for entry in entries})
+        copy_into(self._kept, {entry.name: entry.live for entry in entries})
         self._kept = None
 
     def pull(self) -> None:
-        """Bring this worker's own copies (buffers; on a GPU, parameters too) to the committed version."""
+        """Bring this worker's own copies to the committed version."""
         with torch.no_grad():
-            for name in (*self.slots.parameters, *self.slots.buffers):
+            for name in self.slots.buffers:
                 self.state.entries[name].pull()
 
     def remember_versions(self) -> None:
@@ -149,20 +153,18 @@ class Models:
     def restore_buffers(self) -> None:
         """Undo what a forward outside of a step did to the buffers: put the committed ones back."""
         self.slots.bind_base()
-        with torch.no_grad():
-            for name in self.slots.buffers:
-                self.state.entries[name].pull()
+        self.pull()
 
-    def edit(self, function: Callable[[], None], seed: int, pairs: Sequence[Pair]) -> list[Any]:
+    def edit(self, function: Callable[[], None], seed: int, optimizers: Sequence[PreparedOptimizer]) -> list[Any]:
         """Let user code change parameters, buffers and optimizers. The first worker's.
 
         Returns:
-            What it changed in each optimizer: see `Pair.changes`.
+            What it changed in each optimizer: see `PreparedOptimizer.changes`.
         """
         entries = [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
         self.state.save(entries)
         with torch.no_grad():
-            edits = [pair.edit() for pair in pairs]
+            edits = [prepared.edit() for prepared in optimizers]
             with preserved(), ExitStack() as open_edits:
                 for edit in edits:
                     open_edits.enter_context(edit)
@@ -170,18 +172,18 @@ class Models:
                 function()
             for entry in entries:
                 entry.publish()
-            return [pair.changes(edit) for pair, edit in zip(pairs, edits, strict=True)]
+            return [prepared.changes(edit) for prepared, edit in zip(optimizers, edits, strict=True)]
 
-    def release(self, pairs: Sequence[Pair]) -> None:
+    def release(self, optimizers: Sequence[PreparedOptimizer]) -> None:
         """Copy everything out of the segment, so that models and optimizers are ordinary ones again."""
         self.slots.bind_base()
         with torch.no_grad():
             for name, parameter in self.slots.parameters.items():
                 entry = self.state.entries.get(name)  # None: prepare failed half-way
-                if entry is not None and entry.working is entry.live:
+                if entry is not None and self.state.memory.shared:
                     parameter.data = parameter.data.clone()
-            for pair in pairs:
-                pair.release()
+            for prepared in optimizers:
+                prepared.release()
 
 
 def check_model(model: Any) -> None:

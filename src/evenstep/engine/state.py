@@ -1,26 +1,27 @@
-"""The state of a run: parameters, buffers and optimizer state, once for all workers, in the shared segment.
+"""The state of a site: parameters, buffers and optimizer state, once for all workers around its memory.
 
-Every tensor is an `Entry` with a *live* image in the segment, a *backup* image beside it, and the *working* tensor that
-the model or the optimizer holds. On the CPU the working tensor of a parameter or of optimizer state is the live image
-itself, so it exists once however many workers there are; buffers, and everything on a GPU, are private copies that are
-published and pulled.
+Every tensor is an `Entry` with a *live* image in the memory, a *backup* image beside it, and the *working* tensor that
+the model or the optimizer holds. That of a parameter or of optimizer state is the live image itself, so it exists once
+however many workers there are; buffers are private copies that are published and pulled.
 
 Between operations the live images are what is committed. Whoever is about to change an entry saves it first and marks
 it with the number of the operation. If that is committed, the mark is of no meaning any more; if not, `rollback` brings
-back what was saved. Images and marks lie in the segment, so any survivor can roll back what a dead owner had begun.
+back what was saved. Images and marks are there for everyone around the memory, so any survivor can roll back what a
+dead owner had begun.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from evenstep.core.fingerprint import digest, fingerprint
+from evenstep.engine.form import Form
 from evenstep.native import core
-from evenstep.transport.segment import ALIGNMENT, Segment, aligned
+from evenstep.transport.memory import ALIGNMENT, Memory, aligned
 
-__all__ = ["Entry", "State", "is_dense"]
+__all__ = ["Entry", "State"]
 
 _MAX_ENTRIES = 1 << 16
 
@@ -33,17 +34,17 @@ class Entry:
     index: int
     live: Tensor
     backup: Tensor
-    working: Tensor | None  # None: this worker does not hold it
+    working: Tensor
     counts: bool = False  # whether the operation that made it is committed
 
     def publish(self) -> None:
         """Working to live."""
-        if self.working is not None and self.working is not self.live:
+        if self.working is not self.live:
             self.live.copy_(self.working)
 
     def pull(self) -> None:
         """Live to working."""
-        if self.working is not None and self.working is not self.live:
+        if self.working is not self.live:
             self.working.copy_(self.live)
 
 
@@ -55,39 +56,31 @@ class State:
         operation: The number of the operation that changes the state now.
     """
 
-    segment: Segment
+    memory: Memory
     operation: int = 0
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._marks = self.segment.reserve(8 * _MAX_ENTRIES).tensor(torch.Size([_MAX_ENTRIES]), torch.int64)
+        self._marks = self.memory.words(_MAX_ENTRIES)
 
     def _mark(self, entry: Entry) -> int:
         """The address of an entry's mark: 1 + the number of the operation before which it was saved last."""
         return self._marks.data_ptr() + 8 * entry.index
 
-    def add(self, tensors: dict[str, Tensor], *, shared: bool) -> list[Entry]:
+    def add(self, forms: Mapping[str, Form], working: Mapping[str, Tensor] | None = None) -> list[Entry]:
         """Make entries for new tensors. All workers must call this alike; no value is copied yet.
 
         Args:
-            tensors: The working tensors (or, for those held elsewhere, meta tensors of the same shape), by name.
-            shared: Whether a CPU working tensor shall be the live image itself.
+            forms: What they are like, by name.
+            working: What the user of each tensor holds. None: it will hold the live image itself.
         """
-        num_bytes = sum(aligned(t.numel() * t.element_size()) for t in tensors.values()) + ALIGNMENT
-        live, backup = self.segment.reserve(num_bytes), self.segment.reserve(num_bytes)
+        num_bytes = sum(aligned(form.num_bytes) for form in forms.values()) + ALIGNMENT
+        live, backup = self.memory.reserve(num_bytes), self.memory.reserve(num_bytes)
         added = []
-        for name, tensor in tensors.items():
-            stride = tensor.stride() if is_dense(tensor) else None
-            entry = Entry(
-                name,
-                len(self.entries),
-                live.tensor(tensor.shape, tensor.dtype, stride),
-                backup.tensor(tensor.shape, tensor.dtype, stride),
-                tensor if tensor.device.type != "meta" else None,
-            )
-            if shared and tensor.device.type in ("cpu", "meta"):
-                entry.working = entry.live
+        for name, form in forms.items():
+            first, second = (r.tensor(form.shape, form.dtype, form.stride, form.on_host) for r in (live, backup))
+            entry = Entry(name, len(self.entries), first, second, first if working is None else working[name])
             self.entries[name] = entry
             added.append(entry)
         return added
@@ -96,7 +89,9 @@ class State:
         """Keep the committed version of what is about to be changed by this worker."""
         for entry in entries:
             entry.backup.copy_(entry.live)
-            core.store(self._mark(entry), 1 + self.operation)  # after the copy: a mark always means a whole backup
+        self.memory.fence()
+        for entry in entries:
+            core.store(self._mark(entry), 1 + self.operation)  # a mark always means a whole backup
 
     def change_of(self, entry: Entry) -> Tensor | None:
         """What the last operation, which is committed, subtracted from an entry; None if it left it alone."""
@@ -131,14 +126,3 @@ class State:
     def fingerprint(self) -> str:
         """The fingerprint of version v."""
         return fingerprint(self.tensors(), self.values)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the strides are a permutation of contiguous ones (channels-last, transposed) and can be kept."""
-    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
-    expected = 1
-    for stride, size in dims:
-        if stride != expected:
-            return False
-        expected *= size
-    return True

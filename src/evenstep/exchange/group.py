@@ -1,4 +1,4 @@
-"""The workers of a run as seen from one of them: exchanges between them, and failure that reaches everyone.
+"""The workers of a run as seen from one of them: who they are, and what they do together.
 
 An exchange is matched by its tag, never by arrival: two workers that come with different tags both get a
 MismatchError that names both. Every wait ends: with what was awaited, with the error of a worker that failed or died,
@@ -10,31 +10,27 @@ failed stays failed.
 """
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NoReturn
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from evenstep.core import points
-from evenstep.core.errors import Dismissed, MismatchError, PeerError, SilenceError
-from evenstep.core.events import Event, send
-from evenstep.core.identity import check_not_a_copy
-from evenstep.exchange import generations
 from evenstep.exchange.board import Board
 from evenstep.exchange.generations import Generation
-from evenstep.exchange.liveness import Liveness, spin_count
+from evenstep.exchange.membership import Fixed, Membership, Supervised
+from evenstep.exchange.rounds import Rounds
+from evenstep.exchange.slots import Slots
 from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.segment import Segment
 
 __all__ = ["SUMMABLE", "Group", "tree_sum"]
 
-_SLICE_NS = 50_000_000  # how long the C core sleeps before we look whether the peer is still alive
-_PATIENCE_S = 60.0  # how much longer than any worker the supervisor may take
 _JSON_BYTES = 2048  # what fits is exchanged in one go
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _SUM = 0
@@ -45,6 +41,11 @@ SUMMABLE = tuple(_DTYPES)
 class Group:
     """The workers of a run in its present generation.
 
+    Args:
+        segment: The memory around which the workers of this machine are.
+        rounds: What carries their exchanges.
+        membership: Who says who they are.
+
     Attributes:
         worker: The number of this worker, for as long as it lives.
         members: The workers of this generation, in order.
@@ -54,38 +55,53 @@ class Group:
         generation: Counts the changes; 0 before the first generation.
         left: Whether this worker has to enter the next generation before it can exchange anything.
         elastic: Whether there is a supervisor who replaces workers.
-        waited_s: How long this worker has waited for others in all.
+        exchanges: How many exchanges of all workers there were, over all generations; alike on all workers.
     """
 
-    def __init__(self, segment: Segment, worker: int, timeout_s: float, events_fd: int | None = None) -> None:
-        """Take the place of a worker.
+    def __init__(self, segment: Segment, rounds: Rounds, membership: Membership) -> None:
+        self.segment, self.worker, self.elastic = segment, rounds.worker, membership.elastic
+        self.board = Board(segment)
+        self._rounds, self._membership = rounds, membership
+        self.exchanges = 0
+        self._inner = 0  # exchanges among some of the workers since the last of all
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.tell, self.check, self.check_process = membership.tell, rounds.check, rounds.check_process
+        self.fail, self.close = rounds.fail, rounds.close
+        self.generation, self.left = 0, True
+        self.members: list[int] = [self.worker]
+        self.weights: list[float] | None = None
+        self.rank, self.num_workers = 0, 1
+        if membership.first is not None:
+            self._take(membership.first)
+
+    @classmethod
+    def around(cls, segment: Segment, worker: int, timeout_s: float, events_fd: int | None = None) -> "Group":
+        """The workers around one segment.
 
         Args:
             segment: Shared by all.
-            worker: Which place.
+            worker: Which of them this process is.
             timeout_s: How long any wait for another worker may take.
             events_fd: Where a supervisor listens. None: there is none, and the workers are all who have a place.
         """
-        self.segment = segment
-        self.worker = worker
-        self.timeout_s = timeout_s
-        self.board = Board(segment)
-        self.elastic = events_fd is not None
-        self._events_fd = events_fd
-        self._round = 0  # exchanges of all workers so far
-        self._inner = 0  # exchanges among some of them since
-        self._liveness = Liveness()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._failed = False
-        self.waited_s = 0.0
-        self._pid = os.getpid()
-        core.set_pid(segment.base, worker, self._pid)
-        self.generation, self.left = 0, True
-        self.members: list[int] = [worker]
-        self.weights: list[float] | None = None
-        self.rank, self.num_workers = 0, 1
-        if not self.elastic:
-            self._take(Generation(1, 0, list(range(segment.num_workers)), None))
+        if events_fd is None:
+            return cls(segment, Slots(segment, worker, timeout_s), Fixed(segment.num_workers))
+        supervised = Supervised(segment, worker, events_fd)
+        return cls(segment, Slots(segment, worker, timeout_s, supervised.tell), supervised)
+
+    @property
+    def timeout_s(self) -> float:
+        """How long any wait for another worker may take."""
+        return self._rounds.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._rounds.timeout_s = seconds
+
+    @property
+    def waited_s(self) -> float:
+        """How long this worker has waited for others in all."""
+        return self._rounds.waited_s
 
     def enter(self) -> None:
         """Wait until the supervisor has said who the workers are from now on, and be one of them.
@@ -94,28 +110,15 @@ class Group:
             Dismissed: This worker is not needed any more.
             SilenceError: The supervisor said nothing.
         """
-        assert self._events_fd is not None, "only a supervisor changes the workers"
-        seen = generations.latest(self.segment)
-        self.tell({"waits": self.generation})
-        deadline = time.monotonic() + 2 * self.timeout_s + _PATIENCE_S
-        while True:
-            found = generations.wait(self.segment, seen, _SLICE_NS)
-            if found is not None:
-                if self.worker in found.members:
-                    return self._take(found)
-                if self.worker in found.dismissed:
-                    raise Dismissed
-                seen = found.number
-            elif time.monotonic() > deadline:
-                raise SilenceError(f"worker {self.worker} was let in by nobody: the supervisor says nothing")
+        self._take(self._membership.next(self.generation, self.timeout_s))
 
-    def _take(self, generation: "Generation") -> None:
+    def _take(self, generation: Generation) -> None:
         self.generation, self.left = generation.number, False
         self.members, self.weights = generation.members, generation.weights
         self.rank, self.num_workers = self.members.index(self.worker), len(self.members)
-        self._round, self._inner = generation.round, 0
-        self._liveness.close()  # a place may have another process now
-        self._spin = spin_count(self.num_workers)
+        self._members = tuple(self.members)
+        self.exchanges, self._inner = generation.round, 0
+        self._rounds.begin(self.members)
 
     def leave(self) -> None:
         """Take part in no exchange any more until the next generation.
@@ -123,22 +126,8 @@ class Group:
         Raises:
             PeerError: This worker itself has failed: it is not let in again.
         """
-        if self._failed:
-            raise self._peer_error()
+        self._rounds.leave()
         self.left = True
-
-    def check_process(self) -> None:
-        """See that this process is the worker.
-
-        Raises:
-            ConfigError: It is a forked copy of it.
-        """
-        check_not_a_copy(self._pid, f"worker {self.worker}")
-
-    @property
-    def exchanges(self) -> int:
-        """A number that grows with every exchange of all workers, over all generations, alike on all."""
-        return self._round
 
     def gather(
         self, tag: str, rows: Tensor, shares: Sequence[int] | None = None, *, everyone: bool | None = None
@@ -186,37 +175,33 @@ class Group:
     def _gather_into(self, place: int, tag: str, rows: Tensor, counts: Sequence[int], everyone: bool) -> None:
         """Gather everyone's rows, ours too, to an address."""
         mine = rows.contiguous()
-        layout, most = _layout(tuple(counts), rows.shape[1] * rows.element_size(), everyone)
+        layout = _layout(tuple(counts), self._members, rows.shape[1] * rows.element_size(), everyone)
         num_bytes = mine.numel() * mine.element_size()
-        step = self.segment.slot_bytes
-        if most <= step:
+        step = self._rounds.most_bytes
+        if layout.most_bytes <= step:
             self._exchange(tag, mine.data_ptr(), num_bytes, layout, place, everyone)
             return
-        num_pieces = -(-most // step)
+        num_pieces = -(-layout.most_bytes // step)
         for piece in range(num_pieces):
             start = piece * step
-            here = [(rank, at + start, min(max(theirs - start, 0), step)) for rank, at, theirs in layout]
+            here = layout.cut(start, step)
             mine_here = min(max(num_bytes - start, 0), step)
             name = f"{tag} ({piece + 1} of {num_pieces})"
             self._exchange(name, mine.data_ptr() + start, mine_here, here, place, everyone)
 
-    def _exchange(
-        self, tag: str, mine: int, num_bytes: int, layout: Sequence[tuple[int, int, int]], place: int, everyone: bool
-    ) -> None:
-        """Post what fits into a slot, and collect from everyone in the layout."""
+    def _exchange(self, tag: str, mine: int, num_bytes: int, layout: "_Layout", place: int, everyone: bool) -> None:
+        """Post what one post can carry, and collect from everyone in the layout."""
         self.check_process()
-        if self._failed and self.num_workers > 1:  # a script that goes on all the same must not be met by anybody
-            raise self._peer_error()
         if everyone:
-            self._round, self._inner = self._round + 1, 0
+            self.exchanges, self._inner = self.exchanges + 1, 0
         else:
             self._inner += 1
-        seq = self._round << 32 | self._inner
-        core.post(self.segment.base, self.worker, seq, tag, mine, num_bytes)
+        seq = self.exchanges << 32 | self._inner
+        self._rounds.post(seq, tag, mine, num_bytes, layout.workers)
         points.reach("exchange")
-        deadline = time.monotonic() + self.timeout_s
-        for rank, at, theirs in layout:
-            self._collect(self.members[rank], seq, tag, place + at, theirs, deadline)
+        deadline = time.monotonic() + self._rounds.timeout_s
+        for worker, at, theirs in zip(layout.workers, layout.places, layout.sizes, strict=True):
+            self._rounds.collect(worker, seq, tag, place + at, theirs, deadline)
 
     def gather_blobs(self, tag: str, mine: Tensor, active: Sequence[bool]) -> list[Tensor]:
         """Offer bytes [n] of any number but 0; return those of all active workers. Only these take part."""
@@ -247,117 +232,32 @@ class Group:
         """Wait until all workers have come here."""
         self.gather(tag, torch.zeros(1, 1))
 
-    def _collect(self, worker: int, seq: int, tag: str, address: int, num_bytes: int, deadline: float) -> None:
-        """The one place that waits for another worker."""
-        base, rc = self.segment.base, core.ES_AGAIN
-        waits, begin = False, time.monotonic()
-        try:
-            while rc != core.ES_OK:
-                rc = core.collect(base, worker, seq, tag, address, num_bytes, self._spin, _SLICE_NS)
-                if rc == core.ES_ABORTED:
-                    raise self._peer_error()
-                if rc == core.ES_MISMATCH:
-                    raise self._mismatch(worker, tag, num_bytes)
-                if rc == core.ES_AGAIN:
-                    if not waits:
-                        self.board.waits(self.worker, waits := True)
-                    self._check_alive(worker)
-                    if time.monotonic() > deadline:
-                        self._is_silent(worker, tag)
-        finally:
-            self.waited_s += time.monotonic() - begin
-            if waits:
-                self.board.waits(self.worker, False)
 
-    def _is_silent(self, worker: int, tag: str) -> NoReturn:
-        text = (
-            f"{self._describe(worker)} said nothing for {self.timeout_s:g} s: worker {self.worker} waits for "
-            f"it at '{tag}', its last exchange was '{self._last_tag(worker)}'; look at what it does, or raise "
-            "Run(timeout_s=...)"
-        )
-        if self._events_fd is None:
-            raise SilenceError(text)
-        self.tell({"silent": worker, "text": text})
-        core.abort_all(self.segment.base, self.worker, worker, text)
-        raise self._peer_error()
+class _Layout(NamedTuple):
+    """Who takes part in an exchange, where the rows of each go, how many bytes they are, and the most of one."""
 
-    def _describe(self, worker: int) -> str:
-        pid = core.pid(self.segment.base, worker)
-        return f"worker {worker} (pid {pid})" if pid else f"worker {worker} (which has not joined yet)"
+    workers: tuple[int, ...]
+    places: tuple[int, ...]
+    sizes: tuple[int, ...]
+    most_bytes: int
 
-    def _last_tag(self, worker: int) -> str:
-        return core.last_post(self.segment.base, worker)[2] or "none"
-
-    def _mismatch(self, worker: int, tag: str, num_bytes: int) -> MismatchError:
-        _, their_bytes, theirs, _ = core.last_post(self.segment.base, worker)
-        here = f"worker {self.worker} is at '{tag}' with {num_bytes} bytes"
-        return MismatchError(
-            f"{here} but worker {worker} is at '{theirs}' with {their_bytes} bytes: all workers must run the same "
-            "script on the same model; look for a branch that depends on the worker, the time or unseeded randomness"
-        )
-
-    def _check_alive(self, worker: int) -> None:
-        pid = core.pid(self.segment.base, worker)
-        if pid == 0:
-            return  # it has not joined yet
-        if self._liveness.ended(pid):
-            self._is_gone(worker)
-
-    def _is_gone(self, worker: int) -> NoReturn:
-        text = (
-            f"{self._describe(worker)} ended while worker {self.worker} waited for it; "
-            f"its last exchange was '{self._last_tag(worker)}'"
-        )
-        core.abort_all(self.segment.base, self.worker, worker, text)
-        raise self._peer_error()
-
-    def check(self) -> None:
-        """For who waits elsewhere than in an exchange.
-
-        Raises:
-            PeerError: Another worker failed or died.
-        """
-        if core.aborted(self.segment.base) is not None:
-            raise self._peer_error()
-
-    def _peer_error(self) -> PeerError:
-        culprit, text = core.aborted(self.segment.base) or (self.worker, "unknown")
-        return PeerError(f"worker {culprit} failed, so worker {self.worker} stops too:\n{text}", culprit)
-
-    def tell(self, event: Event) -> None:
-        """Tell the supervisor something, if there is one. A copy of this process has nothing to say."""
-        if self._events_fd is not None and os.getpid() == self._pid:
-            send(self._events_fd, event)
-
-    def fail(self, text: str) -> None:
-        """Tell everyone that this worker failed; the first failure of a group is the one that counts.
-
-        That of a copy of this process does not concern them.
-        """
-        if os.getpid() != self._pid:
-            return
-        data = text.encode(errors="backslashreplace")
-        if len(data) > core.ES_ERROR_BYTES:  # the end of a traceback says most
-            half = core.ES_ERROR_BYTES // 2 - 32
-            data = data[:half] + b"\n[... much is left out here ...]\n" + data[-half:]
-        self._failed = True
-        core.abort_all(self.segment.base, self.worker, self.worker, data)
-
-    def close(self) -> None:
-        """Let go of the descriptors."""
-        self._liveness.close()
-        self.segment.close()
+    def cut(self, start: int, num_bytes: int) -> "_Layout":
+        """The piece of everyone's rows that begins at a byte."""
+        places = tuple(at + start for at in self.places)
+        sizes = tuple(min(max(theirs - start, 0), num_bytes) for theirs in self.sizes)
+        return _Layout(self.workers, places, sizes, num_bytes)
 
 
 @lru_cache(maxsize=1024)
-def _layout(counts: tuple[int, ...], row_bytes: int, everyone: bool) -> tuple[tuple[tuple[int, int, int], ...], int]:
-    """(rank, where its rows go, how many bytes they are) for all who take part, and the most bytes of one."""
-    places, at = [], 0
-    for rank, count in enumerate(counts):
-        if count or everyone:
-            places.append((rank, at, count * row_bytes))
-        at += count * row_bytes
-    return tuple(places), max(theirs for _, _, theirs in places)
+def _layout(counts: tuple[int, ...], members: tuple[int, ...], row_bytes: int, everyone: bool) -> _Layout:
+    ends = list(accumulate(counts))
+    parts = [
+        (worker, (end - count) * row_bytes, count * row_bytes)
+        for worker, end, count in zip(members, ends, counts, strict=True)
+        if count or everyone
+    ]
+    workers, places, sizes = zip(*parts, strict=True)
+    return _Layout(workers, places, sizes, max(sizes))
 
 
 def tree_sum(inputs: Sequence[Tensor], program: bytes, out: Tensor) -> Tensor:

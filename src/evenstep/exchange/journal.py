@@ -93,9 +93,15 @@ class Journal:
 
     @staticmethod
     def unpack(data: bytes) -> list[Entry]:
-        """The inverse of `packed`."""
+        """The inverse of `packed`.
+
+        Raises:
+            ValueError: This is no journal.
+        """
         entries, begin = [], 0
         while begin < len(data):
+            if begin + _HEAD.size > len(data):
+                raise ValueError("it ends in the middle of an entry")
             text_bytes, blob_bytes = _HEAD.unpack_from(data, begin)
             begin += _HEAD.size
             kind, value = json.loads(data[begin : begin + text_bytes])

@@ -11,6 +11,7 @@ for every order of events.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -21,9 +22,24 @@ from evenstep.exchange.board import Asked
 from evenstep.exchange.group import Group
 from evenstep.exchange.journal import Entry, Journal
 
-__all__ = ["Ledger", "Undecided"]
+__all__ = ["Ledger", "Operation", "Undecided"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the workers do together.
+
+    Attributes:
+        kind: Which one, in words; an entry of the journal has them too.
+        step: After how many steps.
+        is_step: Whether it is itself a step, which may take only so long, and is what a run is there for.
+    """
+
+    kind: str
+    step: int
+    is_step: bool = False
 
 
 class Undecided(Protocol):
@@ -48,7 +64,6 @@ class Ledger:
         holder: Who holds the state, if anybody yet.
         prelude: Called once before the next operation, if set; it may do an operation of its own, and set itself again.
         took_part: Whether this worker took part in the last operation.
-        with_servers: Whether a run of this process has put its parameters on the job's servers.
         asked: What the supervisor had asked for when the last operation was committed; alike on all who took part.
     """
 
@@ -58,7 +73,6 @@ class Ledger:
         self.holder: Undecided | None = None
         self.prelude: Callable[[], None] | None = None
         self.took_part = True
-        self.with_servers = False
         self._next = 0
         self._recovered = group.generation
         self._reported = 0  # the generation whose first step the supervisor knows of
@@ -75,12 +89,11 @@ class Ledger:
         """How many operations this worker has behind it."""
         return self._next
 
-    def perform(self, kind: str, step: int, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
+    def perform(self, operation: Operation, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """Do the next operation. All workers must call this alike; blocks until it is committed.
 
         Args:
-            kind: Which one, in words; alike on all workers.
-            step: In which step, for those who look after us.
+            operation: Which one; alike on all workers.
             attempt: Computes the operation and returns what it gave. It ends with an exchange of all workers, so that
                 whoever returns knows that all have done their part. May be called several times: it must leave
                 nothing changed that the holder's `recover` does not bring back.
@@ -96,36 +109,36 @@ class Ledger:
         if self.prelude is not None:
             prelude, self.prelude = self.prelude, None
             prelude()
-        entry, self.took_part = self._obtain(kind, step, attempt)
+        entry, self.took_part = self._obtain(operation, attempt)
         result = adopt(entry, self.took_part)
         self._next += 1
         return result
 
-    def _obtain(self, kind: str, step: int, attempt: Callable[[], Entry]) -> tuple[Entry, bool]:
+    def _obtain(self, operation: Operation, attempt: Callable[[], Entry]) -> tuple[Entry, bool]:
         """The committed entry of the next operation, and whether this worker took part in it."""
         while not self.catching_up:
             if self.group.left:
                 self.group.enter()
-            elif (tried := self._try(kind, step, attempt)) is not None:
+            elif (tried := self._try(operation, attempt)) is not None:
                 return tried, True
         entry = self.journal.read(self._next)
-        if entry.kind != kind:
+        if entry.kind != operation.kind:
             raise MismatchError(
-                f"worker {self.group.worker} does '{kind}' where the other workers did '{entry.kind}': the script must "
-                "do the same whenever it runs; look for a branch that depends on the worker, the time or unseeded "
-                "randomness"
+                f"worker {self.group.worker} does '{operation.kind}' where the other workers did '{entry.kind}': the "
+                "script must do the same whenever it runs; look for a branch that depends on the worker, the time or "
+                "unseeded randomness"
             )
         return entry, False
 
-    def _try(self, kind: str, step: int, attempt: Callable[[], Entry]) -> Entry | None:
+    def _try(self, operation: Operation, attempt: Callable[[], Entry]) -> Entry | None:
         """Try the next operation once; None if the workers have to change first, or it is in the journal meanwhile."""
         entry = None
-        if kind.startswith("step"):  # other operations may take any time, and so may the wait for the next generation
-            self.group.board.begin(self.group.worker, step)
+        if operation.is_step:  # others may take any time, and so may the wait for the next generation
+            self.group.board.begin(self.group.worker, operation.step)
         try:
             self._recover()
             entry = attempt()
-            self._commit(kind, step, entry)
+            self._commit(operation, entry)
         except BaseException as error:
             committed = self.catching_up  # then whatever went wrong came too late to matter to this operation
             if not committed and self.holder is not None:
@@ -148,7 +161,7 @@ class Ledger:
                 self.holder.recover()
             self._recovered = self.group.generation
 
-    def _commit(self, kind: str, step: int, entry: Entry) -> None:
+    def _commit(self, operation: Operation, entry: Entry) -> None:
         """Everyone has tried and succeeded; the first worker makes it count, and nobody goes on before that."""
         group = self.group
         points.reach("before commit")
@@ -156,10 +169,10 @@ class Ledger:
             self.journal.append(entry)
             points.reach("inside commit")
         self._mine.numpy()[0] = group.board.asked()
-        regroup, checkpoint, stop = group.gather(f"{kind}: committed", self._mine).numpy().max(0).tolist()
+        regroup, checkpoint, stop = group.gather(f"{operation.kind}: committed", self._mine).numpy().max(0).tolist()
         self.asked = (regroup, checkpoint, stop)
-        if group.rank == 0 and self._reported != group.generation and kind.startswith("step"):
-            group.tell({"committed": step})
+        if group.rank == 0 and self._reported != group.generation and operation.is_step:
+            group.tell({"committed": operation.step})
             self._reported = group.generation
         points.reach("after commit")
         if regroup > group.generation:

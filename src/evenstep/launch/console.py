@@ -49,6 +49,8 @@ class Console:
         self._shown = dict.fromkeys(range(num_workers), 0)  # lines of standard output, by place
         self._hidden: dict[int, int] = {}  # how many lines are still to be left out
         self._fingerprint: tuple[int, str] | None = None
+        self._printed: set[tuple[int, int]] = set()  # places in the script
+        self._warned: set[str] = set()
         if log_dir is not None:
             for number in range(num_workers):
                 self._logs[number] = self._open(log_dir, number)
@@ -101,6 +103,20 @@ class Console:
         # with `_bytes_as_they_are`, what is no text in the stream's encoding comes out as it went in
         texts = (line.decode(stream.encoding or "utf-8", "surrogateescape") for line in lines)
         self._display.write("\n".join(f"[{self._prefix}{number}] {text}" for text in texts), stream)
+
+    def print(self, number: int, place: tuple[int, int], text: str) -> None:
+        """Show what the script prints for the whole run, unless a worker before this one sent it from that place."""
+        if place not in self._printed:
+            self._printed.add(place)
+            self._log(number, text.encode(errors="backslashreplace"))
+            self._display.write(text, sys.stdout)
+
+    def warn(self, number: int, text: str) -> None:
+        """Show a warning, unless another worker has warned of the same."""
+        self._log(number, text.rstrip().encode(errors="backslashreplace"))
+        if text not in self._warned:
+            self._warned.add(text)
+            self._display.write(f"[{self._prefix}{number}] {text.rstrip()}", sys.stderr)
 
     def pass_on(self, lines: Sequence[bytes], *, is_error: bool) -> None:
         """Show whole lines of a group's supervisor, as they are."""

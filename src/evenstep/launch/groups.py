@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from evenstep.core.env import Place
 from evenstep.core.errors import EvenstepError, ServerError, Stopped
 from evenstep.core.events import send
 from evenstep.core.output import say
@@ -25,7 +24,7 @@ from evenstep.launch.servers import ServerProcess, start_servers
 from evenstep.launch.supervisor import Job, supervise
 from evenstep.launch.worker import live_apart
 from evenstep.launch.worker_process import signal_name
-from evenstep.plan.groups import Setup
+from evenstep.plan.groups import Setup, Standing
 from evenstep.run.progress import Merger, Progress
 
 __all__ = ["conduct"]
@@ -114,7 +113,7 @@ class _Conductor:
     def _start(self, number: int, token: str) -> None:
         setup, size = self._setup, self._setup.servers_per_group
         urls = [server.urls for server in self._servers]
-        place = Place(
+        standing = Standing(
             number,
             setup.groups,
             setup.server_group_of(number),
@@ -130,7 +129,9 @@ class _Conductor:
         pid = os.fork()
         if pid == 0:
             report = pipes["events"][1]
-            job = replace(self._job, num_workers=setup.workers, place=place, report=lambda event: send(report, event))
+            job = replace(
+                self._job, num_workers=setup.workers, standing=standing, report=lambda event: send(report, event)
+            )
             _become_supervisor(parent, job, (pipes["out"][1], pipes["err"][1]), report)
         group = _Group(number, pid, os.pidfd_open(pid))
         self._groups.append(group)

@@ -33,6 +33,7 @@ from evenstep.launch.console import Console
 from evenstep.launch.worker import STACK_SIGNAL, become_worker
 from evenstep.launch.worker_process import WorkerProcess, signal_name
 from evenstep.native import core
+from evenstep.plan.groups import Standing
 from evenstep.run.progress import Progress
 from evenstep.transport.segment import Segment
 
@@ -57,7 +58,7 @@ class Job:
     """What to run.
 
     Attributes:
-        script: The training script.
+        script: The training script, or the name of a module.
         args: Its own arguments.
         num_workers: How many workers.
         shards: Parts of every batch; None: the script's.
@@ -67,11 +68,11 @@ class Job:
         grace_s: How long the first signal gives the run to finish its step and write a checkpoint.
         weights: How much each worker shall do; None: measured.
         resume: Whether to go on from the newest checkpoint.
-        place: Where the workers stand as a group, if there are groups and servers.
+        standing: Where the workers stand as a group, if there are groups and servers.
         report: Takes progress and fingerprint of a group.
     """
 
-    script: Path
+    script: Path | str
     args: tuple[str, ...]
     num_workers: int
     shards: int | None = None
@@ -81,7 +82,7 @@ class Job:
     grace_s: float = 30.0
     weights: tuple[float, ...] | None = None
     resume: bool = False
-    place: env.Place | None = None
+    standing: Standing | None = None
     report: Callable[[Event], None] | None = None
 
 
@@ -121,6 +122,8 @@ class _Supervisor:
             "silent": self._on_silent,
             "slow": lambda _, event: console.say(event["slow"]),
             "says": lambda _, event: console.say(event["says"]),
+            "prints": lambda worker, event: console.print(worker.number, tuple(event["at"]), event["prints"]),
+            "warning": lambda worker, event: console.warn(worker.number, event["warning"]),
             "stopped": self._on_stopped,
             "closed": self._on_closed,
             "ended": self._on_ended,
@@ -226,10 +229,9 @@ class _Supervisor:
             supervised=True,
             timeout_s=self._job.step_timeout_s,
             resume=self._job.resume,
+            standing=self._job.standing.text() if self._job.standing is not None else None,
             job=self._name,
         )
-        if self._job.place is not None:
-            variables |= self._job.place.variables()
         self._board.clear(number)
         self._console.begin(number, again=replaying)
         parent = os.getpid()
@@ -621,7 +623,7 @@ def supervise(job: Job) -> int:
     Raises:
         ConfigError: The logs or the segment cannot be made; nothing was started.
     """
-    group = job.place.group if job.place is not None else None
+    group = job.standing.group if job.standing is not None else None
     with Console(job.log_dir, job.num_workers, group, job.report) as console:
         import torch._inductor.config  # noqa: F401  # a second that every worker would spend in its first step
 

@@ -3,15 +3,15 @@
 import atexit
 import faulthandler
 import os
-import runpy
 import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from evenstep.core import env
 from evenstep.core.errors import (
@@ -24,6 +24,7 @@ from evenstep.core.errors import (
     UnsupportedError,
 )
 from evenstep.core.events import Event, send
+from evenstep.launch.script import run_as_main
 from evenstep.native import core
 from evenstep.run import unclosed
 
@@ -32,17 +33,23 @@ __all__ = ["STACK_SIGNAL", "become_worker", "live_apart"]
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Lets a worker write the stacks of its threads to standard error."""
 
+_OURS = (__file__, run_as_main.__code__.co_filename)
 _MISTAKES = (ConfigError, UnsupportedError, CheckpointError)  # a sentence says it all; a traceback would hide it
 
 
 def become_worker(
-    parent: int, script: Path, args: Sequence[str], variables: dict[str, str], streams: tuple[int, int], keep: set[int]
+    parent: int,
+    script: Path | str,
+    args: Sequence[str],
+    variables: dict[str, str],
+    streams: tuple[int, int],
+    keep: set[int],
 ) -> NoReturn:
     """Turn this process, just forked by the supervisor, into a worker. Never returns.
 
     Args:
         parent: The supervisor's process id: if it is gone already, so are we.
-        script: The user's script.
+        script: The user's script, or the name of a module.
         args: Its arguments.
         variables: Environment variables that say our place.
         streams: Where standard output and error go.
@@ -64,6 +71,7 @@ def become_worker(
 
             arm(place.faults, place.worker)
         events_fd = int(variables["EVENSTEP_EVENTS_FD"])
+        _warn_through(lambda event: _tell(mine, events_fd, event))
         code = _run_script(script, args, place.worker, lambda event: _tell(mine, events_fd, event))
         if code:
             unclosed.forget()
@@ -107,15 +115,33 @@ def _tell(worker: int, events_fd: int, event: Event) -> None:
     """Tell the supervisor of the end of the script, if this process is the worker; else whoever reads its output."""
     if os.getpid() == worker:
         send(events_fd, event)
-    elif "error" in event:
-        print(event["error"].rstrip(), file=sys.stderr)
+    elif text := event.get("error") or event.get("warning"):
+        print(text.rstrip(), file=sys.stderr)
 
 
-def _run_script(script: Path, args: Sequence[str], worker: int, tell: Callable[[Event], None]) -> int:
-    sys.argv = [str(script), *args]
-    sys.path.insert(0, str(script.resolve().parent))
+def _warn_through(tell: Callable[[Event], None]) -> None:
+    """Let warnings reach the supervisor, who shows what several workers warn of once."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        if file is not None:
+            file.write(text)
+        else:
+            tell({"warning": text})
+
+    warnings.showwarning = show
+
+
+def _run_script(script: Path | str, args: Sequence[str], worker: int, tell: Callable[[Event], None]) -> int:
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        run_as_main(script, args)
         tell({"ended": True})
     except SystemExit as request:
         if isinstance(request.code, int | None):
@@ -140,7 +166,7 @@ def _without_our_frames(error: BaseException) -> BaseException:
     """The traceback from the user's script on: runpy and the launcher do not interest anybody."""
     trace = error.__traceback__
     while trace is not None and (
-        "runpy" in trace.tb_frame.f_code.co_filename or trace.tb_frame.f_code.co_filename == __file__
+        "runpy" in trace.tb_frame.f_code.co_filename or trace.tb_frame.f_code.co_filename in _OURS
     ):
         trace = trace.tb_next
     return error.with_traceback(trace or error.__traceback__)

@@ -11,7 +11,7 @@ typedef struct {
     es_team *team;
     const es_call *call;
     uint64_t tag_hash;
-    int64_t deadline;
+    int64_t deadline; /* of the present step, once it takes long; until then 0 */
     size_t item;
     size_t step_bytes; /* what is moved in a step; it becomes what all agree on after the first */
     int first;         /* the next step is the first of this operation */
@@ -49,6 +49,7 @@ static int await_rank(walk *w, uint32_t rank, uint64_t step) {
             return ES_GONE;
         }
         team->culprit = rank;
+        if (!w->deadline) w->deadline = es_now_ns() - SLICE_NS + w->call->timeout_ns;
         if (es_now_ns() > w->deadline) return ES_SILENT;
     }
 }
@@ -78,6 +79,7 @@ static int check(walk *w, uint32_t rank) {
 static int publish(walk *w) {
     es_team *team = w->team;
     team->step += 1;
+    w->deadline = 0; /* whoever is slow is not silent */
     es_publish(team->base, team->rank, seq_of(team->step), w->call->tag, w->call->number, w->call->step_bytes);
     if (!w->first) return ES_OK;
     w->first = 0;
@@ -298,7 +300,7 @@ int es_collective(es_team *team, const es_call *call) {
     static int (*const OPERATIONS[])(walk *) = {barrier, reduce, reduce,  broadcast, gather,
                                                 gather,  scatter, scatter, all_to_all};
     if (es_aborted(team->base)) return ES_ABORTED; /* also where the others had come to this one before they gave up */
-    walk w = {team, call, es_hash_tag(call->tag), es_now_ns() + call->timeout_ns, es_item_bytes(call->dtype),
+    walk w = {team, call, es_hash_tag(call->tag), 0, es_item_bytes(call->dtype),
               smaller(FIRST_BYTES, es_slot_bytes(team->base)), 1};
     return OPERATIONS[call->kind](&w);
 }

@@ -54,7 +54,7 @@ typedef struct {
     int dtype, op;  /* of a reduction; else dtype is ES_U8 */
     uint32_t root;  /* where there is one */
     size_t count;   /* items of one piece; a piece is what one rank contributes, or gets, in one `in` or `out` */
-    int64_t timeout_ns;
+    int64_t timeout_ns;       /* how long a rank may take for a step of it */
     uint32_t spin;            /* how often to look before sleeping */
     size_t step_bytes;        /* how much to move in a step; of what the ranks say, the most counts */
     const void *const *in;    /* one piece, or one for each rank; NULL where this rank has nothing to give */

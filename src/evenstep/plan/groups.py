@@ -4,14 +4,15 @@ Workers of a group step together, exactly. Groups meet only at servers. Servers 
 parameters, shared out among its servers, and serves some of the worker groups.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from evenstep.core.errors import ConfigError
 from evenstep.plan.placement import balance
 
-__all__ = ["FRAMEWORKS", "Framework", "Setup", "choose", "parts_of"]
+__all__ = ["FRAMEWORKS", "Framework", "Setup", "Standing", "choose", "parts_of"]
 
 MAX_PROCESSES = 256
 MAX_PARTS = 16
@@ -102,6 +103,47 @@ class Setup:
             bound = "any number of" if self.staleness is None else f"at most {self.staleness}"
             text += f", a group may be {bound} updates ahead"
         return text
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a worker's group stands among the groups of a run that meet at servers.
+
+    Attributes:
+        group: Which group this is.
+        groups: How many there are.
+        server_group: Which server group it talks to.
+        servers: The addresses of all servers, by server group: {"tcp": ..., "memory": ...}.
+        staleness: How many updates a group may be ahead of the slowest; None: any number.
+        lock: False: groups change parameters in shared memory by themselves.
+        token: For the servers.
+    """
+
+    group: int
+    groups: int
+    server_group: int
+    servers: list[list[dict[str, str]]]
+    staleness: int | None
+    lock: bool
+    token: str
+
+    def text(self) -> str:
+        """As its workers find it in their environment."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> "Standing":
+        """The inverse of `text`.
+
+        Raises:
+            ConfigError: It makes no sense.
+        """
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"EVENSTEP_STANDING makes no sense ({error}); start groups with `evenstep run --groups`"
+            ) from None
 
 
 def choose(

@@ -39,7 +39,7 @@ class Arrivals:
 
     def __init__(self, group: Group, parts: Sequence[Sequence[Entry]], check: Callable[[], None]) -> None:
         self._group, self._parts, self._check = group, parts, check
-        words = group.segment.reserve(8 * len(parts)).tensor(torch.Size([len(parts)]), torch.int64)
+        words = group.segment.memory.words(len(parts))
         self._words = [words.data_ptr() + 8 * part for part in range(len(parts))]
         self._memory = words  # keeps the addresses valid
         self._have = [-1] * len(parts)  # what this worker's own copies are

@@ -1,12 +1,17 @@
 """Checkpoints: a directory with one safetensors file and `checkpoint.json`, which names it and its checksum.
 
-The JSON file is replaced last and atomically, so a directory always holds one whole checkpoint. No pickle anywhere.
+The JSON file is replaced last and atomically, so a directory always holds one whole checkpoint. While one is being
+written, `checkpoint.json.partial` says which files it will have: nothing is ever removed but what one of the two names.
+No pickle anywhere.
 """
 
+import contextlib
+import errno
 import hashlib
-import json
 import os
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +21,17 @@ from torch import Tensor
 
 from evenstep.core import points
 from evenstep.core.errors import CheckpointError
+from evenstep.core.files import open_regular, sync
 from evenstep.core.fingerprint import fingerprint
+from evenstep.exchange.journal import Entry, Journal
+from evenstep.run.facts import FACTS, read_facts, seal
 
-__all__ = ["check", "pack", "read", "read_journal", "unpack", "write"]
+__all__ = ["check", "discard", "is_abandoned", "read", "read_journal", "remove", "write"]
 
-_FORMAT = 1
+_BEGUN = f"{FACTS}.partial"
+_OVERDUE_S = 86400.0  # of a writer on another machine, who cannot be looked after
+_NEW = ".new"  # what is about to replace a file
+_SUFFIXES = (".safetensors", ".partial", ".journal")
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any], journal: bytes = b"") -> None:
@@ -33,37 +44,45 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any],
         journal: What was done so far, if the script shall be able to go on from here by itself.
 
     Raises:
-        CheckpointError: The directory cannot be written; an earlier checkpoint in it is untouched.
+        CheckpointError: The directory cannot be written, or holds a `checkpoint.json` that is not ours; an earlier
+            checkpoint in it is untouched, and nothing half written is left.
     """
+    is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        facts = {**facts, "fingerprint": fingerprint(tensors, facts["values"])}
-        state = directory / f"state-{facts['version']}-{facts['fingerprint'][:8]}.safetensors"
-        partial = state.with_suffix(".partial")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
-        _sync(partial)
-        os.replace(partial, state)
-        points.reach("checkpoint")
-        facts = {"format": _FORMAT, **facts, "state": state.name, "sha256": _checksum(state)}
-        if journal:
-            past = state.with_suffix(".journal")
-            past.write_bytes(journal)
-            _sync(past)
-            facts |= {"journal": past.name, "journal_sha256": _checksum(past)}
-        text = directory / "checkpoint.json.partial"
-        text.write_text(json.dumps(facts, indent=1))
-        _sync(text)
-        os.replace(text, directory / "checkpoint.json")
-        _sync(directory)
-        for old in directory.glob("state-*"):
-            if old.stem != state.stem:
-                old.unlink()
-    except (OSError, SafetensorError) as error:  # the latter is what a full disk comes as
-        raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
-    except TypeError as error:
-        raise CheckpointError(
-            f"cannot write the checkpoint {directory}: a tracked object's state is no JSON: {error}"
-        ) from error
+        _write(directory, tensors, dict(facts), journal)
+    except (OSError, SafetensorError, TypeError, ValueError) as error:  # the second is what a full disk comes as
+        with contextlib.suppress(OSError, CheckpointError):
+            discard(directory)
+            if is_new:
+                directory.rmdir()
+        why = str(error)
+        if isinstance(error, TypeError | ValueError):
+            why = f"a tracked object's state is no JSON: {error}"
+        raise CheckpointError(f"cannot write the checkpoint {directory}: {why}") from error
+
+
+def _write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any], journal: bytes) -> None:
+    facts["fingerprint"] = fingerprint(tensors, facts["values"])
+    stem = f"state-{facts['version']}-{facts['fingerprint'][:8]}"
+    try:
+        old = [each for each in (*_finished(directory), *_begun(directory)) if each != stem]
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; it is not replaced: save elsewhere, or move it away") from error
+    _replace(directory / _BEGUN, seal({"stems": [*old, stem], "writer": _me(), "begun_s": time.time()}))
+    state, partial, past = (directory / f"{stem}{suffix}" for suffix in _SUFFIXES)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+    sync(partial)
+    os.replace(partial, state)
+    points.reach("checkpoint")
+    facts |= {"state": state.name, "sha256": _checksum(state)}
+    if journal:
+        past.write_bytes(journal)
+        sync(past)
+        facts |= {"journal": past.name, "journal_sha256": _checksum(past)}
+    _replace(directory / FACTS, seal({**facts, "written_s": time.time()}))
+    sync(directory)
+    discard(directory)
 
 
 def read(directory: Path, *, tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -73,61 +92,73 @@ def read(directory: Path, *, tensors: bool) -> tuple[dict[str, Any], dict[str, T
         CheckpointError: It is missing, torn, altered or of another format.
     """
     try:
-        facts = json.loads((directory / "checkpoint.json").read_text())
+        facts = read_facts(directory / FACTS)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{directory} holds no checkpoint.json; expected a directory that run.save wrote"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory / 'checkpoint.json'} cannot be read: {error}") from error
-    if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
-        raise CheckpointError(f"{directory / 'checkpoint.json'} is no checkpoint of format {_FORMAT}")
-    state = directory / Path(str(facts.get("state"))).name
-    try:
-        if _checksum(state) != facts["sha256"]:
-            raise CheckpointError(f"{state} was altered or torn: its checksum is not the one in checkpoint.json")
-        return facts, load_file(state) if tensors else {}
-    except (OSError, SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{state} cannot be read: {error}") from error
+        raise CheckpointError(f"{directory} holds no {FACTS}; expected a directory that run.save wrote") from None
+    if len(facts["groups"]) != facts["optimizers"]:
+        raise CheckpointError(f"{directory / FACTS} has options for {len(facts['groups'])} of its optimizers")
+    state = directory / facts["state"]
+    with _verified(state, facts["sha256"]):
+        found = load_file(state) if tensors else {}
+    if tensors and fingerprint(found, facts["values"]) != facts["fingerprint"]:
+        raise CheckpointError(f"{directory} was altered: its fingerprint is not that of its state")
+    return facts, found
 
 
-def read_journal(directory: Path, facts: dict[str, Any]) -> bytes:
+def read_journal(directory: Path, facts: dict[str, Any]) -> list[Entry]:
     """What was done until a checkpoint, verified.
 
     Raises:
         CheckpointError: It holds none, or it was altered.
     """
-    if "journal" not in facts:
+    if facts.get("journal") is None:
         raise CheckpointError(f"{directory} was written by run.save: load it with run.load")
-    path = directory / Path(str(facts["journal"])).name
-    try:
-        if _checksum(path) != facts["journal_sha256"]:
-            raise CheckpointError(f"{path} was altered or torn: its checksum is not the one in checkpoint.json")
-        return path.read_bytes()
-    except (OSError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    path = directory / facts["journal"]
+    with _verified(path, facts["journal_sha256"]):
+        return Journal.unpack(path.read_bytes())
 
 
-def pack(value: Any) -> Any:
-    """A plain value as JSON that keeps what JSON would lose: keys that are no text, and tuples.
+def remove(directory: Path) -> None:
+    """Remove a whole checkpoint: exactly what we wrote, and the directory if nothing else is in it.
 
-    A scheduler's state holds such things; read back as text they would be ignored in silence.
+    Raises:
+        CheckpointError: There is none of ours.
+        OSError: It cannot be removed.
     """
-    if isinstance(value, dict):
-        return {"dict": [[pack(key), pack(item)] for key, item in value.items()]}
-    if isinstance(value, list | tuple):
-        return {"list" if isinstance(value, list) else "tuple": [pack(item) for item in value]}
-    return value
+    stems = _finished(directory)
+    if stems:
+        (directory / FACTS).unlink()  # first: from now on it does not count
+        _unlink(directory, stems)
+    discard(directory)
+    _remove_if_empty(directory)
 
 
-def unpack(value: Any) -> Any:
-    """The inverse of `pack`."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, items),) = value.items()
-    if kind == "dict":
-        return {unpack(key): unpack(item) for key, item in items}
-    return (list if kind == "list" else tuple)(unpack(item) for item in items)
+def discard(directory: Path) -> None:
+    """Remove what was begun here and is not part of a whole checkpoint, and the directory if nothing is left in it.
+
+    Raises:
+        CheckpointError: What says so is not ours.
+        OSError: It cannot be removed.
+    """
+    whole, begun = _finished(directory), _begun(directory)
+    if begun:
+        _unlink(directory, [stem for stem in begun if stem not in whole])
+        for name in (FACTS, _BEGUN):
+            (directory / f"{name}{_NEW}").unlink(missing_ok=True)
+        (directory / _BEGUN).unlink()  # last: it says what the others are
+        _remove_if_empty(directory)
+
+
+def is_abandoned(directory: Path) -> bool:
+    """Whether a checkpoint was begun here that nobody will finish: its writer has ended, or is long overdue."""
+    try:
+        facts = read_facts(directory / _BEGUN, begun=True)
+    except (OSError, CheckpointError):
+        return False
+    host, pid = facts["writer"]
+    if host == _me()[0]:
+        return not os.path.exists(f"/proc/{pid}")
+    return bool(time.time() - facts["begun_s"] > _OVERDUE_S)
 
 
 def check(
@@ -158,14 +189,63 @@ def check(
         raise CheckpointError(f"{directory} belongs to another run: " + "; ".join(found[:5]))
 
 
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
+@contextlib.contextmanager
+def _verified(path: Path, checksum: str | None) -> Iterator[None]:
+    """For whoever reads a file of ours: what is wrong with it is one error."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        if _checksum(path) != checksum:
+            raise CheckpointError(f"{path} was altered or torn: its checksum is not the one in {FACTS}")
+        yield
+    except (OSError, SafetensorError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _me() -> list[Any]:
+    return [socket.gethostname(), os.getpid()]
+
+
+def _remove_if_empty(directory: Path) -> None:
+    try:
+        directory.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
+
+
+def _finished(directory: Path) -> list[str]:
+    """The name, without suffix, of the files of the whole checkpoint that is here, if there is one.
+
+    Raises:
+        CheckpointError: There is something else.
+    """
+    try:
+        return [Path(read_facts(directory / FACTS)["state"]).stem]
+    except FileNotFoundError:
+        return []
+
+
+def _begun(directory: Path) -> list[str]:
+    """The names of the files that were begun here, likewise."""
+    try:
+        return list(read_facts(directory / _BEGUN, begun=True)["stems"])
+    except FileNotFoundError:
+        return []
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file, atomically."""
+    new = path.with_name(f"{path.name}{_NEW}")
+    new.write_bytes(data)
+    sync(new)
+    os.replace(new, path)
+
+
+def _unlink(directory: Path, stems: Sequence[str]) -> None:
+    for stem in stems:
+        for suffix in _SUFFIXES:
+            (directory / f"{stem}{suffix}").unlink(missing_ok=True)
+
+
+def _checksum(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,13 +1,12 @@
 """Checkpoints that are written while training goes on, and going on from the newest good one.
 
 Each is a folder `step-N` as `checkpoint.write` makes it, with the journal beside the state: with it the script can be
-run from its beginning and gets the results of all that was done before.
+run from its beginning and gets the results of all that was done before. Whatever else is in their directory is neither
+read nor removed.
 """
 
-import json
 import math
 import re
-import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,10 @@ from torch import Tensor
 from evenstep.core.errors import CheckpointError, ConfigError
 from evenstep.core.output import say
 from evenstep.engine.step import Engine
-from evenstep.exchange.journal import Entry, Journal
-from evenstep.exchange.ledger import Ledger
+from evenstep.exchange.journal import Entry
+from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.run import checkpoint
+from evenstep.run.facts import FACTS, read_facts
 
 __all__ = ["Checkpoints", "Found", "Resumption", "Snapshot"]
 
@@ -30,6 +30,7 @@ _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _RETRY_S = 5.0  # after a failed write
 _PATIENCE_S = 300.0  # how long the end of a run waits for the disk
 _RESTORE = "restore"
+_NAME = re.compile(r"step-\d{9,}")
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,21 @@ class Checkpoints:
         """
         if self._writer is not None and self._writer.is_alive():
             return False
-        now = time.monotonic()
         if self._retry_s is not None:
-            return now >= self._retry_s
+            return time.monotonic() >= self._retry_s
         if asked > self._asked:
             self._asked = asked
             return True
+        return self._is_time(version)
+
+    def is_missing(self, version: int) -> bool:
+        """Whether, at the end of the run, one is due that could not be written while another was, or failed."""
+        return self._last_step < version and (self._retry_s is not None or self._is_time(version))
+
+    def _is_time(self, version: int) -> bool:
         if self._steps is not None:
             return version // self._steps > self._last_step // self._steps
-        return self._seconds is not None and now - self._last_s >= self._seconds
+        return self._seconds is not None and time.monotonic() - self._last_s >= self._seconds
 
     def write(self, snapshot: Snapshot, *, wait: bool) -> None:
         """Write a snapshot, in a thread of its own unless the caller waits."""
@@ -105,16 +112,25 @@ class Checkpoints:
     def _write(self, snapshot: Snapshot) -> None:
         path = self._directory / f"step-{snapshot.facts['version']:09}"
         try:
-            checkpoint.write(path, snapshot.tensors, {**snapshot.facts, "written_s": time.time()}, snapshot.journal)
+            checkpoint.write(path, snapshot.tensors, snapshot.facts, snapshot.journal)
             self._retry_s = None
-            whole = [old for old in _newest_first(self._directory) if _is_whole(old)]
-            for old in set(_newest_first(self._directory)) - set(whole[: self._keep]):
-                shutil.rmtree(old, ignore_errors=True)
         except Exception as error:  # noqa: BLE001  # the border of a thread: reported, and tried again
-            if not _is_whole(path):  # what is half written would only take the room that there is not
-                shutil.rmtree(path, ignore_errors=True)
             say(f"CHECKPOINT FAILED, training goes on and it will be tried again: {error}")
             self._retry_s = time.monotonic() + _RETRY_S
+            return
+        try:
+            self._tidy()
+        except (OSError, CheckpointError) as error:
+            say(f"what is left of older checkpoints in {self._directory} cannot be removed: {error}")
+
+    def _tidy(self) -> None:
+        """Keep the newest; remove the others, and what nobody will ever finish."""
+        folders = [path for path in _newest_first(self._directory) if not path.is_symlink()]
+        for path in [path for path in folders if _is_whole(path)][self._keep :]:
+            checkpoint.remove(path)
+        for path in folders:
+            if not _is_whole(path) and checkpoint.is_abandoned(path):
+                checkpoint.discard(path)
 
     def newest(self) -> Path | None:
         """The newest checkpoint, if there is any."""
@@ -142,7 +158,7 @@ class Checkpoints:
         for path in _newest_first(self._directory):
             try:
                 facts, tensors = checkpoint.read(path, tensors=True)
-                entries = Journal.unpack(checkpoint.read_journal(path, facts))
+                entries = checkpoint.read_journal(path, facts)
             except CheckpointError as error:
                 say(f"passed over: {error}")
                 continue
@@ -168,7 +184,7 @@ class Resumption:
         self._over = False
         ledger.prelude = self._go_on
 
-    def check_data(self, number: int, sizes: list[int]) -> None:
+    def check_data(self, number: int, sizes: list[int | None]) -> None:
         """See that the data is what it was.
 
         Raises:
@@ -194,14 +210,14 @@ class Resumption:
             return Entry(_RESTORE, str(self._path))
 
         def adopt(entry: Entry, took_part: bool) -> bool:
-            engine.restored([[] for _ in engine.pairs], engine.version, took_part)
+            engine.restored([[] for _ in engine.optimizers], engine.version, took_part)
             if took_part and engine.state.fingerprint() != self._facts["fingerprint"]:
                 raise CheckpointError(
                     f"{self._path} was loaded but its fingerprint differs from the one that was saved"
                 )
             return bool(entry.value == str(self._path))
 
-        self._over = ledger.perform(_RESTORE, engine.version, attempt, adopt)
+        self._over = ledger.perform(Operation(_RESTORE, engine.version), attempt, adopt)
         if not self._over:  # what was put in place then was an older checkpoint, from which this one came
             ledger.prelude = self._go_on
 
@@ -235,14 +251,15 @@ def _after(path: Path, entries: Sequence[Entry], ledger: Ledger) -> Sequence[Ent
 
 def _newest_first(directory: Path) -> list[Path]:
     """By when they were written, not by their steps: a run that began anew is newer than the one before it."""
-    return sorted(directory.glob("step-*"), key=lambda path: (_written_s(path), path.name), reverse=True)
+    found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (_written_s(path), path.name), reverse=True)
 
 
 def _written_s(path: Path) -> float:
     """When a checkpoint was written; one that is not whole has yet to be."""
     try:
-        return float(json.loads((path / "checkpoint.json").read_text()).get("written_s", 0.0))
-    except (OSError, ValueError, TypeError, AttributeError):
+        return float(read_facts(path / FACTS)["written_s"])
+    except (OSError, CheckpointError):
         return math.inf
 
 

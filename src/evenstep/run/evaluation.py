@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.core.errors import ConfigError
-from evenstep.data.loader import Batch
+from evenstep.data.batch import Batch
 from evenstep.engine.randomness import derive, preserved, seed_all
 from evenstep.engine.results import Mean, add
 from evenstep.engine.step import Engine

@@ -12,26 +12,24 @@ Without a lock (hogwild) the group makes the update itself, and when it is commi
 parameters in the server's memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
-from evenstep.core.env import Place
 from evenstep.core.errors import ConfigError, Stopped, UnsupportedError
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, StepFunction
-from evenstep.engine.gradients import Gradients
-from evenstep.engine.pair import News, Pair
+from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.step import Engine, Outcome
-from evenstep.exchange.group import Group
 from evenstep.exchange.journal import Entry
-from evenstep.exchange.ledger import Ledger
-from evenstep.plan.groups import parts_of
-from evenstep.plan.placement import balance
+from evenstep.exchange.ledger import Ledger, Operation
+from evenstep.plan.groups import Standing, parts_of
 from evenstep.run.arrivals import Arrivals, Awaited
 from evenstep.run.courier import Courier, Line
 from evenstep.run.servers import Servers
@@ -40,47 +38,7 @@ from evenstep.server.recipes import Recipe, describe
 
 __all__ = ["GroupedEngine"]
 
-
-class PartGradients(Gradients):
-    """As `Gradients`, but a bucket is a part, whoever owns it."""
-
-    def __init__(
-        self, group: Group, pair: Pair, parts: Sequence[Sequence[int]], is_here: Callable[[int], bool]
-    ) -> None:
-        self.parts, self._is_here = parts, is_here
-        self._part_of = {i: part for part, held in enumerate(parts) for i in held}
-        self.send: Callable[[int, Mapping[int, Tensor | None]], None] | None = None  # when a part's sums are there
-        super().__init__(group, pair.names, pair.parameters)
-
-    def arrive(self, i: int, shard: int, gradient: Tensor) -> None:
-        """See `Gradients.arrive`."""
-        if not self._is_here(self._part_of[i]):
-            raise UnsupportedError(
-                f"the step function used parameter '{self._names[i]}' through a reference kept outside of the model: "
-                "nobody has waited for its values; take it from the module, as in model.layer.weight"
-            )
-        super().arrive(i, shard, gradient)
-
-    def _share_out(self, sizes: Sequence[int]) -> list[int]:
-        self.part_owners = balance([sum(sizes[i] for i in part) for part in self.parts], self._group.num_workers)
-        owners = [0] * len(sizes)
-        for part, owner in zip(self.parts, self.part_owners, strict=True):
-            for i in part:
-                owners[i] = owner
-        return owners
-
-    def _make_buckets(self) -> list[list[int]]:
-        self._filled = [part for part in reversed(range(len(self.parts))) if self.parts[part]]
-        return [list(self.parts[part]) for part in self._filled]
-
-    def _reduced(self, bucket: int) -> None:
-        if self.send is not None:
-            self.send(self._filled[bucket], self._sums)
-
-    @property
-    def owned_parts(self) -> list[int]:
-        """The parts that this worker owns, in the order in which backward reaches them."""
-        return [part for part in self._filled if self.part_owners[part] == self._group.rank]
+_with_servers: WeakSet[Ledger] = WeakSet()  # where a run of this process has put its parameters on the job's servers
 
 
 class GroupedEngine(Engine):
@@ -89,13 +47,13 @@ class GroupedEngine(Engine):
     Args:
         config: Of the run.
         ledger: Of the group.
-        place: Where the group stands.
+        standing: Where the group stands.
     """
 
     has_optimizer = False
 
-    def __init__(self, config: RunConfig, ledger: Ledger, place: Place) -> None:
-        self.place = place
+    def __init__(self, config: RunConfig, ledger: Ledger, standing: Standing) -> None:
+        self.standing = standing
         self._servers: Servers | None = None
         self._courier: Courier | None = None
         self._model: nn.Module | None = None
@@ -103,12 +61,12 @@ class GroupedEngine(Engine):
         self._sent: set[int] = set()
         self._options: list[dict[str, Any]] = []
         super().__init__(config, ledger)
-        self.compute.number_of = lambda version: version * place.groups + place.group
+        self.compute.number_of = lambda version: version * standing.groups + standing.group
 
     @property
     def weighs(self) -> bool:  # type: ignore[override]  # decided for each step here
         """Whether losses can be weighted by something else than rows: not if sums leave during backward."""
-        return self._gradients.send is None
+        return self._gradients.reduced is None
 
     # ---- prepare ----
 
@@ -118,28 +76,28 @@ class GroupedEngine(Engine):
             raise UnsupportedError(
                 "a run with servers trains one model with one optimizer; pass both to one run.prepare"
             )
-        if self.ledger.with_servers:
+        if self.ledger in _with_servers:
             raise UnsupportedError(
                 "the servers of a job hold one model, and an earlier run of this script has put its own"
             )
-        self.ledger.with_servers = True
+        _with_servers.add(self.ledger)
         self._model = model
         Awaited.hang(model)
         super().prepare(model, optimizer)
-        (pair,) = self.pairs
+        (prepared,) = self.optimizers
         names = {id(p): name for name, p in self.models.slots.parameters.items()}
-        recipe = describe(optimizer, names) if self.place.lock else None
-        self._lay_out(model, pair)
+        recipe = describe(optimizer, names) if self.standing.lock else None
+        self._lay_out(model, prepared)
         self._join(recipe)
 
-    def _lay_out(self, model: nn.Module, pair: Pair) -> None:
+    def _lay_out(self, model: nn.Module, prepared: PreparedOptimizer) -> None:
         """Cut the model into parts."""
         slots, entries = self.models.slots, self.state.entries
         layers: dict[str, list[str]] = {}
         for name in slots.parameters:
             layers.setdefault(name.rpartition(".")[0], []).append(name)
         sizes = [sum(entries[name].live.nbytes for name in held) for held in layers.values()]
-        mine = self.place.servers[self.place.server_group]
+        mine = self.standing.servers[self.standing.server_group]
         ranges, servers = parts_of(sizes, len(mine))
         if len(set(servers)) < len(mine):
             raise ConfigError(
@@ -150,17 +108,35 @@ class GroupedEngine(Engine):
         parts = [[name for k in part for name in held[k]] for part in ranges]
         part_of = {name: part for part, of_part in enumerate(parts) for name in of_part}
         self._servers = Servers(
-            self.place, parts, servers, list(slots.buffers), self.config.timeout_s, self._stop_if_asked
+            self.standing, parts, servers, list(slots.buffers), self.config.timeout_s, self._stop_if_asked
         )
-        index = {name: i for i, name in enumerate(pair.names)}  # what the optimizer does not train never changes
+        index = {name: i for i, name in enumerate(prepared.names)}  # what the optimizer does not train never changes
         changing = [[entries[name] for name in part if name in index] for part in parts]
         self._arrivals = Arrivals(self.group, changing, self._check)
         trained = [[index[name] for name in reversed(part) if name in index] for part in parts]
-        self._gradients = pair.gradients = PartGradients(self.group, pair, trained, self._arrivals.has)
-        pair.gradients.replan(self.spans)
+        self._trained = trained
+        self._filled = [part for part in reversed(range(len(trained))) if trained[part]]  # as backward reaches them
+        self._trained_by = {i: part for part, held in enumerate(trained) for i in held}
+        prepared.lay_out = lambda spans: prepared.in_tree(spans, [trained[part] for part in self._filled])
+        prepared.replan(self.spans)
+        self._gradients = prepared.gradients
+        self._gradients.expects = self._expect
         line = Line(self._send_part, self._servers.fetch, self._arrivals.write, self._servers.close)
         self._courier = Courier(line, self.config.timeout_s)
         self._hang(model, part_of)
+
+    def _expect(self, i: int) -> None:
+        """A gradient has come: its part must have been waited for."""
+        if not self._arrivals.has(self._trained_by[i]):
+            raise UnsupportedError(
+                f"the step function used parameter '{self.optimizers[0].names[i]}' through a reference kept outside of "
+                "the model: nobody has waited for its values; take it from the module, as in model.layer.weight"
+            )
+
+    @property
+    def _owned_parts(self) -> list[int]:
+        """The parts that this worker owns, in the order in which backward reaches them."""
+        return [self._filled[bucket] for bucket in self._gradients.plan.owned_buckets]
 
     def _hang(self, model: nn.Module, part_of: dict[str, int]) -> None:
         names = {id(p): name for name, p in self.models.slots.parameters.items()}
@@ -190,10 +166,10 @@ class GroupedEngine(Engine):
 
         def attempt() -> Entry:
             if self.group.rank == 0:
-                if self.place.group == 0:
+                if self.standing.group == 0:
                     servers.put(self.state.tensors(), recipe)
                 servers.compare_models(self.state.tensors())
-                self._take_over(servers.everything(self.place.server_group))
+                self._take_over(servers.everything(self.standing.server_group))
             self.group.barrier("joined the servers")
             return Entry("join the servers")
 
@@ -201,7 +177,7 @@ class GroupedEngine(Engine):
             self._pull()
             self._settled()
 
-        self.ledger.perform("join the servers", self.version, attempt, adopt)
+        self.ledger.perform(Operation("join the servers", self.version), attempt, adopt)
 
     def _at_servers(self) -> Servers:
         assert self._servers is not None, "prepare has made them"
@@ -220,20 +196,19 @@ class GroupedEngine(Engine):
         self,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        prepared: PreparedOptimizer,
+        clipping: Clipping,
     ) -> Outcome:
         """See `Engine.step`; other groups do theirs meanwhile."""
         courier = self._courier
-        assert courier is not None, "there is a pair, so something was prepared"
-        early = self.place.lock and clip_norm is None and clip_value is None  # a norm needs all gradients first
-        self._gradients.send = self._hand_over if early else None
-        self._options = options_of(pair)
-        outcome = super().step(samples, function, pair, clip_norm, clip_value)
+        assert courier is not None, "a step has an optimizer, so something was prepared"
+        early = self.standing.lock and not clipping  # a norm needs all gradients first
+        self._gradients.reduced = self._on_reduced if early else None
+        self._options = options_of(prepared)
+        outcome = super().step(samples, function, prepared, clipping)
         self._arrivals.version = self.version
         if self.ledger.took_part:
-            if not self.place.lock:
+            if not self.standing.lock:
                 self._hand_over_changes()
             courier.commit(self.version)
         return outcome
@@ -247,40 +222,43 @@ class GroupedEngine(Engine):
         super().begin(operation)
         self._sent = set()
 
+    def _on_reduced(self, bucket: int, sums: Mapping[int, Tensor | None]) -> None:
+        self._hand_over(self._filled[bucket], sums)
+
     def _hand_over(self, part: int, sums: Mapping[int, Tensor | None]) -> None:
         """Give the update of a part to the courier."""
         assert self._courier is not None, "as above"
         self._sent.add(part)
-        pair = self.pairs[0]
-        found = {pair.names[i]: total for i in self._gradients.parts[part] if (total := sums[i]) is not None}
+        prepared = self.optimizers[0]
+        found = {prepared.names[i]: total for i in self._trained[part] if (total := sums[i]) is not None}
         self._arrivals.watch("sends", part)
-        if found or self.place.staleness is not None:
+        if found or self.standing.staleness is not None:
             self._courier.send(part, self.version, found)
         else:
             self._courier.fetch(part, self.version + 1)
 
     def _send_part(self, part: int, version: int, update: Mapping[str, Tensor]) -> None:
         """In the courier's thread."""
-        options = self._options if self.place.lock else None
+        options = self._options if self.standing.lock else None
         self._at_servers().send(part, version, update, options)
 
-    def _update(self, pair: Pair, sums: dict[int, Tensor | None]) -> News:
+    def _update(self, prepared: PreparedOptimizer, sums: dict[int, Tensor | None]) -> News:
         assert self._courier is not None, "as above"
         self._arrivals.all()  # what this step did not use: from now on there is one version under way, not two
-        if not self.place.lock:
-            return super()._update(pair, sums)
-        for part in self._gradients.owned_parts:
+        if not self.standing.lock:
+            return super()._update(prepared, sums)
+        for part in self._owned_parts:
             if part not in self._sent:
                 self._hand_over(part, sums)
         self._courier.wait_sent()
-        pair.stepped_elsewhere()
+        prepared.stepped_elsewhere()
         return []
 
     def _hand_over_changes(self) -> None:
         """What the step, which is committed, has changed of this worker's own parts."""
         assert self._courier is not None, "as above"
-        for part in self._gradients.owned_parts:
-            entries = [self.state.entries[self.pairs[0].names[i]] for i in self._gradients.parts[part]]
+        for part in self._owned_parts:
+            entries = [self.state.entries[self.optimizers[0].names[i]] for i in self._trained[part]]
             changes = {e.name: change for e in entries if (change := self.state.change_of(e)) is not None}
             self._courier.send(part, self.version - 1, changes)
 
@@ -297,7 +275,7 @@ class GroupedEngine(Engine):
         super().recover()
         if self._courier is not None:
             self._arrivals.forget()
-            for part in self._gradients.owned_parts:
+            for part in self._owned_parts:
                 if self._arrivals.version_of(part) < self.version:
                     self._courier.fetch(part, self.version)
 
@@ -313,14 +291,14 @@ class GroupedEngine(Engine):
         if self._courier is None:
             return
         self.collect()
-        if self.place.groups == 1:
+        if self.standing.groups == 1:
             return
         servers = self._at_servers()
         self._step_aside()
         if self.group.rank == 0:
             servers.meet(f"{tag}: all are here")
             servers.flush()
-            if self.place.group == 0:
+            if self.standing.group == 0:
                 servers.put_buffers({name: self.state.entries[name].live for name in self.models.slots.buffers})
             servers.meet(f"{tag}: all is told")
             self._take_over(servers.everything(0))
@@ -331,12 +309,12 @@ class GroupedEngine(Engine):
 
     def _step_aside(self) -> None:
         """Be counted no more until the next update: who waits for all groups must hold back none of them."""
-        if self.place.staleness is not None:
+        if self.standing.staleness is not None:
             self._at_servers().close()
 
     def merge(self, tag: str, means: dict[str, float], num_samples: int) -> dict[str, float]:
         """See `Engine.merge`."""
-        if self._courier is None or self.place.groups == 1:
+        if self._courier is None or self.standing.groups == 1:
             return means
         self.collect()
         self._step_aside()
@@ -351,25 +329,25 @@ class GroupedEngine(Engine):
         """See `Engine.conclude`: the last values, and what the servers' optimizers keep."""
         if self._courier is None:
             return
-        (pair,) = self.pairs
+        (prepared,) = self.optimizers
 
         def attempt() -> Entry:
             self.level("the end")
             news: News = []
-            if self.place.lock:
+            if self.standing.lock:
                 tensors, values = self._at_servers().optimizer_state() if self.group.rank == 0 else ({}, {})
-                news = self.group.gather_json("optimizer state", pair.news_of(tensors, values))[0]
-                pair.settle(news, set())
+                news = self.group.gather_json("optimizer state", prepared.news_of(tensors, values))[0]
+                prepared.settle(news, set())
                 self._take_over(tensors)
                 self.group.barrier("optimizer state is here")
             return Entry("the groups end", news)
 
         def adopt(entry: Entry, took_part: bool) -> None:
-            pair.adopt(entry.value, took_part)
+            prepared.adopt(entry.value, took_part)
             self._pull()
             self._settled()
 
-        self.ledger.perform("the groups end", self.version, attempt, adopt)
+        self.ledger.perform(Operation("the groups end", self.version), attempt, adopt)
 
     def close(self) -> None:
         """Leave the servers too."""

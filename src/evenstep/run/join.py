@@ -19,7 +19,7 @@ _joined: dict[tuple[int, int], Ledger] = {}
 def alone(env: Environment, timeout_s: float) -> Ledger:
     """Be the only worker of a group, wherever one was started: others are met at a server."""
     del env
-    return Ledger(Group(Segment.create(1), 0, timeout_s))
+    return Ledger(Group.around(Segment.create(1), 0, timeout_s))
 
 
 def join(env: Environment, timeout_s: float) -> Ledger:
@@ -29,11 +29,11 @@ def join(env: Environment, timeout_s: float) -> Ledger:
         ConfigError: The launcher's segment cannot be reached.
     """
     if env.num_workers == 1 and env.segment_fd is None and not env.torchrun:
-        return Ledger(Group(Segment.create(1), 0, timeout_s))
+        return Ledger(Group.around(Segment.create(1), 0, timeout_s))
     key = (os.getpid(), env.worker)
     if key not in _joined:
         segment = _from_store(env, timeout_s) if env.torchrun else _inherited(env)
-        _joined[key] = Ledger(Group(segment, env.worker, timeout_s, env.events_fd if env.supervised else None))
+        _joined[key] = Ledger(Group.around(segment, env.worker, timeout_s, env.events_fd if env.supervised else None))
     _joined[key].group.timeout_s = timeout_s
     return _joined[key]
 

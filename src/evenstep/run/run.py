@@ -3,8 +3,7 @@
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -19,28 +18,37 @@ from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
-from evenstep.core.output import say, unheard
-from evenstep.data.loader import Batch, Loader, num_samples
-from evenstep.data.order import Deal, Plan
+from evenstep.core.output import unheard
+from evenstep.data.batch import Batch
+from evenstep.data.loader import num_samples
+from evenstep.data.order import Deal, Order
+from evenstep.data.sampling import Sampling
+from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
-from evenstep.engine.pair import Pair
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
+from evenstep.exchange.ledger import Operation
 from evenstep.nn.convert import convert_sync_batchnorm
+from evenstep.plan.groups import Standing
 from evenstep.plan.placement import cut
 from evenstep.run import unclosed
 from evenstep.run.aggregated import AggregatedEngine
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
+from evenstep.run.feed import Batches, Feed, Loading
 from evenstep.run.grouped import GroupedEngine
 from evenstep.run.join import alone, join
-from evenstep.run.progress import Display, Pipe, Progress
+from evenstep.run.meter import Meter
+from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
 from evenstep.run.served import ServedEngine
 from evenstep.run.through import Through
+from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
 
@@ -117,24 +125,22 @@ class Run:
         _check_device(self.config.device)
         through = Through(sync, server, staleness, update_every, token, aggregate)
         through.check()
-        place = self._env.place
-        if place is not None and through.server is not None:
+        standing = Standing.of(self._env.standing) if self._env.standing else None
+        if standing is not None and through.server is not None:
             raise ConfigError(
                 f"the command line starts servers, but the script says Run(server={server!r}): say one of them"
             )
-        self.group, self.num_groups = (place.group, place.groups) if place is not None else (0, 1)
+        self.group, self.num_groups = (standing.group, standing.groups) if standing is not None else (0, 1)
         self._apart = apart = through.server is not None and not through.together
         self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
         self._group = self._ledger.group
         self.worker = self._env.worker if apart else self._group.worker
-        self._epochs = 0  # that were asked for so far
-        self._last: tuple[float | None, dict[str, float]] = (None, {})
-        self._sums: tuple[int, dict[str, float]] = (0, {})  # samples of this epoch so far, and sums over them
+        self._voice = Voice(self._env, self._ledger, speaks=self.group == 0 and not (apart and self.worker > 0))
         self._meetings = 0  # how often all groups have met
-        self._display: Display | Pipe | None = None
+        self._meter = Meter(lambda: self._group.rank == 0 and self._ledger.took_part)
         self.grad_norm: float | None = None
-        if place is not None:
-            self._engine: Engine = GroupedEngine(self.config, self._ledger, place)
+        if standing is not None:
+            self._engine: Engine = GroupedEngine(self.config, self._ledger, standing)
         elif through.server is None:
             self._engine = Engine(self.config, self._ledger)
         elif through.together:
@@ -145,22 +151,25 @@ class Run:
                 raise
         else:
             self._engine = ServedEngine(self.config, self._ledger, through, self._env)
-        self._saving = Saving(self.config, self._ledger, self._engine, self._perform)
+        self._saving = Saving(self.config, self._ledger, self._engine, self._perform, self._env.job)
+        self._feed = Feed(
+            self.config, self._env, self._ledger, self._engine, self._saving, self._meter, self._perform
+        )  # fmt: skip
         self._closed = False
         if self._env.events_fd is not None:
             send(self._env.events_fd, {"made": True})
         self._group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
         try:
             points.reach("join")
-            self._ledger.perform("join", 0, self._meet, self._agree)
+            self._ledger.perform(Operation("join", 0), self._meet, self._agree)
         except BaseException:
             self._tell_others()
             self._release()
             raise
         if not self.config.quiet and not (apart and self.worker > 0):
-            self._display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
+            self._meter.display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
         if not self.config.quiet and self.worker == 0:
-            unclosed.opened(self, self._say)
+            unclosed.opened(self, self._voice.say)
         seed_all(seed)
 
     def _meet(self) -> Entry:
@@ -199,8 +208,7 @@ class Run:
 
         def adopt(entry: Entry, took_part: bool) -> None:
             self._engine.finish(took_part)
-            if self._display is not None:
-                self._display.close()
+            self._meter.close()
             fingerprint = entry.value or self.fingerprint()
             if self._env.trace is not None and self._group.rank == 0:
                 self._note({"fingerprint": fingerprint})
@@ -223,6 +231,7 @@ class Run:
     def _conclude(self) -> None:
         try:
             self._engine.conclude()
+            self._saving.conclude()
         except BaseException:
             self._tell_others()
             raise
@@ -231,7 +240,7 @@ class Run:
         """Do an operation on all workers; what spoils it here reaches them all."""
         self._check_open()
         try:
-            return self._ledger.perform(kind, self.version, attempt, adopt)
+            return self._ledger.perform(Operation(kind, self.version), attempt, adopt)
         except BaseException:
             self._tell_others()
             raise
@@ -271,18 +280,10 @@ class Run:
             return
         self._closed = True
         unclosed.closed(self)
-        if self._display is not None:
-            self._display.close()
+        self._meter.close()
         self._saving.close()
         self._engine.close()
         self._close_group()
-
-    def _say(self, sentence: str) -> None:
-        """Say something of our own, through the launcher if there is one."""
-        if self._env.events_fd is not None:
-            send(self._env.events_fd, {"says": sentence})
-        else:
-            say(sentence)
 
     def _close_group(self) -> None:
         """Let go of the segment, unless another run of this process may go on in it."""
@@ -351,26 +352,33 @@ class Run:
     def batches(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         epochs: int = 1,
         *,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
+        sampler: Any = None,
         drop_last: bool = False,
         batch_per_worker: bool = False,
         deal: Deal = "position",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         loaders: int = 0,
         prefetch: int = 2,
-    ) -> Iterator[Batch]:
+    ) -> Batches:
         """Global batches, of which this worker loads only the samples of its own shards.
 
-        A second call goes on with the next epoch. After `load`, what the checkpoint had seen is left out, to the batch.
+        Going through them goes on with the next epoch, every time. After `load`, what the checkpoint had seen is left
+        out, to the batch. `len` of them says how many there are.
 
         Args:
-            dataset: Any map-style data set. Randomness in its `__getitem__` is seeded by (seed, epoch, index).
-            batch_size: Samples of a global batch.
+            dataset: Any map-style data set. Randomness in its `__getitem__` is seeded by (seed, epoch, index). Or an
+                `evenstep.data.stream`, for data that can only be read in order.
+            batch_size: Samples of a global batch. None: the sampler gives whole batches, or the stream whole parts.
             epochs: How often to go through the data.
-            shuffle: A new order for every epoch, fixed by (seed, epoch).
+            shuffle: A new order for every epoch, fixed by (seed, epoch). None: yes, unless there is a sampler.
+            sampler: Which samples an epoch has, in which order: a sampler of `torch.utils.data` (such as
+                `WeightedRandomSampler`), a list of indices, or a function of the epoch that returns one. It may give
+                lists of indices, which are whole global batches, of any sizes. What it draws from torch's, NumPy's or
+                Python's generators, or from a `generator` that it has as torch's do, is seeded by (seed, epoch).
             drop_last: Leave out a last batch that is short. It need not be: uneven batches are exact.
             batch_per_worker: The global batch has `batch_size` samples for each worker that the run was started with
                 (weak scaling). That number is then part of the arithmetic, and stays what it was when workers come
@@ -382,50 +390,27 @@ class Run:
             prefetch: Batches that each loader process holds ready.
 
         Raises:
+            ConfigError: The arguments contradict each other, or the data set is no map-style one.
             CheckpointError: What was loaded had global batches of another size, with `batch_per_worker`.
         """
-        plan = Plan(
-            num_samples(dataset), batch_size, self.shards, self.config.seed, shuffle, drop_last, deal,
-            self.group, self.num_groups,
+        loading = Loading(collate_fn, loaders, prefetch)
+        if isinstance(dataset, Streamed):
+            if shuffle is not None or sampler is not None or drop_last or batch_per_worker or deal != "position":
+                raise ConfigError(
+                    "a stream has an order of its own, and a last batch of any size: shuffle, sampler, drop_last, "
+                    "batch_per_worker and deal are for data with an index"
+                )
+            return self._feed.streams(dataset, batch_size, epochs, loading)
+        size, seed = num_samples(dataset), self.config.seed
+        shuffled = sampler is None if shuffle is None else shuffle
+        order = Order(
+            size, batch_size, self.shards, seed, shuffled, drop_last, deal, self.group, self.num_groups,
+            None if sampler is None else Sampling(sampler, size, seed),
         )  # fmt: skip
-        num_workers = self._num_workers_at_start() if batch_per_worker else None
+        num_workers = self._feed.num_workers_at_start() if batch_per_worker else None
         if num_workers is not None:
-            plan = replace(plan, batch_size=batch_size * num_workers)
-        if plan.num_batches < self.num_groups:
-            raise ConfigError(
-                f"{self.num_groups} groups but only {plan.num_batches} batches of {plan.batch_size} in an epoch: every "
-                "group needs one; use a smaller batch_size, or fewer groups"
-            )
-        self._saving.begin_data(plan, num_workers)
-        loader = self._loader(dataset, "sample", collate_fn, loaders, prefetch, skip=lambda: self._ledger.catching_up)
-        start = self._saving.position or {"epoch": 0, "batch": 0}
-        base, self._epochs = self._epochs, self._epochs + epochs
-
-        def requests() -> Iterator[Any]:
-            for epoch in range(max(base, start["epoch"]), base + epochs):
-                yield from plan.requests(epoch, start["batch"] if epoch == start["epoch"] else 0)
-
-        shown = -1
-        for batch in loader.load(requests()):
-            if self._env.max_steps is not None and self.version >= self._env.max_steps:
-                return
-            wrap = batch.number == plan.numbers[-1]
-            self._saving.next = {"epoch": batch.epoch + wrap, "batch": 0 if wrap else batch.number + 1}
-            self._last = (None, {})
-            at, of = plan.numbers.index(batch.number), len(plan.numbers)
-            if batch.epoch != shown:
-                shown = batch.epoch  # starts the clock of the epoch
-                self._sums = (0, {})
-                self._show(Progress(batch.epoch - base, epochs, at, of, 0, None, {}))
-            yield batch
-            loss, metrics = self._last
-            size = len(batch)
-            self._show(Progress(batch.epoch - base, epochs, at + 1, of, size, loss, metrics, size))
-
-    def _add(self, num_samples: int, loss: float, metrics: dict[str, float]) -> None:
-        total, sums = self._sums
-        found = {"loss": loss, **metrics}.items()
-        self._sums = (total + num_samples, {name: sums.get(name, 0.0) + num_samples * mean for name, mean in found})
+            order = order.times(num_workers)
+        return self._feed.batches(dataset, order, epochs, loading, num_workers)
 
     def metrics(self) -> dict[str, float]:
         """Mean loss and metrics of the steps of this epoch so far, or of the last one, over the samples of all groups.
@@ -436,46 +421,13 @@ class Run:
         tag = f"metrics {self._meetings}"
 
         def attempt() -> Entry:
-            total, sums = self._sums
-            means = {name: value / total for name, value in sums.items()}
-            merged = self._engine.merge(tag, means, total)
+            merged = self._engine.merge(tag, self._meter.means(), self._meter.num_samples)
             self._group.barrier("metrics")
             return Entry("metrics", merged)
 
         found: dict[str, float] = self._perform("metrics", attempt, lambda entry, _: entry.value)
         self._meetings += 1
         return found
-
-    def _show(self, progress: Progress) -> None:
-        """Show the progress of all: the first worker's."""
-        if self._display is not None and self._group.rank == 0 and self._ledger.took_part:
-            self._display.show(progress)
-
-    def _num_workers_at_start(self) -> int:
-        """How many workers the run was started with: what was asked for, and first of all, if it has been resumed.
-
-        Neither how many there are now nor how many came: else a worker that dies early would change the result.
-        """
-
-        def attempt() -> Entry:
-            return Entry("batch per worker", self._group.gather_json("batch per worker", self._env.num_workers)[0])
-
-        found: int = self._perform("batch per worker", attempt, lambda entry, _: entry.value)
-        return found
-
-    def _loader(self, dataset: Any, purpose: str, collate: Any, loaders: int, prefetch: int, **options: Any) -> Loader:
-        return Loader(
-            dataset,
-            lambda: self._engine.mine,
-            self.config.seed,
-            purpose,
-            device=self.config.device,
-            collate=collate,
-            loaders=loaders,
-            prefetch=prefetch,
-            timeout_s=self.config.timeout_s,
-            **options,
-        )
 
     def step(
         self,
@@ -510,11 +462,11 @@ class Run:
         try:
             if self._env.resume:
                 self._saving.say_if_none()
-            pair = self._pair(optimizer)
+            prepared = self._prepared(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
-            outcome = self._engine.step(samples, function, pair, clip_norm, clip_value)
-            if self._saving.next is not None and self._saving.next["batch"] == 0:
+            outcome = self._engine.step(samples, function, prepared, Clipping(clip_norm, clip_value))
+            if samples.is_last:
                 self._engine.end_of_epoch()
             self._trace(first=False)
             self._saving.heed()
@@ -522,28 +474,28 @@ class Run:
             self._tell_others()
             raise
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
-        self._last = (float(outcome.loss), outcome.metrics)
-        self._add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
+        self._meter.add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
 
-    def _pair(self, optimizer: Optimizer | None) -> Pair:
-        pairs = self._engine.pairs
-        if not pairs:
+    def _prepared(self, optimizer: Optimizer | None) -> PreparedOptimizer:
+        optimizers = self._engine.optimizers
+        if not optimizers:
             raise ConfigError("no optimizer was prepared; call model, optimizer = run.prepare(model, optimizer) first")
-        if optimizer is None and len(pairs) > 1:
+        if optimizer is None and len(optimizers) > 1:
             raise ConfigError(
-                f"{len(pairs)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
+                f"{len(optimizers)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
             )
-        for pair in pairs:
-            if optimizer is None or pair.optimizer is optimizer:
-                return pair
+        for prepared in optimizers:
+            if optimizer is None or prepared.optimizer is optimizer:
+                return prepared
         raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
 
     def _cut(self, batch: Any) -> Batch:
         whole = Whole(batch)
         spans = cut(whole.num_rows, self.shards)
         sizes = [end - first for first, end in spans]
-        return Batch(0, self.version, sizes, {}, lambda k: whole.part(*spans[k]), self.config.device, batch)
+        name = f"batch {self.version}"
+        return Batch(name, sizes, lambda k: whole.part(*spans[k]), {}, self.config.device, whole=batch)
 
     def evaluate(
         self,
@@ -568,15 +520,16 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
-        plan = self._in_order(dataset, batch_size, self.group, self.num_groups)
+        order = self._in_order(dataset, batch_size, self.group, self.num_groups)
+        loading = Loading(collate_fn, loaders, prefetch)
         tag = f"evaluate {self._meetings}"
 
         def attempt() -> Entry:
             self._engine.level(tag)
             with evaluating(self._engine.models.slots.modules), self._engine.whole():
-                batches = self._loader(dataset, "evaluate", collate_fn, loaders, prefetch).load(plan.requests(0))
+                batches = self._feed.loader(dataset, "evaluate", loading).load(order.requests(0))
                 means = mean_metrics(self._engine, batches, metrics)
-            return Entry("evaluate", self._engine.merge(tag, means, plan.num_dealt))
+            return Entry("evaluate", self._engine.merge(tag, means, order.num_dealt))
 
         found: dict[str, float] = self._perform("evaluate", attempt, lambda entry, _: entry.value)
         self._meetings += 1
@@ -602,22 +555,22 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
-        plan = self._in_order(dataset, batch_size)
+        order, loading = self._in_order(dataset, batch_size), Loading(collate_fn, loaders, prefetch)
         tag = f"predict {self._meetings}"
 
         def attempt() -> Entry:
             self._engine.level(tag)
             with evaluating(self._engine.models.slots.modules), self._engine.whole():
-                batches = self._loader(dataset, "evaluate", collate_fn, loaders, prefetch).load(plan.requests(0))
+                batches = self._feed.loader(dataset, "evaluate", loading).load(order.requests(0))
                 shape, tensors = collect_outputs(self._engine, batches, function)
                 return Entry("predict", shape, safetensors.torch.save(tensors))
 
         self._meetings += 1
         return self._perform("predict", attempt, lambda entry, _: fill(entry.value, safetensors.torch.load(entry.blob)))
 
-    def _in_order(self, dataset: Any, batch_size: int, group: int = 0, groups: int = 1) -> Plan:
+    def _in_order(self, dataset: Any, batch_size: int, group: int = 0, groups: int = 1) -> Order:
         size, seed = num_samples(dataset), self.config.seed
-        return Plan(size, batch_size, self.shards, seed, shuffle=False, drop_last=False, group=group, groups=groups)
+        return Order(size, batch_size, self.shards, seed, shuffle=False, drop_last=False, group=group, groups=groups)
 
     def edit(self, function: Callable[[], None]) -> None:
         """Change parameters or buffers of prepared models between steps: clip, reset, average, load.
@@ -682,6 +635,13 @@ class Run:
             )
         if rows.dtype not in SUMMABLE or not rows.numel():
             raise ConfigError(f"exchange got {rows.dtype} {tuple(rows.shape)}; expected at least one of {SUMMABLE}")
+
+    def print(self, *values: object, sep: str = " ") -> None:
+        """As Python's `print`, once for the whole run: the first worker's, and no line twice if it is replaced.
+
+        All workers must call this alike; it waits for nobody.
+        """
+        self._voice.print(sep.join(map(str, values)))
 
     def fingerprint(self) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of parameters, buffers and optimizer state.

@@ -1,5 +1,7 @@
 """What of a run is kept in checkpoints, and how it goes on from them."""
 
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -7,12 +9,13 @@ from typing import Any, Protocol, TypeVar
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError, ConfigError, Stopped
 from evenstep.core.output import say
-from evenstep.data.order import Plan
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
 from evenstep.run import checkpoint
 from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
+from evenstep.run.claim import Claim
+from evenstep.run.facts import pack, unpack
 
 __all__ = ["Perform", "Saving"]
 
@@ -34,6 +37,7 @@ class Saving:
         ledger: The run's.
         engine: Holds the state.
         perform: Does an operation on all workers.
+        job: Tells the job of a launcher from others; None: there is no launcher.
 
     Attributes:
         tracked: What else the user wants to be kept, by name.
@@ -41,16 +45,19 @@ class Saving:
         next: Where batches would go on after the current one.
     """
 
-    def __init__(self, config: RunConfig, ledger: Ledger, engine: Engine, perform: Perform) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, engine: Engine, perform: Perform, job: str | None) -> None:
         self._config, self._ledger, self._group, self._engine = config, ledger, ledger.group, engine
         self._perform = perform
         self.tracked: dict[str, Any] = {}
         self.position: dict[str, int] | None = None
         self.next: dict[str, int] | None = None
-        self._data: list[list[int]] = []  # the sizes of what was gone through so far
-        self._past: list[list[int]] = []  # the same of the loaded checkpoint
+        self._data: list[list[int | None]] = []  # the sizes of what was gone through so far
+        self._past: list[list[int | None]] = []  # the same of the loaded checkpoint
         self._checkpoints: Checkpoints | None = None
         self._resumption: Resumption | None = None
+        self._hold: Claim | None = None
+        self._last: Snapshot | None = None
+        self._run = job or f"process {os.getpid()} on {socket.gethostname()}"
 
     def track(self, name: str, value: Any) -> None:
         """See `Run.track`."""
@@ -60,17 +67,18 @@ class Saving:
             )
         self.tracked[name] = value
 
-    def begin_data(self, plan: Plan, num_workers: int | None) -> None:
+    def begin_data(self, num_samples: int | None, batch_size: int | None, num_workers: int | None) -> None:
         """A data set is about to be gone through; see that the checkpoint we go on from went through the like of it.
 
         Args:
-            plan: How.
+            num_samples: How many it has; None: nobody knows.
+            batch_size: Samples of a global batch, if they are equally many.
             num_workers: Of which number of workers its global batches are a multiple, if that was asked for.
 
         Raises:
             CheckpointError: It went through another.
         """
-        sizes, number = [plan.num_samples, plan.batch_size], len(self._data)
+        sizes, number = [num_samples, batch_size], len(self._data)
         if self._resumption is not None:
             self._resumption.check_data(number, sizes)
         if num_workers is not None and number < len(self._past) and self._past[number] != sizes:
@@ -127,10 +135,10 @@ class Saving:
             if "failure" in facts:
                 return str(facts["failure"])
             self._engine.restored(facts["news"], facts["version"], took_part)
-            for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
-                pair.set_hyperparameters(checkpoint.unpack(groups))
+            for prepared, groups in zip(self._engine.optimizers, facts["groups"], strict=True):
+                prepared.set_hyperparameters(unpack(groups))
             for name, value in self.tracked.items():
-                value.load_state_dict(checkpoint.unpack(facts["tracked"][name]))
+                value.load_state_dict(unpack(facts["tracked"][name]))
             self.position = self.next = facts["position"]
             self._past = facts["data"]
             if took_part and self._engine.state.fingerprint() != facts["fingerprint"]:
@@ -143,28 +151,40 @@ class Saving:
 
     def begin(self, directory: Path, every: int | str, keep: int, *, resume: bool) -> None:
         """See `Run.checkpoint`."""
-        self._checkpoints = Checkpoints(directory, every, keep)
+        self.close()
+        saves = self._checkpoints = Checkpoints(directory, every, keep)
 
         def attempt() -> Entry:
             found, failure = None, None
-            if resume and self._group.rank == 0 and self._checkpoints is not None:
+            if self._group.rank == 0:
                 try:
-                    found = self._checkpoints.find(self._identity(), self._engine.state.tensors(), self._ledger)
+                    self._claim(directory, self._run)
+                    if resume:
+                        found = saves.find(self._identity(), self._engine.state.tensors(), self._ledger)
                 except CheckpointError as error:
                     failure = str(error)
             facts = found and {"path": str(found.path), **{key: found.facts[key] for key in ("data", "fingerprint")}}
-            facts, failure = self._group.gather_json("checkpoint", [facts, failure])[0]
+            facts, run, failure = self._group.gather_json("checkpoint", [facts, self._run, failure])[0]
             if failure is not None:
                 raise CheckpointError(failure)
-            return Entry("checkpoint", facts, followers=found.entries if found else ())
+            return Entry("checkpoint", {"run": run, "from": facts}, followers=found.entries if found else ())
 
         def adopt(entry: Entry, _: bool) -> None:
-            if entry.value is not None:
-                self._resumption = Resumption(Path(entry.value["path"]), entry.value, self._engine, self._ledger)
+            self._claim(directory, entry.value["run"])
+            facts = entry.value["from"]
+            if facts is not None:
+                self._resumption = Resumption(Path(facts["path"]), facts, self._engine, self._ledger)
                 for number, sizes in enumerate(self._data):
                     self._resumption.check_data(number, sizes)
 
         self._perform("checkpoint", attempt, adopt)
+
+    def _claim(self, directory: Path, run: str) -> None:
+        """Every worker may come to write: so each has a hold on the directory."""
+        if self._hold is None:
+            hold = Claim(directory, run)
+            hold.take()
+            self._hold = hold
 
     def say_if_none(self) -> None:
         """The run shall go on from a checkpoint and is about to do its first step: say so if there is none to find."""
@@ -179,14 +199,22 @@ class Saving:
         _, asked, stop = self._ledger.asked
         saves = self._checkpoints if self._group.rank == 0 else None
         if saves is not None and (stop or saves.due(self._engine.version, asked)):
-            tensors = {name: tensor.clone() for name, tensor in self._engine.state.tensors().items()}
-            past = self._ledger.journal.packed(self._ledger.done)
-            saves.write(Snapshot(tensors, self._facts(), past), wait=bool(stop))
+            saves.write(self._snapshot(), wait=bool(stop))
         if stop:
             if self._group.rank == 0:
                 path = saves and saves.newest()
                 self._group.tell({"stopped": {"step": self._engine.version, "checkpoint": path and str(path)}})
             raise Stopped
+
+    def conclude(self) -> None:
+        """After the last step: if one was due there while another was being written, `close` will write it."""
+        saves = self._checkpoints if self._group.rank == 0 and self._ledger.took_part else None
+        if saves is not None and not self._ledger.catching_up and saves.is_missing(self._engine.version):
+            self._last = self._snapshot()
+
+    def _snapshot(self) -> Snapshot:
+        tensors = {name: tensor.clone() for name, tensor in self._engine.state.tensors().items()}
+        return Snapshot(tensors, self._facts(), self._ledger.journal.packed(self._ledger.done))
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -195,15 +223,21 @@ class Saving:
             "position": self.next,
             "data": list(self._data),
             "values": dict(self._engine.state.values),
-            "groups": [checkpoint.pack(pair.hyperparameters()) for pair in self._engine.pairs],
-            "tracked": {name: checkpoint.pack(value.state_dict()) for name, value in self.tracked.items()},
+            "groups": [pack(prepared.hyperparameters()) for prepared in self._engine.optimizers],
+            "tracked": {name: pack(value.state_dict()) for name, value in self.tracked.items()},
         }
 
     def _identity(self) -> dict[str, int]:
         """What must be alike for a checkpoint to fit."""
-        return {"shards": self._config.shards, "seed": self._config.seed, "optimizers": len(self._engine.pairs)}
+        return {"shards": self._config.shards, "seed": self._config.seed, "optimizers": len(self._engine.optimizers)}
 
     def close(self) -> None:
-        """Wait for what is being written, for a bounded time."""
+        """Write what is still missing, for a bounded time, and let others have the directory."""
         if self._checkpoints is not None:
+            last, self._last = self._last, None
+            if last is not None:
+                self._checkpoints.write(last, wait=False)
             self._checkpoints.close()
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None

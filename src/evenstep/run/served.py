@@ -15,6 +15,7 @@ synchronous update needs what died with the worker, so the run ends with a sente
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,59 +26,23 @@ from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
 from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.core.events import send
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, StepFunction, Work
-from evenstep.engine.gradients import Gradients
-from evenstep.engine.pair import Pair
+from evenstep.engine.delivery import Delivery
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.results import ShardResult, merge
 from evenstep.engine.slots import spanning_layers
 from evenstep.engine.step import Engine
-from evenstep.exchange.group import Group
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
 from evenstep.nn.features.layer import Partitioned
-from evenstep.plan import tree
 from evenstep.plan.placement import cut
+from evenstep.plan.summing import Span, Summing
 from evenstep.run.through import PREFIX, Through, options_of
 
 __all__ = ["ServedEngine"]
 
 _sent_before: dict[str, int] = {}  # what earlier lives of this process's workers have sent, by name
-
-
-class NodeGradients(Gradients):
-    """As `Gradients`, but what is left at the end are the tree nodes of this worker, to be added up elsewhere."""
-
-    def __init__(self, group: Group, names: Sequence[str], like: Sequence[Tensor], num_shards: int) -> None:
-        self._num_shards = num_shards
-        super().__init__(group, names, like)
-
-    def replan(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Take on the shards of this worker; there is only one here."""
-        (span,) = spans
-        super().replan([(0, self._num_shards)])
-        self.cover = tree.cover(span, self._num_shards)
-        self._nodes = [(0, n) for n in range(len(self.cover))]
-        self._leaves = range(*span)
-        self._merges = tree.merge_program(tuple((k, k + 1) for k in self._leaves), self._num_shards)
-        self._completes = {end - 1: n for n, (_, end) in enumerate(self.cover)}
-        self._num_nodes = len(self.cover)
-        self._present = torch.zeros(max(len(self._nodes), 1), len(self._like), dtype=torch.uint8).numpy()
-
-    def _reduce_what_is_ready(self) -> None:
-        """Nothing is reduced here."""
-
-    def nodes(self) -> list[tuple[tuple[int, int], dict[int, Tensor]]]:
-        """The sums over each tree node, by parameter, where there is a gradient."""
-        found = []
-        for n, span in enumerate(self.cover):
-            held = {i: tensor for i, stack in enumerate(self._stacks) if (tensor := stack[n]) is not None}
-            found.append((span, held))
-        return found
-
-    def finish(self) -> dict[int, Tensor | None]:
-        """The sums over this worker's shards alone, from left to right."""
-        found = _added(self.nodes())
-        return {i: found.get(i) for i in range(len(self._like))}
 
 
 class ServedEngine(Engine):
@@ -136,6 +101,9 @@ class ServedEngine(Engine):
     def _replan(self, spans: list[tuple[int, int]] | None = None) -> None:
         super()._replan([self._own])
 
+    def _lay_out(self, prepared: PreparedOptimizer, _: Sequence[Span]) -> tuple[Summing, Delivery]:
+        return prepared.alone(self._own, self.config.shards, add=self._local or self.client.staleness != 0)
+
     @property
     def weighs(self) -> bool:  # type: ignore[override]  # decided for each run here
         """Whether losses can be weighted by something else than rows."""
@@ -169,10 +137,10 @@ class ServedEngine(Engine):
                 "or train without a server"
             )
         super().prepare(model, optimizer)
-        for pair in self.pairs:
-            self._options = options_of(pair)
-            pair.gradients = NodeGradients(self.group, pair.names, pair.parameters, self.config.shards)
-            pair.gradients.replan([self._own])
+        for prepared in self.optimizers:
+            self._options = options_of(prepared)
+            prepared.lay_out = partial(self._lay_out, prepared)
+            prepared.replan([self._own])
         self._join()
 
     def _join(self) -> None:
@@ -206,9 +174,8 @@ class ServedEngine(Engine):
         kind: str,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
-        clip_norm: float | None,
-        clip_value: float | None,
+        prepared: PreparedOptimizer,
+        clipping: Clipping,
     ) -> Entry:
         sizes = list(samples.sizes)
         if self._local or self.client.staleness != 0:  # a mean over this worker's samples
@@ -217,27 +184,25 @@ class ServedEngine(Engine):
             return Entry(kind, [*self._last, None, [], {}])
         if self._local:
             mine = _Some(samples, sizes)
-            return super()._try(kind, mine, function, pair, clip_norm, clip_value)
-        if clip_norm is not None or clip_value is not None:
+            return super()._try(kind, mine, function, prepared, clipping)
+        if clipping:
             raise UnsupportedError(
                 "gradients are added up on the server, so they cannot be clipped here; with aggregate=True they can"
             )
         parts = {k: samples.part(k) for k in self.mine if sizes[k]}
-        work = Work(self.version, parts, sizes, samples.name, function, pair)
-        pair.gradients.begin(1 + self.group.exchanges, [0], list(parts))
+        work = Work(self.version, parts, sizes, samples.name, function, prepared, clipping)
+        prepared.gradients.begin(1 + self.group.exchanges, [0], list(parts))
         results = self.compute.run(work) if parts else {}
-        self._scale({}, 1.0 if any(result.weighted for result in results.values()) else None)
-        pair.gradients.end_backward()
+        self._check_weights(any(result.weighted for result in results.values()))
+        prepared.gradients.end_backward()
         notes = self._send(work, results)
-        pair.stepped_elsewhere()
+        prepared.stepped_elsewhere()
         outcome = list(_means(notes, sizes)) if any(sizes) else self._last  # it may have no sample of a short batch
         return Entry(kind, [*outcome, None, [], {}])
 
     def _send(self, work: Work, results: dict[int, ShardResult]) -> list[Any]:
         """Send the gradients, and take over what the server makes of them."""
-        gradients = work.pair.gradients
-        assert isinstance(gradients, NodeGradients), "prepare has put it there"
-        names = [name.removeprefix(PREFIX) for name in work.pair.names]
+        names = [name.removeprefix(PREFIX) for name in work.prepared.names]
         packed = {k: r.pack() for k, r in results.items()}
         note: dict[str, Any] = {"batch": [work.samples, list(work.sizes)], "results": packed}
         if self.client.staleness != 0:
@@ -245,8 +210,8 @@ class ServedEngine(Engine):
         buffers = {name.removeprefix(PREFIX): t for name, t in self.models.take_buffers().items()}
         more: dict[str, Any] = {"note": note, "buffers": list(buffers)}
         update: dict[str, Tensor] = dict(buffers)
-        nodes = gradients.nodes()
         if self.client.staleness == 0:
+            nodes = work.prepared.gradients.nodes()
             more |= {
                 "shards": self.config.shards,
                 "spans": [list(span) for span, _ in nodes],
@@ -255,9 +220,10 @@ class ServedEngine(Engine):
             for (first, end), held in nodes:
                 update |= {f"{first}-{end}/{names[i]}": tensor for i, tensor in held.items()}
         else:
-            update |= {names[i]: total for i, total in _added(nodes).items()}
+            sums = work.prepared.gradients.finish()
+            update |= {names[i]: total for i, total in sums.items() if total is not None}
             more["samples"] = sum(work.sizes)
-        if (options := options_of(work.pair)) != self._options:
+        if (options := options_of(work.prepared)) != self._options:
             more["options"] = options
         reply = self.client.update(update, timeout_s=self.config.timeout_s, **more)
         self._options = options
@@ -305,12 +271,11 @@ class ServedEngine(Engine):
         self,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        prepared: PreparedOptimizer,
+        clipping: Clipping,
     ) -> Any:
         """See `Engine.step`; the other workers meet this one at the server only."""
-        outcome = super().step(samples, function, pair, clip_norm, clip_value)
+        outcome = super().step(samples, function, prepared, clipping)
         self._last = [float(outcome.loss), outcome.metrics]
         self.adopted()
         return outcome
@@ -356,15 +321,6 @@ class _Some:
 def _name(env: Environment) -> str:
     """What this worker calls itself: alike for all its lives in one job, and in no other job."""
     return f"worker-{env.worker}" if env.job is None else f"worker-{env.worker}.{env.job}"
-
-
-def _added(nodes: Sequence[tuple[tuple[int, int], dict[int, Tensor]]]) -> dict[int, Tensor]:
-    """The sum over the nodes of one worker, from left to right."""
-    total: dict[int, Tensor] = {}
-    for _, held in nodes:
-        for i, tensor in held.items():
-            total[i] = total[i].add_(tensor) if i in total else tensor
-    return total
 
 
 def _means(notes: Sequence[Any], sizes: Sequence[int]) -> tuple[float, dict[str, float]]:

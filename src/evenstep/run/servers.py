@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from evenstep.core.env import Place
 from evenstep.core.errors import MismatchError
+from evenstep.plan.groups import Standing
 from evenstep.server import between
 from evenstep.server.client import Client, connect
 from evenstep.server.recipes import Recipe
@@ -24,7 +24,7 @@ class Servers:
     """Where every part is.
 
     Args:
-        place: Where the group stands.
+        standing: Where the group stands.
         parts: The names of each part's parameters.
         server_of: Which server of a group has each part.
         buffers: The names of all buffers; the first server of a group has them.
@@ -34,14 +34,14 @@ class Servers:
 
     def __init__(
         self,
-        place: Place,
+        standing: Standing,
         parts: Sequence[Sequence[str]],
         server_of: Sequence[int],
         buffers: list[str],
         timeout_s: float,
         look: Callable[[], None],
     ) -> None:
-        self._place, self._parts, self._server_of, self._buffers = place, parts, server_of, buffers
+        self._standing, self._parts, self._server_of, self._buffers = standing, parts, server_of, buffers
         self._timeout_s, self._look = timeout_s, look
         self._lock = threading.Lock()
         self._clients: dict[int, Client] = {}
@@ -65,8 +65,8 @@ class Servers:
     def _client(self, part: int) -> Client:
         with self._lock:
             if part not in self._clients:
-                server = self._place.servers[self._place.server_group][self._server_of[part]]
-                name = f"group {self._place.group}, part {part}"
+                server = self._standing.servers[self._standing.server_group][self._server_of[part]]
+                name = f"group {self._standing.group}, part {part}"
                 self._clients[part] = self._connect(server["memory"], name)
             return self._clients[part]
 
@@ -84,11 +84,11 @@ class Servers:
         return held + (self._buffers if server == 0 else [])
 
     def _reader(self, group: int, server: int) -> Client:
-        url = self._place.servers[group][server]["tcp"]
-        return self._connect(url, f"group {self._place.group}", register=False)
+        url = self._standing.servers[group][server]["tcp"]
+        return self._connect(url, f"group {self._standing.group}", register=False)
 
     def _connect(self, url: str, name: str, *, register: bool = True) -> Client:
-        return connect(url, worker=name, token=self._place.token, timeout_s=self._timeout_s, register=register)
+        return connect(url, worker=name, token=self._standing.token, timeout_s=self._timeout_s, register=register)
 
     def put(self, state: Mapping[str, Tensor], recipe: Recipe | None) -> None:
         """Give every server of every server group its parts, unless it has them."""
@@ -97,7 +97,7 @@ class Servers:
             groups = [{**group, "names": names} for group, names in zip(recipe["groups"], bare, strict=True)]
             recipe = {**recipe, "groups": groups}
         buffers = [name.removeprefix(_PREFIX) for name in self._buffers]
-        for group, servers in enumerate(self._place.servers):
+        for group, servers in enumerate(self._standing.servers):
             for server in range(len(servers)):
                 with self._reader(group, server) as client:
                     if client.status()["owner"] is None:
@@ -107,7 +107,7 @@ class Servers:
     def everything(self, group: int) -> dict[str, Tensor]:
         """What a server group has."""
         found: dict[str, Tensor] = {}
-        for server in range(len(self._place.servers[group])):
+        for server in range(len(self._standing.servers[group])):
             with self._reader(group, server) as client:
                 found |= _named(client.get_parameters())
         return found
@@ -116,7 +116,7 @@ class Servers:
         """What the optimizers of the first server group keep, by the run's names."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
-        for server in range(len(self._place.servers[0])):
+        for server in range(len(self._standing.servers[0])):
             with self._reader(0, server) as client:
                 found = between.optimizer_state(client)
             tensors |= {_state_name(name): tensor for name, tensor in found[0].items()}
@@ -127,22 +127,22 @@ class Servers:
         """Give the first server of the first group new values of buffers."""
         if buffers:
             named = {name.removeprefix(_PREFIX): tensor for name, tensor in buffers.items()}
-            url = self._place.servers[0][0]["tcp"]
-            with self._connect(url, f"group {self._place.group}, buffers") as client:
+            url = self._standing.servers[0][0]["tcp"]
+            with self._connect(url, f"group {self._standing.group}, buffers") as client:
                 client.update_parameters(named, kind="peer", buffers=list(named))  # by the server, lock or not
 
     def flush(self) -> None:
         """Have the servers of this group tell all others of their updates."""
-        if len(self._place.servers) > 1:
-            for server in range(len(self._place.servers[self._place.server_group])):
-                with self._reader(self._place.server_group, server) as client:
+        if len(self._standing.servers) > 1:
+            for server in range(len(self._standing.servers[self._standing.server_group])):
+                with self._reader(self._standing.server_group, server) as client:
                     between.flush(client, self._timeout_s)
 
     def meet(self, tag: str, value: Any = None) -> dict[str, Any]:
         """Wait for all groups; return what each left."""
         if self._hub is None:
             self._hub = self._reader(0, 0)
-        return between.meet(self._hub, tag, value, self._place.groups, self._timeout_s, self._look)
+        return between.meet(self._hub, tag, value, self._standing.groups, self._timeout_s, self._look)
 
     def compare_models(self, state: Mapping[str, Tensor]) -> None:
         """Wait for all groups, and see that they have the same model.
@@ -155,7 +155,7 @@ class Servers:
             for here, there in zip([*mine, None], [*theirs, None], strict=False):
                 if here != there:
                     raise MismatchError(
-                        f"{group} prepares {there or 'nothing more'} where group {self._place.group} prepares "
+                        f"{group} prepares {there or 'nothing more'} where group {self._standing.group} prepares "
                         f"{here or 'nothing more'}: all groups must build the same model"
                     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from evenstep.native import core
 from evenstep.server.wire import Spec, encode
-from evenstep.transport.segment import aligned
+from evenstep.transport.memory import aligned
 
 __all__ = ["Image", "Images", "hand_over", "map_image", "places"]
 

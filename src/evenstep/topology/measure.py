@@ -96,7 +96,7 @@ def _be_worker(segment: Segment, worker: int, core_number: int, num_bytes: int, 
     try:
         core.die_with_parent()
         os.sched_setaffinity(0, {core_number})
-        group = Group(segment, worker, _PATIENCE_S + _PAIR_S)
+        group = Group.around(segment, worker, _PATIENCE_S + _PAIR_S)
         try:
             found: object = _exchange_pairwise(group, num_bytes)
         except Exception as error:  # noqa: BLE001  # the border of the process: it is said, and the measurement ends

@@ -6,7 +6,7 @@ parameter gives it a gradient, so `optimizer.step()` changes owned parameters on
 
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,22 @@ from torch.optim import Optimizer
 
 from evenstep.core import points
 from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
+from evenstep.engine.delivery import Delivery, Local, SharedAreas
 from evenstep.engine.edits import Edit
+from evenstep.engine.form import Form
 from evenstep.engine.gradients import Gradients
-from evenstep.engine.state import Entry, State, is_dense
+from evenstep.engine.state import Entry, State
 from evenstep.exchange.group import Group
+from evenstep.plan.summing import Leaves, Span, Summing, plan_nodes, plan_summing
 
-__all__ = ["News", "Pair"]
+__all__ = ["News", "PreparedOptimizer"]
 
 
 News = list[Any]
-"""What is new in optimizers' state: [parameter, {key: [shape, dtype, stride]}, {key: plain value}], in order."""
+"""What is new in optimizers' state: [parameter, {key: its form}, {key: plain value}], in order."""
 
 
-class Pair:
+class PreparedOptimizer:
     """An optimizer with the parameters that it trains.
 
     Making one takes room in the segment, so all workers must do it alike; it talks to nobody.
@@ -49,7 +52,8 @@ class Pair:
         self.parameters = self._listed()
         _check_kind(optimizer)
         self.names = self._names_of(self.parameters, names)
-        self.gradients = Gradients(group, self.names, self.parameters)
+        self.lay_out: Callable[[Sequence[Span]], tuple[Summing, Delivery]] = self.in_tree
+        self._make_gradients()
         self._entries: dict[int, dict[str, Entry]] = {}
         for p in self.parameters:  # an optimizer may make state when it is built, before the model moved to its device
             held = optimizer.state.get(p, {})
@@ -60,6 +64,11 @@ class Pair:
         self._left: list[
             tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]
         ] = []  # the state as the last step left it
+
+    def _make_gradients(self) -> None:
+        self.gradients = Gradients(self.names)
+        shape = (self._group.segment.num_workers, max(len(self.names), 1))
+        self._words = self._state.memory.words(shape[0] * shape[1]).view(shape)
 
     def _listed(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -97,7 +106,7 @@ class Pair:
         """
         self.names = self.names + self._names_of(parameters, names)
         self.parameters = [*self.parameters, *parameters]
-        self.gradients = Gradients(self._group, self.names, self.parameters)
+        self._make_gradients()
 
     def agree(self) -> News:
         """See that all workers prepare the same; return the state that the first worker's optimizer brings along.
@@ -140,9 +149,6 @@ class Pair:
         finally:
             for p in self.parameters:
                 p.grad = None
-        for i in touched:
-            for entry in (self._state.entries[self.names[i]], *self._entries.get(i, {}).values()):
-                entry.publish()
         return self._news(touched)
 
     def edit(self) -> "Edit":
@@ -164,17 +170,15 @@ class Pair:
         changed = options if options != self._undo_options else None
         if not edit.touched:
             return [[], [], changed]
-        for entries in self._entries.values():
-            for entry in entries.values():
-                entry.publish()
         news = self._news(range(len(self.parameters)))
         for i, tensors, _ in news:
-            for key, (shape, dtype, _) in tensors.items():
-                known = self._entries.get(i, {}).get(key)
-                if known is not None and _describe(known.live)[:2] != [shape, dtype]:
+            for key, packed in tensors.items():
+                known, form = self._entries.get(i, {}).get(key), Form.unpack(packed)
+                if known is not None and (known.live.shape, known.live.dtype) != (form.shape, form.dtype):
                     raise UnsupportedError(
                         f"run.edit turned '{key}' of '{self.names[i]}' in {type(self.optimizer).__name__} into "
-                        f"{dtype} {tuple(shape)}; expected {known.live.dtype} {tuple(known.live.shape)} as before"
+                        f"{form.dtype} {tuple(form.shape)}; expected {known.live.dtype} {tuple(known.live.shape)} as "
+                        "before"
                     )
         gone = []
         for i, before in self._undo.items():
@@ -241,34 +245,26 @@ class Pair:
                 entry = self._entries[i][key]
                 if i in mine:
                     entry.live.copy_(held[key])
-            self._hold(i, tensors, {key: held[key] for key in tensors if i in mine})
+            self._hold(i, tensors)
 
     def _reserve(self, i: int, tensors: dict[str, Any]) -> None:
         """Make room for state that has none. Trying an operation again makes the same room, so it may stay."""
         known = self._entries.setdefault(i, {})
         fresh = {
-            f"{self._prefix}.{self.names[i]}.{key}": torch.empty_strided(
-                shape, stride, dtype=getattr(torch, dtype), device="meta"
-            )
-            for key, (shape, dtype, stride) in sorted(tensors.items())
+            f"{self._prefix}.{self.names[i]}.{key}": Form.unpack(packed)
+            for key, packed in sorted(tensors.items())
             if key not in known
         }
         if not fresh:  # even an empty reservation takes room, and whoever tries again would take it once more
             return
-        for entry in self._state.add(fresh, shared=True):
+        for entry in self._state.add(fresh):
             known[entry.name.rpartition(".")[2]] = entry
 
-    def _hold(self, i: int, keys: Iterable[str], own: dict[str, Tensor]) -> None:
-        """Let the optimizer use the state in the segment; on a GPU, copies, and only for what this worker owns."""
+    def _hold(self, i: int, keys: Iterable[str]) -> None:
+        """Let the optimizer use the state that all share."""
         held = self.optimizer.state[self.parameters[i]]
-        device = self.parameters[i].device
         for key in keys:
-            entry = self._entries[i][key]
-            if device.type != "cpu" and entry.live.ndim:
-                owned = self.gradients.owners[i] == self._group.rank
-                entry.working = own.get(key, entry.live.to(device)) if owned or key in own else None
-            if entry.working is not None:
-                held[key] = entry.working
+            held[key] = self._entries[i][key].working
 
     def adopt(self, news: News, took_part: bool) -> None:
         """An operation with this news is committed."""
@@ -276,7 +272,7 @@ class Pair:
             held = self.optimizer.state[self.parameters[i]]
             if not took_part:
                 self._reserve(i, tensors)
-                self._hold(i, tensors, {})
+                self._hold(i, tensors)
             for key in tensors:
                 self._entries[i][key].counts = True
             for key, value in values.items():
@@ -300,18 +296,35 @@ class Pair:
             self.set_hyperparameters(self._undo_options)
         self._undo, self._undo_options = {}, None
 
-    def replan(self, spans: Sequence[tuple[int, int]]) -> None:
+    def replan(self, spans: Sequence[Span]) -> None:
         """The workers, or the shards of each, have changed. All workers must call this alike."""
-        self.gradients.replan(spans)
-        for i, entries in self._entries.items():  # not what an operation made that came to nothing: it is made anew
-            self._hold(i, [key for key, entry in entries.items() if entry.counts], {})
+        self.gradients.plan, self.gradients.delivery = self.lay_out(spans)
+
+    def in_tree(self, spans: Sequence[Span], parts: Sequence[Sequence[int]] | None = None) -> tuple[Summing, Delivery]:
+        """How the workers of a run add up gradients among themselves.
+
+        Args:
+            spans: The shards of each worker.
+            parts: Which parameters are added up together, where that is given.
+        """
+        sizes = [p.numel() * p.element_size() for p in self.parameters]
+        plan = plan_summing(sizes, spans, self._group.rank, parts)
+        if len(spans) == 1:
+            return plan, Local(plan)
+        leaves = [Leaves.of(span, spans[-1][1]) for span in spans]
+        return plan, SharedAreas(plan, self._state.memory, self.parameters, self._words, leaves)
+
+    def alone(self, span: Span, num_shards: int, *, add: bool) -> tuple[Summing, Delivery]:
+        """How a worker adds up the gradients of its own shards if the others are not there; see `plan_nodes`."""
+        plan = plan_nodes([p.numel() * p.element_size() for p in self.parameters], span, num_shards, add=add)
+        return plan, Local(plan)
 
     def news_of(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> News:
         """A checkpoint's state of this optimizer, as news."""
         news = []
         for i, name in enumerate(self.names):
             head = f"{self._prefix}.{name}."
-            mine = {key.removeprefix(head): _describe(t) for key, t in tensors.items() if key.startswith(head)}
+            mine = {key.removeprefix(head): Form.of(t).pack() for key, t in tensors.items() if key.startswith(head)}
             plain = {key.removeprefix(head): v for key, v in values.items() if key.startswith(head)}
             if mine or plain:
                 news.append([i, mine, plain])
@@ -337,10 +350,8 @@ class Pair:
         """Give the optimizer its whole state as ordinary tensors, whoever owned it."""
         for i, entries in self._entries.items():
             for key, entry in entries.items():
-                if entry.counts:
-                    self.optimizer.state[self.parameters[i]][key] = (
-                        entry.live.clone() if entry.working is entry.live or entry.working is None else entry.working
-                    )
+                if entry.counts and self._state.memory.shared:
+                    self.optimizer.state[self.parameters[i]][key] = entry.live.clone()
 
     def _news(self, indices: Sequence[int]) -> News:
         """State that the segment does not have yet."""
@@ -352,7 +363,7 @@ class Pair:
                 entry = self._entries.get(i, {}).get(key)
                 if isinstance(value, Tensor):
                     if entry is None or entry.working is not value:
-                        tensors[key] = _describe(value)
+                        tensors[key] = Form.of(value).pack()
                 elif not isinstance(value, int | float | str | bool | None):
                     raise UnsupportedError(
                         f"{type(self.optimizer).__name__} keeps a {type(value).__name__} as '{key}' for "
@@ -363,12 +374,6 @@ class Pair:
             if tensors or values:
                 news.append([i, tensors, values])
         return news
-
-
-def _describe(tensor: Tensor) -> list[Any]:
-    """Shape, dtype and the strides that the segment keeps."""
-    stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), list(stride)]
 
 
 def _check_kind(optimizer: Optimizer) -> None:

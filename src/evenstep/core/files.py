@@ -1,0 +1,51 @@
+"""Files that somebody else may have put there: only regular ones are read, none without an end."""
+
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+__all__ = ["open_regular", "read_regular", "sync"]
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading. A pipe would block, a device may do anything: neither is touched.
+
+    Raises:
+        OSError: It is missing, or no regular file.
+    """
+    _check(path, os.stat(path))
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    try:
+        _check(path, os.fstat(file.fileno()))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Read a file.
+
+    Raises:
+        OSError: It is missing, no regular file, or longer than that.
+    """
+    with open_regular(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(f"it has more than {most_bytes} bytes")
+    return data
+
+
+def sync(path: Path) -> None:
+    """See that a file, or what a directory lists, is on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _check(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{path.name} is no regular file")

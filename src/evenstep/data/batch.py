@@ -1,0 +1,92 @@
+"""A global batch, of which every worker has the parts of its own shards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from evenstep.core.errors import ConfigError
+from evenstep.data.contents import contents_of
+from evenstep.data.nested import to_device
+
+__all__ = ["Batch", "Position"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the data a batch stands.
+
+    Attributes:
+        epoch: Counted from 0.
+        number: The batch's number in its epoch, over all groups.
+        before: How many batches of its group came before it in its epoch.
+        count: How many its group has in its epoch; None: nobody knows yet.
+        after: Where the data go on after it, as a checkpoint keeps it.
+    """
+
+    epoch: int
+    number: int
+    before: int
+    count: int | None
+    after: dict[str, Any]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its epoch ends with it, as far as one knows."""
+        return self.count == self.before + 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One global batch as one worker has it: the sizes of all shards, the samples of its own.
+
+    Attributes:
+        name: Which batch this is, in words; workers compare it.
+        sizes: The number of samples of every shard.
+        load: Loads the samples of any shard: a worker may have to take over the shards of another.
+        parts: The collated samples of the shards that were loaded so far.
+        device: Where the samples shall be.
+        position: Where in the data it stands; None: the script brought it.
+        whole: All samples, if every worker came with all of them.
+    """
+
+    name: str
+    sizes: list[int]
+    load: Callable[[int], Any]
+    parts: dict[int, Any]
+    device: str = "cpu"
+    position: Position | None = None
+    whole: Any = None
+
+    @property
+    def number(self) -> int:
+        """Its number in its epoch; 0 where the script brought it."""
+        return 0 if self.position is None else self.position.number
+
+    @property
+    def is_last(self) -> bool:
+        """Whether an epoch ends with it."""
+        return self.position is not None and self.position.is_last
+
+    def contents(self) -> dict[str, str]:
+        """What it holds, in a few words, where every worker came with all of it; nothing where each loads its own."""
+        return {} if self.whole is None else contents_of(self.whole)
+
+    def part(self, shard: int) -> Any:
+        """The samples of a shard, on the device."""
+        if shard not in self.parts:
+            self.parts[shard] = self.load(shard)
+        return to_device(self.parts[shard], self.device)
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def __iter__(self) -> NoReturn:
+        """Refuse, with the remedy: of the batch only some parts are on this worker.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "a batch of run.batches cannot be unpacked: its parts lie on different workers; pass it whole, as in "
+            "run.step(batch, lambda part: ...), which calls the function with one collated part after the other"
+        )

@@ -1,0 +1,100 @@
+"""What machines have between them beside collectives: word of a failure, and messages by gloo.
+
+Neither may be waited for without a bound: torch's store does not answer any more when the process that keeps it has
+stopped, and gloo does not know what a rank is.
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from evenstep.distributed.work import NO_TIMEOUT
+
+__all__ = ["DirectWork", "Word"]
+
+_KEY = "evenstep/failed"
+_TELLING_S = 1.0
+
+
+class Word:
+    """The first failure of a group, left in torch's store for the other machines. Nothing here blocks for long."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._asking: threading.Thread | None = None
+        self._found: str | None = None
+        self.lost = False
+        """Whether the store went with the process that kept it."""
+
+    def leave(self, text: str) -> None:
+        """Say why the group has failed, if nobody has yet."""
+        self._in_a_thread(lambda: self._store.compare_set(_KEY, "", text)).join(_TELLING_S)
+
+    def found(self) -> str | None:
+        """What somebody said, as far as it is known by now; the store is asked anew while the caller goes on."""
+        if self._found is None and (self._asking is None or not self._asking.is_alive()):
+            self._asking = self._in_a_thread(self._ask)
+        return self._found
+
+    def _ask(self) -> None:
+        if self._store.check([_KEY]):
+            self._found = self._store.get(_KEY).decode()
+
+    def _in_a_thread(self, ask: Callable[[], object]) -> threading.Thread:
+        def run() -> None:
+            try:
+                ask()
+            except RuntimeError:
+                self.lost = True
+
+        thread = threading.Thread(target=run, name="evenstep-word", daemon=True)
+        thread.start()
+        return thread
+
+
+class DirectWork(Work):
+    """A message that gloo moves.
+
+    Args:
+        work: What gloo gave.
+        tensor: What is sent, or received into: it must stay until it is over.
+        timeout_s: How long to wait if the user does not say.
+        fail: Called with gloo's error and the seconds that were waited; raises one of ours.
+    """
+
+    def __init__(
+        self, work: Work, tensor: Tensor, timeout_s: float, fail: Callable[[RuntimeError, float], NoReturn]
+    ) -> None:
+        super().__init__()
+        self._work, self._tensor, self._timeout_s, self._fail = work, tensor, timeout_s, fail
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Wait until it is over, but no longer than `timeout`, or else than the group's.
+
+        Raises:
+            PeerError: The other rank, or the connection to it, is lost.
+            SilenceError: It did not come in time.
+        """
+        seconds = timeout.total_seconds() or self._timeout_s
+        try:
+            return bool(self._work.wait(timedelta(seconds=seconds)))
+        except RuntimeError as error:
+            self._fail(error, seconds)
+
+    def is_completed(self) -> bool:
+        """Whether it is known to be over: gloo learns that in `wait`."""
+        return bool(self._work.is_completed())
+
+    def result(self) -> list[Tensor]:
+        """The tensor."""
+        return [self._tensor]
+
+    def source_rank(self) -> int:
+        """Of a receive: who sent the message."""
+        return int(self._work._source_rank())
+
+    _source_rank = source_rank

@@ -1,0 +1,148 @@
+"""How the nodes of a bucket of gradients reach the worker that adds them up."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from evenstep.native import core
+from evenstep.plan.summing import Leaves, Summing
+from evenstep.transport.memory import ALIGNMENT, Memory, aligned
+
+__all__ = ["Delivery", "Local", "SharedAreas"]
+
+
+class Delivery(Protocol):
+    """The nodes of one plan's workers, step after step. All workers make theirs alike."""
+
+    def begin(self, token: int, active: Sequence[int]) -> None:
+        """Start a step.
+
+        Args:
+            token: Larger than that of any earlier attempt at any step; alike on all workers.
+            active: The ranks of the workers that compute something in it.
+        """
+
+    def place(self, i: int, node: int) -> Tensor | None:
+        """Where this worker's node of parameter i shall lie; None: anywhere, nobody else reads it."""
+
+    def give(self, bucket: int, nodes: Sequence[Sequence[Tensor | None]]) -> None:
+        """This worker's nodes of all parameters of a bucket are in place."""
+
+    def ready(self, bucket: int) -> bool:
+        """Whether the nodes of a bucket are here from everyone who is active. Waits for nobody."""
+
+    def nodes(self, i: int) -> list[Tensor | None]:
+        """The nodes of a parameter whose bucket is ready, of all workers, from left to right."""
+
+    def end(self) -> None:
+        """The step is over: let go of its nodes."""
+
+
+class Local:
+    """Nobody else computes anything: the nodes are this worker's own."""
+
+    def __init__(self, plan: Summing) -> None:
+        self._plan = plan
+
+        self._nodes: dict[int, Sequence[Tensor | None]] = {}
+
+    def begin(self, token: int, active: Sequence[int]) -> None:
+        """See `Delivery`."""
+        self._nodes = {}
+
+    def place(self, i: int, node: int) -> Tensor | None:
+        """See `Delivery`."""
+        return None
+
+    def give(self, bucket: int, nodes: Sequence[Sequence[Tensor | None]]) -> None:
+        """See `Delivery`."""
+        self._nodes.update(zip(self._plan.buckets[bucket], nodes, strict=True))
+
+    def ready(self, bucket: int) -> bool:
+        """See `Delivery`."""
+        return self._plan.buckets[bucket][0] in self._nodes
+
+    def nodes(self, i: int) -> list[Tensor | None]:
+        """See `Delivery`."""
+        return list(self._nodes[i])
+
+    def end(self) -> None:
+        """See `Delivery`."""
+        self._nodes = {}
+
+
+class SharedAreas:
+    """Every worker has an area of the memory that all of them share; a word for each bucket says that it is there.
+
+    Args:
+        plan: Who adds up what.
+        memory: Around which the workers are.
+        like: The parameters.
+        words: A row of words for each worker, a word for each parameter, for good: whatever scratch memory holds, a
+            word is a word.
+        covers: How the shards of every worker become nodes.
+    """
+
+    def __init__(
+        self, plan: Summing, memory: Memory, like: Sequence[Tensor], words: Tensor, covers: Sequence[Leaves]
+    ) -> None:
+        self._plan = plan
+        self._own = Local(plan)
+        per_node = sum(aligned(t.numel() * t.element_size()) for t in like) + ALIGNMENT
+        self._areas = []
+        for leaves in covers:
+            region = memory.scratch(per_node * len(leaves.nodes))
+            self._areas.append([[region.tensor(t.shape, t.dtype, t.stride()) for t in like] for _ in leaves.nodes])
+        shape = torch.Size([len(plan.nodes), len(like)])
+        self._present = memory.scratch(shape.numel()).tensor(shape, torch.uint8).numpy()
+        self._words = words  # the addresses below are within it
+        rows = words[: len(covers)].unbind(0)
+        self._ready = [[row.data_ptr() + 8 * b for b in range(len(plan.buckets))] for row in rows]
+
+    def begin(self, token: int, active: Sequence[int]) -> None:
+        """See `Delivery`."""
+        self._token, self._active = token, active
+        self._own.begin(token, active)
+
+    def place(self, i: int, node: int) -> Tensor | None:
+        """See `Delivery`."""
+        return None if self._plan.owners[i] == self._plan.rank else self._areas[self._plan.rank][node][i]
+
+    def give(self, bucket: int, nodes: Sequence[Sequence[Tensor | None]]) -> None:
+        """See `Delivery`."""
+        plan = self._plan
+        self._own.give(bucket, nodes)
+        for n, (worker, node) in enumerate(plan.nodes):
+            if worker == plan.rank:
+                for i, theirs in zip(plan.buckets[bucket], nodes, strict=True):
+                    self._present[n, i] = theirs[node] is not None
+        core.store(self._ready[plan.rank][bucket], self._token)
+
+    def ready(self, bucket: int) -> bool:
+        """See `Delivery`."""
+        return all(core.load(self._ready[rank][bucket]) >= self._token for rank in self._active)
+
+    def nodes(self, i: int) -> list[Tensor | None]:
+        """See `Delivery`."""
+        own = self._own.nodes(i)
+        found: list[Tensor | None] = []
+        for n, (worker, node) in enumerate(self._plan.nodes):
+            if worker == self._plan.rank:
+                found.append(own[node])
+            else:
+                here = worker in self._active and bool(self._present[n, i])
+                found.append(self._areas[worker][node][i] if here else None)
+        return found
+
+    def end(self) -> None:
+        """See `Delivery`."""
+        self._own.end()
+
+    @property
+    def shared_bytes(self) -> int:
+        """How many bytes this worker's nodes take in the memory that all share: those that others own."""
+        own = enumerate(self._plan.owners)
+        others = [i for i, owner in own if owner != self._plan.rank]
+        return sum(node[i].nbytes for node in self._areas[self._plan.rank] for i in others)

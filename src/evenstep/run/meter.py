@@ -1,0 +1,57 @@
+"""What the steps of an epoch have given so far, and who shows it."""
+
+from collections.abc import Callable
+
+from evenstep.run.progress import Display, Pipe, Progress
+
+__all__ = ["Meter"]
+
+
+class Meter:
+    """Adds up losses and metrics, and shows the progress of an epoch.
+
+    Args:
+        shows: Says whether it is for this worker to show something now.
+
+    Attributes:
+        display: Where progress is shown, if anywhere.
+        num_samples: Of the steps of this epoch so far.
+    """
+
+    def __init__(self, shows: Callable[[], bool]) -> None:
+        self._shows = shows
+        self.display: Display | Pipe | None = None
+        self.begin_epoch()
+        self.begin_batch()
+
+    def begin_epoch(self) -> None:
+        """Means are over what comes from now on."""
+        self.num_samples = 0
+        self._sums: dict[str, float] = {}
+
+    def begin_batch(self) -> None:
+        """What the step on the batch will give is not known yet; there may be none."""
+        self._loss: float | None = None
+        self._metrics: dict[str, float] = {}
+
+    def add(self, num_samples: int, loss: float, metrics: dict[str, float]) -> None:
+        """Add means over the samples of a step."""
+        self._loss, self._metrics = loss, metrics
+        self.num_samples += num_samples
+        for name, mean in {"loss": loss, **metrics}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + num_samples * mean
+
+    def means(self) -> dict[str, float]:
+        """Means over the samples of this epoch so far."""
+        return {name: value / self.num_samples for name, value in self._sums.items()}
+
+    def show(self, epoch: int, num_epochs: int, batch: int, num_batches: int, num_samples: int = 0) -> None:
+        """Show where the batches are; with what the last step gave, if samples have been gone through."""
+        if self.display is not None and self._shows():
+            found = (self._loss, self._metrics, num_samples) if num_samples else (None, {}, 0)
+            self.display.show(Progress(epoch, num_epochs, batch, num_batches, num_samples, *found))
+
+    def close(self) -> None:
+        """Show nothing more."""
+        if self.display is not None:
+            self.display.close()

@@ -1,0 +1,185 @@
+"""Where the state of a run and its scratch lie: the host memory that the workers of a machine share, or a GPU's own.
+
+Ranges are reserved from front to back, by everyone around a memory in the same order (a pure function of what was
+prepared and trained), so nobody has to agree on where they are, and a worker that joins later finds them too.
+"""
+
+import mmap
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["ALIGNMENT", "DeviceMemory", "HostMemory", "Memory", "Region", "aligned"]
+
+ALIGNMENT = 64  # MKL and oneDNN may choose other kernels, with other bits, for other alignments
+_PAGE = mmap.PAGESIZE
+_WINDOW_BYTES = 1 << 30  # mapped at once: every mapping holds a descriptor, and there may be thousands of regions
+
+
+class Region(Protocol):
+    """A range of memory, handed out from front to back as tensors."""
+
+    def tensor(
+        self, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None, on_host: bool = False
+    ) -> Tensor:
+        """The next tensor of this region, aligned to 64 bytes, with its own storage.
+
+        Args:
+            shape: Its shape.
+            dtype: Its type.
+            stride: Its strides, without gaps; None: contiguous.
+            on_host: Put it on the host, wherever the region is.
+        """
+
+
+class Memory(Protocol):
+    """What holds the state of a site.
+
+    Attributes:
+        device: Where it is.
+        shared: Whether several workers are around it.
+    """
+
+    device: torch.device
+    shared: bool
+
+    def reserve(self, num_bytes: int) -> Region:
+        """Take the next range of the state. All workers around the memory must call this alike."""
+
+    def scratch(self, num_bytes: int) -> Region:
+        """Take the next range of what lasts as long as the workers stay the same. They must call this alike."""
+
+    def clear_scratch(self) -> None:
+        """Lay out scratch anew. All workers must call this alike."""
+
+    def words(self, count: int) -> Tensor:
+        """So many 64-bit words, 0 at first, on the host, for all around this memory. They must call this alike."""
+
+    def fence(self) -> None:
+        """What was written before this is there before what is written after it, for whoever can see both."""
+
+
+class HostMemory:
+    """The areas of a shared segment, mapped as they are needed.
+
+    Args:
+        fd: The segment's file.
+        state: Where the area of the state begins.
+        scratch: Where that of scratch begins.
+    """
+
+    device = torch.device("cpu")
+    shared = True
+
+    def __init__(self, fd: int, state: int, scratch: int) -> None:
+        self._fd, self._scratch_begin = fd, scratch
+        self._state = _Area(fd, state)
+        self.clear_scratch()
+
+    def reserve(self, num_bytes: int) -> Region:
+        """See `Memory`."""
+        return self._state.reserve(num_bytes)
+
+    def scratch(self, num_bytes: int) -> Region:
+        """See `Memory`."""
+        return self._scratch.reserve(num_bytes)
+
+    def clear_scratch(self) -> None:
+        """See `Memory`."""
+        self._scratch = _Area(self._fd, self._scratch_begin)
+
+    def words(self, count: int) -> Tensor:
+        """See `Memory`."""
+        return self.reserve(8 * count).tensor(torch.Size([count]), torch.int64)
+
+    def fence(self) -> None:
+        """Nothing to do: marks are stored by `core.store`, which comes after all that was written before."""
+
+
+class DeviceMemory:
+    """Memory of a GPU, which this process alone uses: what is written on its stream comes in its order.
+
+    Args:
+        device: Which GPU.
+    """
+
+    shared = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reserve(self, num_bytes: int) -> Region:
+        """See `Memory`."""
+        del num_bytes
+        return _Allocations(self.device)
+
+    scratch = reserve
+
+    def clear_scratch(self) -> None:
+        """Nothing to do: what nobody holds any more is free."""
+
+    def words(self, count: int) -> Tensor:
+        """See `Memory`."""
+        return torch.zeros(count, dtype=torch.int64)
+
+    def fence(self) -> None:
+        """Nothing to do: nobody sees the words but this process, whose stream has its order."""
+
+
+class _Mapped:
+    """A range of the segment, mapped into this process. Its tensors keep it mapped."""
+
+    def __init__(self, window: mmap.mmap, offset: int, num_bytes: int) -> None:
+        self._memory = window
+        self._used = offset
+        self._end = offset + num_bytes
+
+    def tensor(
+        self, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None, on_host: bool = True
+    ) -> Tensor:
+        """See `Region`."""
+        count = shape.numel()
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._used)
+        assert self._used + count * flat.element_size() <= self._end, "the region is full"
+        self._used += aligned(count * flat.element_size())
+        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+
+
+class _Area:
+    """A part of the segment from which regions are reserved, from front to back."""
+
+    def __init__(self, fd: int, begin: int) -> None:
+        self._fd, self._end = fd, begin
+        self._window: mmap.mmap | None = None
+        self._window_begin = 0
+
+    def reserve(self, num_bytes: int) -> _Mapped:
+        begin, self._end = self._end, self._end + aligned(max(num_bytes, 1), _PAGE)
+        if self._window is None or self._end > self._window_begin + len(self._window):
+            self._window = mmap.mmap(self._fd, max(self._end - begin, _WINDOW_BYTES), offset=begin)
+            self._window_begin = begin
+        return _Mapped(self._window, begin - self._window_begin, self._end - begin)
+
+
+class _Allocations:
+    """A region whose tensors are allocated one by one: on a device nobody else has to find them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def tensor(
+        self, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None, on_host: bool = False
+    ) -> Tensor:
+        """See `Region`."""
+        device = torch.device("cpu") if on_host else self._device
+        if stride is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def aligned(num_bytes: int, to: int = ALIGNMENT) -> int:
+    """The next multiple of `to`."""
+    return -(-num_bytes // to) * to
