@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.lanes import Crew, Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
@@ -62,6 +63,7 @@ class Work:
         samples: Which samples these are, in words: alike on all workers, and compared.
         function: Called with a part; returns its mean loss or a `Loss`, or (loss, {metric: value}).
         prepared: Whose parameters are trained.
+        clipping: What their gradients are limited to.
     """
 
     version: int
@@ -70,6 +72,7 @@ class Work:
     samples: str
     function: StepFunction
     prepared: PreparedOptimizer
+    clipping: Clipping
 
     @property
     def where(self) -> str:

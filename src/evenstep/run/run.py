@@ -25,6 +25,7 @@ from evenstep.data.order import Deal, Order
 from evenstep.data.sampling import Sampling
 from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
 from evenstep.engine.prepared import PreparedOptimizer
@@ -466,7 +467,7 @@ class Run:
             prepared = self._prepared(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
-            outcome = self._engine.step(samples, function, prepared, clip_norm, clip_value)
+            outcome = self._engine.step(samples, function, prepared, Clipping(clip_norm, clip_value))
             if samples.is_last:
                 self._engine.end_of_epoch()
             self._trace(first=False)
