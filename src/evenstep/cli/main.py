@@ -150,6 +150,9 @@ def _add_server(server: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--durable", action="store_true", help="acknowledge an update when it is on the disk")
     server.add_argument(
+        "--set-aside", action="store_true", help="start although the log cannot be replayed; keep the rest of it beside"
+    )
+    server.add_argument(
         "--servers", metavar="N", type=int, default=1, help="processes that share the parameters, on the next ports"
     )
     server.add_argument("--lease", metavar="SECONDS", type=float, default=30.0, help="drop a worker silent for so long")

@@ -115,7 +115,7 @@ class _RelayStore(Store):
             self._changed.notify_all()
             raise ServerError(self._broken) from error
         applied = Applied("put", self._client.version, values, {}, sequences, notes, sessions=sessions)
-        self.apply(applied)
+        self.replay(applied)
 
     def _send_on(self, round_: Round) -> tuple[int, list[Any]]:
         first = next(iter(round_.parts.values()))

@@ -17,6 +17,7 @@ from torch import Tensor
 from evenstep.core.errors import RefusedError
 from evenstep.exchange.group import tree_sum
 from evenstep.plan import tree
+from evenstep.server.hyperparameters import Hyperparameters
 
 __all__ = ["Contribution", "Round", "Tensors"]
 
@@ -45,7 +46,7 @@ class Contribution:
     num_shards: int | None = None
     buffers: Tensors = field(default_factory=dict)
     note: Any = None
-    options: Any = None
+    options: Hyperparameters | None = None
     form: object = None
 
 
@@ -151,7 +152,7 @@ class Round:
         """New values of what the optimizer does not train."""
         return {name: value for part in self.parts.values() for name, value in part.buffers.items()}
 
-    def options(self) -> Any:
+    def options(self) -> Hyperparameters | None:
         """What the optimizer shall step with, if anybody said so."""
         return next((part.options for part in self.parts.values() if part.options is not None), None)
 

@@ -67,11 +67,17 @@ class SingleServer:
         self.store = store or (Follower if place.follows else Store)(config.options(), made, place=place)
         self._keeper = None
         if config.directory is not None:
-            self._keeper = Keeper(self.store, Path(config.directory), config.snapshot_every, config.durable)
-        if origin[0] is not None:
-            self._put(origin[0], optimizer)
-        if self._keeper is not None:
-            self._keeper.restore()
+            self._keeper = Keeper(
+                self.store, Path(config.directory), config.snapshot_every, config.durable, set_aside=config.set_aside
+            )
+        try:
+            if origin[0] is not None:
+                self._put(origin[0], optimizer)
+            if self._keeper is not None:
+                self._keeper.restore()
+        except BaseException:
+            self._let_go()
+            raise
         self._service = Service(self.store, config.limits, token)
         self._transports: list[_Transport] = []
         self.ports: dict[str, int] = dict(ports or {})
@@ -194,7 +200,12 @@ class SingleServer:
 
     def close(self) -> None:
         """Stop for good: the model's parameters become ordinary memory again."""
-        self.stop()
+        try:
+            self.stop()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         if self._keeper is not None:
             self._keeper.close()
         self.store.close()
