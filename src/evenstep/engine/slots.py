@@ -103,8 +103,8 @@ def _say_children(path: str, module: nn.Module, before: list[nn.Module | None]) 
     now = dict(module._modules)
     odd = next((f"'{path}.{name}' is a new {type(m).__name__}" for name, m in now.items() if m not in before), None)
     raise UnsupportedError(
-        f"the layers of '{path}' are not those of run.prepare: {odd or 'one is missing'}, which steps would neither train "
-        "nor share; build the whole model first, with its adapters and parametrizations, then call run.prepare"
+        f"the layers of '{path}' are not those of run.prepare: {odd or 'one is missing'}, which steps would neither "
+        "train nor share; build the whole model first, with its adapters and parametrizations, then call run.prepare"
     )
 
 
