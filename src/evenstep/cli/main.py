@@ -195,7 +195,8 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
     if options.step_timeout is not None and not options.step_timeout > 0:
         raise ConfigError(f"--step-timeout {options.step_timeout:g}, expected a number of seconds above 0")
-    from evenstep.launch.supervisor import Job, supervise  # here: importing torch takes seconds, a typo should not
+    from evenstep.launch.job import Job
+    from evenstep.launch.supervisor import supervise  # here: importing torch takes seconds, a typo should not
 
     job = Job(
         script,

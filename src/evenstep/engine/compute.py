@@ -79,6 +79,11 @@ class Work:
         """How the tags of this step's exchanges begin."""
         return f"step {self.version}: "
 
+    def rows(self, shard: int) -> range:
+        """The rows of a shard in the batch, all shards' one after the other."""
+        before = sum(self.sizes[:shard])
+        return range(before, before + self.sizes[shard])
+
     @property
     def first(self) -> int:
         """The first shard that has samples: of buffers that a forward changes, its values are committed."""
@@ -102,6 +107,7 @@ class Compute:
         self._hooks: list[Any] = []
         self.number_of: Callable[[int], int] = lambda version: version  # the step whose random numbers a step has
         self._calling = False
+        self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
         self._arrivals: dict[
             int, tuple[PreparedOptimizer, dict[str, int], int]
         ] = {}  # lane -> whose gradients, of which shard
@@ -116,15 +122,19 @@ class Compute:
         for parameter in work.prepared.parameters:  # what user code left there is none of this step's
             parameter.grad = None
         with preserved():
-            if spanning_layers(self._models.slots.modules):
+            if id(work.prepared) in self._meeting or spanning_layers(self._models.slots.modules):
                 values = self._side_by_side(work, buffers)
             else:
-                values = self._one_after_the_other(work, buffers)
+                try:
+                    values = self._one_after_the_other(work, buffers)
+                except _Meets:  # in the first shard: nothing of the step is done yet
+                    self._meeting.add(id(work.prepared))
+                    values = self._side_by_side(work, buffers)
         return {shard: ShardResult.of(loss, metrics, work.sizes[shard]) for shard, (loss, metrics) in values.items()}
 
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
-        values = {}
+        values: dict[int, Any] = {}
         for shard, part in work.parts.items():
             self._begins(shard)
             lane.begin(buffers)
@@ -132,7 +142,7 @@ class Compute:
             self._stream.reseed(self._seed_of(work, shard))
             self._stream.resume()
             try:
-                with inside(_Alone()):
+                with inside(_Alone(work.rows(shard), None if not values else next(iter(values)))):
                     with self._user_code():
                         value = work.function(part)
                     loss, metrics = split(value)
@@ -163,7 +173,8 @@ class Compute:
         seeds = [self._seed_of(work, shard) for shard in shards]
         try:
             with self._user_code():
-                values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), functions)
+                rows = [work.rows(shard) for shard in shards]
+                values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), rows, functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
             if (
@@ -214,7 +225,8 @@ class Compute:
             return self._group.gather_blobs(tag, mine, [bool(share) for share in shares])
 
         me = sum(1 for share in shares[: self._group.rank] if share)
-        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes))
+        is_whole = len(present) == sum(map(bool, sizes))
+        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes), is_whole)
 
     def _backward(
         self, losses: list[Tensor], lanes: Sequence[Lane], prepared: PreparedOptimizer, shards: Sequence[int]
@@ -281,15 +293,29 @@ class Compute:
         self.forget_lanes()
 
 
+class _Meets(BaseException):
+    """A shard that is computed by itself wants to meet the others. No error: no `except` of a script may take it."""
+
+
 class _Alone:
-    """The surroundings of a step in which no layer was expected to span shards."""
+    """The surroundings of a shard that is computed by itself, as long as it does not want to meet others.
+
+    Args:
+        rows: Those of its part.
+        before: A shard that was computed before it without meeting anybody, if any.
+    """
 
     token: Tensor | None = None
 
-    def _refuse(self, *_: Any) -> Any:
+    def __init__(self, rows: range, before: int | None) -> None:
+        self.rows, self._before = rows, before
+
+    def _meet(self, *_: Any) -> Any:
+        if self._before is None:
+            raise _Meets
         raise UnsupportedError(
-            "a layer that spans shards was met in a step that began without one in training mode; "
-            "call model.train() before run.step, not inside the step function"
+            f"this shard wants to meet all others (in a batch norm, or run.gather), but shard {self._before} ended "
+            "without that; the step function must do the same for every part, and model.train() comes before run.step"
         )
 
-    meet = gather = call_number = _refuse
+    meet = gather = call_number = _meet

@@ -34,7 +34,9 @@ from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
+from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
+from evenstep.nn.gather import gather
 from evenstep.plan.groups import Standing
 from evenstep.plan.placement import cut
 from evenstep.run import unclosed
@@ -585,6 +587,33 @@ class Run:
         except BaseException:
             self._tell_others()
             raise
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Inside of a step function: the rows of all shards, in their order, for losses over the whole batch.
+
+        Blocks until all shards have come; the step function must call it alike for every part. The gradient of what it
+        returns goes back to the shards that gave the rows, and is the same to the bit on every number of workers. Which
+        of the rows are this part's says `rows`, if there is one for each sample.
+
+        Args:
+            tensor: ``[samples of the part, ...]``; all but the first dimension, and the type, alike in every part.
+
+        Returns:
+            ``[samples of the batch, ...]``.
+        """
+        return gather(tensor)
+
+    @property
+    def rows(self) -> range:
+        """Inside of a step function: which rows of the batch, as `gather` puts it together, its part has.
+
+        Raises:
+            ConfigError: It is asked for elsewhere.
+        """
+        found: range | None = getattr(current(), "rows", None)
+        if found is None:
+            raise ConfigError("run.rows was asked for outside of a step function; expected inside: it is of its part")
+        return found
 
     def exchange(self, tag: str, rows: Tensor | Callable[[int], Tensor]) -> Tensor:
         """The one primitive: each shard offers a vector under a tag, all receive the tree sum.
