@@ -93,7 +93,7 @@ class ServedEngine(Engine):
             )
         if before:
             reply = self.client.last_update()
-            self._last = reply["notes"][0]["last"]
+            self._last = _unpacked(reply["notes"][0]["last"])
             said = f"worker {env.worker} is back: the {before} updates that it has sent are left out"
             send(env.events_fd, {"says": said})
         return before
@@ -206,7 +206,7 @@ class ServedEngine(Engine):
         packed = {k: r.pack() for k, r in results.items()}
         note: dict[str, Any] = {"batch": [work.samples, list(work.sizes)], "results": packed}
         if self.client.staleness != 0:
-            note["last"] = list(_means([note], work.sizes)) if packed else self._last
+            note["last"] = _packed(_means([note], work.sizes) if packed else self._last)
         buffers = {name.removeprefix(PREFIX): t for name, t in self.models.take_buffers().items()}
         more: dict[str, Any] = {"note": note, "buffers": list(buffers)}
         update: dict[str, Tensor] = dict(buffers)
@@ -259,7 +259,7 @@ class ServedEngine(Engine):
         buffers = {}
         if 0 in self.mine:
             buffers = {n.removeprefix(PREFIX): self.state.entries[n].live for n in self.models.slots.buffers}
-        note = {"last": self._last}
+        note = {"last": _packed(self._last)}
         version = self.client.update_parameters({**changes, **buffers}, kind="delta", buffers=list(buffers), note=note)
         self._take_over(self.client.get_parameters(min_version=version))
         self.models.remember_versions()
@@ -321,6 +321,17 @@ class _Some:
 def _name(env: Environment) -> str:
     """What this worker calls itself: alike for all its lives in one job, and in no other job."""
     return f"worker-{env.worker}" if env.job is None else f"worker-{env.worker}.{env.job}"
+
+
+def _packed(last: Sequence[Any]) -> list[Any]:
+    """Loss and metrics as JSON, to the bit, whatever the numbers are."""
+    loss, metrics = last
+    return [float(loss).hex(), {name: float(value).hex() for name, value in metrics.items()}]
+
+
+def _unpacked(packed: Sequence[Any]) -> list[Any]:
+    loss, metrics = packed
+    return [float.fromhex(loss), {name: float.fromhex(value) for name, value in metrics.items()}]
 
 
 def _means(notes: Sequence[Any], sizes: Sequence[int]) -> tuple[float, dict[str, float]]:
