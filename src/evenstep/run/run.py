@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import safetensors.torch
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from evenstep.arithmetic import settings
 from evenstep.core import env as environment
 from evenstep.core import points
 from evenstep.core.config import RunConfig
+from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
 from evenstep.core.output import unheard
@@ -76,6 +78,8 @@ class Run:
         quiet: No progress display and no closing fingerprint line.
         on_nondeterminism: "error" raises where torch knows an operation to be non-deterministic, or where user code
             changes what the bits rest on; "warn" only says so.
+        arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
+            docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         sync: "exchange": workers add up gradients among themselves. "server": they meet only at a parameter server,
             which holds the parameters and their optimizer.
         server: Its address.
@@ -106,6 +110,7 @@ class Run:
         timeout_s: float = 300.0,
         quiet: bool = False,
         on_nondeterminism: Literal["error", "warn"] = "error",
+        arithmetic: Literal["native", "portable"] | None = None,
         sync: Literal["exchange", "server"] = "exchange",
         server: str | None = None,
         staleness: int | None = 0,
@@ -123,6 +128,7 @@ class Run:
             timeout_s=timeout_s if self._env.timeout_s is None else self._env.timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
+            arithmetic=arithmetic,
         )
         _check_device(self.config.device)
         through = Through(sync, server, staleness, update_every, token, aggregate)
@@ -132,6 +138,7 @@ class Run:
             raise ConfigError(
                 f"the command line starts servers, but the script says Run(server={server!r}): say one of them"
             )
+        _see_to_arithmetic(self.config, standing is not None or through.server is not None, self._env, sys._getframe(1))
         self.group, self.num_groups = (standing.group, standing.groups) if standing is not None else (0, 1)
         self._apart = apart = through.server is not None and not through.together
         self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
@@ -745,6 +752,17 @@ def _compare_profiles(worker: int, mine: dict[str, Any], first: dict[str, Any]) 
                 f"worker {worker} has {key}={value!r} but worker 0 has {first[key]!r}; "
                 "all workers must run the same script on the same kind of machine"
             )
+
+
+def _see_to_arithmetic(config: RunConfig, served: bool, env: Environment, caller: FrameType) -> None:
+    if config.arithmetic == "native":
+        return
+    if served:
+        raise ConfigError(
+            "arithmetic='portable' with a parameter server, whose optimizer computes as its own processor is fastest; "
+            "use sync='exchange', or arithmetic='native'"
+        )
+    settings.insist(caller, env)
 
 
 def _check_device(device: str) -> None:
