@@ -51,6 +51,7 @@ from evenstep.run.meter import Meter
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
 from evenstep.run.served import ServedEngine
+from evenstep.run.summed import Summed
 from evenstep.run.through import Through
 from evenstep.run.voice import Voice
 
@@ -446,6 +447,7 @@ class Run:
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
     ) -> Any:
         """Do one step on a batch. All workers must call this alike; blocks until all have committed it, or none.
 
@@ -457,6 +459,8 @@ class Run:
             optimizer: Which of several prepared optimizers steps; with one it need not be said.
             clip_norm: Scale all gradients down to this global norm, as `torch.nn.utils.clip_grad_norm_` does.
             clip_value: Clip every element of the gradients to this magnitude.
+            reduction: "sum" if the function returns the sum over the part's samples instead of the mean; the loss is
+                then the sum over all samples, and so are gradients.
 
         Returns:
             The mean loss over all samples, the same on every worker, as a tensor with one element; or (loss, metrics)
@@ -473,6 +477,9 @@ class Run:
                 self._saving.say_if_none()
             prepared = self._prepared(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
+            if reduction not in ("mean", "sum"):
+                raise ConfigError(f"reduction={reduction!r}, expected 'mean' or 'sum'")
+            function = function if reduction == "mean" else Summed(function, len(samples))
             self._trace(first=True)
             outcome = self._engine.step(samples, function, prepared, Clipping(clip_norm, clip_value))
             if samples.is_last:
