@@ -12,7 +12,7 @@ Whatever happens before the end of 5, version v can be had back.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -32,6 +32,7 @@ from evenstep.engine.models import Models
 from evenstep.engine.pace import Pace
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.results import Results, ShardResult, merge
+from evenstep.engine.several import SeveralOptimizers, Trained
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.native import core
@@ -69,6 +70,7 @@ class Engine:
         self.models = Models(config, self.group, self.memory)
         self.state = self.models.state
         self.optimizers: list[PreparedOptimizer] = []
+        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self.version = 0
         self.determinism = Determinism(config)
         core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
@@ -123,15 +125,23 @@ class Engine:
         self.models.slots.bind_base()
         self.models.remember_versions()
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Take a model, and the optimizer that trains it, into the run. All workers must call this alike."""
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, whole: bool = False) -> None:
+        """Take a model, and the optimizer that trains it, into the run. All workers must call this alike.
+
+        Args:
+            model: The model.
+            optimizer: The optimizer, if any.
+            whole: The optimizer looks at all parameters at once: one worker steps them.
+        """
+        if whole and not self.has_optimizer:
+            raise UnsupportedError("whole=True in a run with servers, which step what they hold; leave it out")
         added = self.models.add(model)
         self.compute.forget_lanes()
         prepared = None
         if optimizer is not None:
             prefix = "optimizer" if not self.optimizers else f"optimizer{len(self.optimizers) + 1}"
             names = {id(p): name for name, p in self.models.slots.parameters.items()}
-            prepared = PreparedOptimizer(self.group, self.state, optimizer, names, prefix)
+            prepared = PreparedOptimizer(self.group, self.state, optimizer, names, prefix, whole=whole)
             prepared.replan(self.spans)
             self.optimizers.append(prepared)
 
@@ -153,7 +163,7 @@ class Engine:
         self,
         samples: Samples,
         function: StepFunction,
-        prepared: PreparedOptimizer,
+        prepared: Trained,
         clipping: Clipping,
     ) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed.
@@ -185,12 +195,26 @@ class Engine:
         if not self.ledger.catching_up:
             self.models.check_versions()
             prepared.check_untouched()
-        self._take_in(prepared)
+        for each in prepared.optimizers:
+            self._take_in(each)
         return self.ledger.perform(
             Operation(kind, self.version, is_step=True),
             lambda: self._try(kind, samples, function, prepared, clipping),
             adopt,
         )
+
+    def several(self, optimizers: Sequence[PreparedOptimizer]) -> Trained:
+        """Some prepared optimizers, to step together.
+
+        Raises:
+            ConfigError: A parameter is in two of them.
+        """
+        if len(optimizers) == 1:
+            return optimizers[0]
+        key = tuple(map(id, optimizers))
+        if key not in self._several:
+            self._several[key] = SeveralOptimizers(optimizers)
+        return self._several[key]
 
     def _take_in(self, prepared: PreparedOptimizer) -> None:
         """Train what user code has added to an optimizer since it was prepared."""
@@ -217,7 +241,7 @@ class Engine:
         kind: str,
         samples: Samples,
         function: StepFunction,
-        prepared: PreparedOptimizer,
+        prepared: Trained,
         clipping: Clipping,
     ) -> Entry:
         points.reach("step begins")
@@ -242,11 +266,11 @@ class Engine:
         points.reach("after update")
         return Entry(kind, [outcome.loss, outcome.metrics, norm, self._share_news(work, prepared, news), contents])
 
-    def _update(self, prepared: PreparedOptimizer, sums: dict[int, Tensor | None]) -> News:
+    def _update(self, prepared: Trained, sums: dict[int, Tensor | None]) -> News:
         """Change what this worker owns; return what is new in the optimizer's state."""
         return prepared.update(sums)
 
-    def _share_news(self, work: Work, prepared: PreparedOptimizer, mine: News) -> News:
+    def _share_news(self, work: Work, prepared: Trained, mine: News) -> News:
         """Everyone has updated; what is new in the optimizer's state is in the segment then."""
         of_all = self.group.gather_json(work.where + "update", mine)
         news = sorted(chain(*of_all))
@@ -280,8 +304,8 @@ class Engine:
         facts = {
             "batch": list(work.sizes),
             "samples": work.samples,
-            "optimizer": self.optimizers.index(work.prepared),
-            "options": work.prepared.hyperparameters(),
+            "optimizer": [self.optimizers.index(each) for each in work.prepared.optimizers],
+            "options": [each.hyperparameters() for each in work.prepared.optimizers],
             "clipping": [work.clipping.norm, work.clipping.value],
         }
         of_all = self.group.gather_json(work.where + "result", [facts, contents, mine, busy_s])

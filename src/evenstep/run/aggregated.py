@@ -21,6 +21,7 @@ from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, StepFunction
 from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.several import Trained
 from evenstep.engine.step import Engine, Outcome
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
@@ -79,11 +80,11 @@ class AggregatedEngine(Engine):
             self._drop_client()
         super().recover()
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, whole: bool = False) -> None:
         """Take a model into the run; its values are the server's, or if it has none yet, are put there."""
         if self.models.slots.parameters or optimizer is None:
             raise UnsupportedError("a run through a server trains one model with one optimizer; prepare both, once")
-        super().prepare(model, optimizer)
+        super().prepare(model, optimizer, whole=whole)
         (prepared,) = self.optimizers
         self._options = options_of(prepared)
         region = self.group.segment.memory.reserve(
@@ -137,16 +138,16 @@ class AggregatedEngine(Engine):
         self,
         samples: Samples,
         function: StepFunction,
-        prepared: PreparedOptimizer,
+        prepared: Trained,
         clipping: Clipping,
     ) -> Outcome:
         """See `Engine.step`."""
         self._samples = sum(samples.sizes)
         outcome = super().step(samples, function, prepared, clipping)
-        self._sent, self._options = self._sent + 1, options_of(prepared)
+        self._sent, self._options = self._sent + 1, options_of(self.optimizers[0])
         return outcome
 
-    def _update(self, prepared: PreparedOptimizer, sums: dict[int, Tensor | None]) -> News:
+    def _update(self, prepared: Trained, sums: dict[int, Tensor | None]) -> News:
         """Lay the sums into the segment; the first worker sends them, and puts in what comes back."""
         mine = [i for i, total in sums.items() if total is not None]
         with torch.no_grad():
@@ -154,7 +155,7 @@ class AggregatedEngine(Engine):
                 self._sums[i].copy_(sums[i])  # type: ignore[arg-type]  # looked above
         of_all = self.group.gather_json(f"step {self.version}: sums", mine)
         if self.group.rank == 0:
-            self._send(prepared, sorted(i for theirs in of_all for i in theirs))
+            self._send(self.optimizers[0], sorted(i for theirs in of_all for i in theirs))
         prepared.stepped_elsewhere()
         return []
 

@@ -26,6 +26,7 @@ from evenstep.core.errors import ConfigError, Stopped, UnsupportedError
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, StepFunction
 from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.several import Trained
 from evenstep.engine.step import Engine, Outcome
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
@@ -70,7 +71,7 @@ class GroupedEngine(Engine):
 
     # ---- prepare ----
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, whole: bool = False) -> None:
         """Take a model into the run; its values are those of the first group."""
         if self._model is not None or optimizer is None:
             raise UnsupportedError(
@@ -83,7 +84,7 @@ class GroupedEngine(Engine):
         _with_servers.add(self.ledger)
         self._model = model
         Awaited.hang(model)
-        super().prepare(model, optimizer)
+        super().prepare(model, optimizer, whole=whole)
         (prepared,) = self.optimizers
         names = {id(p): name for name, p in self.models.slots.parameters.items()}
         recipe = describe(optimizer, names) if self.standing.lock else None
@@ -196,7 +197,7 @@ class GroupedEngine(Engine):
         self,
         samples: Samples,
         function: StepFunction,
-        prepared: PreparedOptimizer,
+        prepared: Trained,
         clipping: Clipping,
     ) -> Outcome:
         """See `Engine.step`; other groups do theirs meanwhile."""
@@ -204,7 +205,7 @@ class GroupedEngine(Engine):
         assert courier is not None, "a step has an optimizer, so something was prepared"
         early = self.standing.lock and not clipping  # a norm needs all gradients first
         self._gradients.reduced = self._on_reduced if early else None
-        self._options = options_of(prepared)
+        self._options = options_of(self.optimizers[0])
         outcome = super().step(samples, function, prepared, clipping)
         self._arrivals.version = self.version
         if self.ledger.took_part:
@@ -242,7 +243,7 @@ class GroupedEngine(Engine):
         options = self._options if self.standing.lock else None
         self._at_servers().send(part, version, update, options)
 
-    def _update(self, prepared: PreparedOptimizer, sums: dict[int, Tensor | None]) -> News:
+    def _update(self, prepared: Trained, sums: dict[int, Tensor | None]) -> News:
         assert self._courier is not None, "as above"
         self._arrivals.all()  # what this step did not use: from now on there is one version under way, not two
         if not self.standing.lock:

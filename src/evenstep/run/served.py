@@ -31,6 +31,7 @@ from evenstep.engine.compute import Samples, StepFunction, Work
 from evenstep.engine.delivery import Delivery
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.results import ShardResult, merge
+from evenstep.engine.several import Trained
 from evenstep.engine.slots import spanning_layers
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
@@ -121,7 +122,7 @@ class ServedEngine(Engine):
             self.spans, self.mine = before
             self.compute.spans = self.spans
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, whole: bool = False) -> None:
         """Take a model into the run; its values are the server's, which worker 0 puts there if it has none yet."""
         if self.models.slots.parameters:
             raise UnsupportedError(
@@ -136,7 +137,7 @@ class ServedEngine(Engine):
                 f"{what} spans the shards of all workers, but through a server they share gradients only: {remedy}, "
                 "or train without a server"
             )
-        super().prepare(model, optimizer)
+        super().prepare(model, optimizer, whole=whole)
         for prepared in self.optimizers:
             self._options = options_of(prepared)
             prepared.lay_out = partial(self._lay_out, prepared)
@@ -174,7 +175,7 @@ class ServedEngine(Engine):
         kind: str,
         samples: Samples,
         function: StepFunction,
-        prepared: PreparedOptimizer,
+        prepared: Trained,
         clipping: Clipping,
     ) -> Entry:
         sizes = list(samples.sizes)
@@ -202,7 +203,8 @@ class ServedEngine(Engine):
 
     def _send(self, work: Work, results: dict[int, ShardResult]) -> list[Any]:
         """Send the gradients, and take over what the server makes of them."""
-        names = [name.removeprefix(PREFIX) for name in work.prepared.names]
+        (only,) = work.prepared.optimizers
+        names = [name.removeprefix(PREFIX) for name in only.names]
         packed = {k: r.pack() for k, r in results.items()}
         note: dict[str, Any] = {"batch": [work.samples, list(work.sizes)], "results": packed}
         if self.client.staleness != 0:
@@ -211,7 +213,7 @@ class ServedEngine(Engine):
         more: dict[str, Any] = {"note": note, "buffers": list(buffers)}
         update: dict[str, Tensor] = dict(buffers)
         if self.client.staleness == 0:
-            nodes = work.prepared.gradients.nodes()
+            nodes = only.gradients.nodes()
             more |= {
                 "shards": self.config.shards,
                 "spans": [list(span) for span, _ in nodes],
@@ -220,10 +222,10 @@ class ServedEngine(Engine):
             for (first, end), held in nodes:
                 update |= {f"{first}-{end}/{names[i]}": tensor for i, tensor in held.items()}
         else:
-            sums = work.prepared.gradients.finish()
+            sums = only.gradients.finish()
             update |= {names[i]: total for i, total in sums.items() if total is not None}
             more["samples"] = sum(work.sizes)
-        if (options := options_of(work.prepared)) != self._options:
+        if (options := options_of(only)) != self._options:
             more["options"] = options
         reply = self.client.update(update, timeout_s=self.config.timeout_s, **more)
         self._options = options
@@ -271,7 +273,7 @@ class ServedEngine(Engine):
         self,
         samples: Samples,
         function: StepFunction,
-        prepared: PreparedOptimizer,
+        prepared: Trained,
         clipping: Clipping,
     ) -> Any:
         """See `Engine.step`; the other workers meet this one at the server only."""
