@@ -236,7 +236,7 @@ def train_ours(task_name: str, parked: Path) -> None:
         model, optimizer = run.prepare(model, optimizer)
         for batch in run.batches(dataset, batch_size=BATCH_SIZE, epochs=1):
             run.step(batch, lambda part: task.loss(model, part))
-        gradient_bytes = getattr(run._engine.pairs[0].gradients.delivery, "shared_bytes", 0)
+        gradient_bytes = getattr(run._engine.optimizers[0].gradients.delivery, "shared_bytes", 0)
         park(f"worker-{run.worker}", model, optimizer, parked, gradient_bytes)
 
 

@@ -163,7 +163,7 @@ def test_every_worker_computes_its_own_parts_only_for_all_shards_and_has_their_g
             for p, part in enumerate(model.parts):
                 part.register_forward_hook(lambda *_, p=p: calls.__setitem__(p, calls[p] + 1))
             model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-            found, gradients = [], run._engine.pairs[0].gradients
+            found, gradients = [], run._engine.optimizers[0].gradients
             arrive = gradients.arrive
             gradients.arrive = lambda i, *rest: (found.append(i // 2), arrive(i, *rest))  # a weight and a bias each
             run.step(torch.ones(12, 4), lambda part: model(part).square().mean())

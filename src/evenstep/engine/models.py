@@ -15,7 +15,7 @@ from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
 from evenstep.core.fingerprint import fingerprint
 from evenstep.engine.form import Form
-from evenstep.engine.pair import Pair
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import preserved, seed_all
 from evenstep.engine.slots import Slots, copy_into
 from evenstep.engine.state import Entry, State
@@ -45,7 +45,7 @@ class Models:
         self.slots = Slots()
         self._roots: list[nn.Module] = []
         self._kept: dict[str, Tensor] | None = None
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
 
     def add(self, model: nn.Module) -> "Added":
         """Make room for a model. All workers must call this alike; it talks to nobody."""
@@ -104,25 +104,26 @@ class Models:
             )
 
     def keep_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Remember the buffers as shard 0 left them; they are what the step will commit."""
+        """Remember the buffers as the first shard with samples left them; they are what the step will commit."""
         self._kept = {name: buffer.clone() for name, buffer in buffers.items()}
 
     @property
     def kept_buffers(self) -> dict[str, Tensor]:
-        """The buffers as shard 0 left them, if it was computed here: what the step will commit."""
+        """The buffers as the first shard with samples left them, if it was computed here: what the step will commit."""
         return self._kept or {}
 
     def take_buffers(self) -> dict[str, Tensor]:
-        """The buffers as shard 0 left them, if it was computed here, for whoever commits them instead of us."""
+        """As `kept_buffers`, for whoever commits them instead of us, or drops them."""
         kept, self._kept = self._kept or {}, None
         return kept
 
     def publish_buffers(self) -> None:
-        """Save version v of the buffers and put in what shard 0 left."""
+        """Save version v of the buffers and put in what the first shard with samples left, if it was computed here."""
+        if self._kept is None:
+            return
         entries = [self.state.entries[name] for name in self.slots.buffers]
         self.state.save(entries)
-        if self._kept is not None:
-            copy_into(self._kept, {entry.name: entry.live for entry in entries})
+        copy_into(self._kept, {entry.name: entry.live for entry in entries})
         self._kept = None
 
     def pull(self) -> None:
@@ -132,17 +133,25 @@ class Models:
                 self.state.entries[name].pull()
 
     def remember_versions(self) -> None:
-        """Note what torch counts as the version of each parameter, now that nobody should change it but a step."""
-        self._versions = {name: p._version for name, p in self.slots.parameters.items()}
+        """Note torch's version of each parameter and where it lies, now that nobody should change it but a step."""
+        self._versions = {name: (p._version, p.data_ptr()) for name, p in self.slots.parameters.items()}
 
     def check_versions(self) -> None:
         """Say so if user code changed a parameter between steps.
 
         Raises:
-            NondeterminismError: It did. (A change through `.data` goes unseen: torch does not count it.)
+            NondeterminismError: It did. (A change of elements through `.data` goes unseen: torch does not count it.)
+            UnsupportedError: It has replaced a layer or a parameter, or moved one elsewhere.
         """
-        for name, version in self._versions.items():
-            if self.slots.parameters[name]._version != version:
+        self.slots.check()
+        for name, (version, place) in self._versions.items():
+            parameter = self.slots.parameters[name]
+            if parameter.data_ptr() != place:
+                raise UnsupportedError(
+                    f"parameter '{name}' has got other memory since run.prepare, which the other workers do not see "
+                    "(its .data was assigned, or model.to, .half or the like was called); do that before run.prepare"
+                )
+            if parameter._version != version:
                 raise NondeterminismError(
                     f"parameter '{name}' was changed between steps; it is one tensor for all workers, so every worker "
                     "would change it once more. Let one of them do it for all: run.edit(lambda: "
@@ -154,16 +163,16 @@ class Models:
         self.slots.bind_base()
         self.pull()
 
-    def edit(self, function: Callable[[], None], seed: int, pairs: Sequence[Pair]) -> list[Any]:
+    def edit(self, function: Callable[[], None], seed: int, optimizers: Sequence[PreparedOptimizer]) -> list[Any]:
         """Let user code change parameters, buffers and optimizers. The first worker's.
 
         Returns:
-            What it changed in each optimizer: see `Pair.changes`.
+            What it changed in each optimizer: see `PreparedOptimizer.changes`.
         """
         entries = [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
         self.state.save(entries)
         with torch.no_grad():
-            edits = [pair.edit() for pair in pairs]
+            edits = [prepared.edit() for prepared in optimizers]
             with preserved(), ExitStack() as open_edits:
                 for edit in edits:
                     open_edits.enter_context(edit)
@@ -171,9 +180,9 @@ class Models:
                 function()
             for entry in entries:
                 entry.publish()
-            return [pair.changes(edit) for pair, edit in zip(pairs, edits, strict=True)]
+            return [prepared.changes(edit) for prepared, edit in zip(optimizers, edits, strict=True)]
 
-    def release(self, pairs: Sequence[Pair]) -> None:
+    def release(self, optimizers: Sequence[PreparedOptimizer]) -> None:
         """Copy everything out of the segment, so that models and optimizers are ordinary ones again."""
         self.slots.bind_base()
         with torch.no_grad():
@@ -181,8 +190,8 @@ class Models:
                 entry = self.state.entries.get(name)  # None: prepare failed half-way
                 if entry is not None and self.state.memory.shared:
                     parameter.data = parameter.data.clone()
-            for pair in pairs:
-                pair.release()
+            for prepared in optimizers:
+                prepared.release()
 
 
 def check_model(model: Any) -> None:

@@ -25,11 +25,12 @@ from torch.optim import Optimizer
 from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.engine.clipping import Clipping, norms_of, total_norm
 from evenstep.engine.compute import Compute, Samples, StepFunction, Work
 from evenstep.engine.determinism import Determinism
 from evenstep.engine.models import Models
 from evenstep.engine.pace import Pace
-from evenstep.engine.pair import News, Pair
+from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.results import Results, ShardResult, merge
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
@@ -67,7 +68,7 @@ class Engine:
         self.memory = _memory_of(config.device, self.group.segment)
         self.models = Models(config, self.group, self.memory)
         self.state = self.models.state
-        self.pairs: list[Pair] = []
+        self.optimizers: list[PreparedOptimizer] = []
         self.version = 0
         self.determinism = Determinism(config)
         core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
@@ -84,8 +85,8 @@ class Engine:
         self.spans = spans
         self.mine = range(*self.spans[self.group.rank])
         self.compute.spans = self.spans
-        for pair in self.pairs:
-            pair.replan(self.spans)
+        for prepared in self.optimizers:
+            prepared.replan(self.spans)
 
     def begin(self, operation: int) -> None:
         """See `Undecided`."""
@@ -93,8 +94,8 @@ class Engine:
 
     def abandon(self) -> None:
         """See `Undecided`."""
-        for pair in self.pairs:
-            pair.rollback()
+        for prepared in self.optimizers:
+            prepared.rollback()
         if not self.group.elastic:  # else the next generation does it, when nobody changes anything any more
             self.state.rollback()
             self._pull()
@@ -116,9 +117,9 @@ class Engine:
 
     def _settled(self) -> None:
         """No operation is under way on this worker."""
-        for pair in self.pairs:
-            pair.gradients.clear()
-            pair.remember()
+        for prepared in self.optimizers:
+            prepared.gradients.clear()
+            prepared.remember()
         self.models.slots.bind_base()
         self.models.remember_versions()
 
@@ -126,24 +127,24 @@ class Engine:
         """Take a model, and the optimizer that trains it, into the run. All workers must call this alike."""
         added = self.models.add(model)
         self.compute.forget_lanes()
-        pair = None
+        prepared = None
         if optimizer is not None:
-            prefix = "optimizer" if not self.pairs else f"optimizer{len(self.pairs) + 1}"
+            prefix = "optimizer" if not self.optimizers else f"optimizer{len(self.optimizers) + 1}"
             names = {id(p): name for name, p in self.models.slots.parameters.items()}
-            pair = Pair(self.group, self.state, optimizer, names, prefix)
-            pair.replan(self.spans)
-            self.pairs.append(pair)
+            prepared = PreparedOptimizer(self.group, self.state, optimizer, names, prefix)
+            prepared.replan(self.spans)
+            self.optimizers.append(prepared)
 
         def attempt() -> Entry:
             self.models.agree(added)
-            news = pair.agree() if pair else []
+            news = prepared.agree() if prepared else []
             self.group.barrier("state moved")
             return Entry("prepare", news)
 
         def adopt(entry: Entry, took_part: bool) -> None:
             self.models.bind(added)
-            if pair is not None:
-                pair.adopt(entry.value, took_part)
+            if prepared is not None:
+                prepared.adopt(entry.value, took_part)
             self._settled()
 
         self.ledger.perform(Operation("prepare", self.version), attempt, adopt)
@@ -152,18 +153,16 @@ class Engine:
         self,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        prepared: PreparedOptimizer,
+        clipping: Clipping,
     ) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed.
 
         Args:
             samples: The global batch.
             function: Called with every part of this worker; returns its mean loss, or (loss, {metric: value}).
-            pair: Whose parameters are trained.
-            clip_norm: Scale all gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.
-            clip_value: Clip every element of the gradients to this magnitude.
+            prepared: Whose parameters are trained.
+            clipping: What gradients are limited to.
         """
         kind = f"step {self.version}"
 
@@ -171,13 +170,13 @@ class Engine:
             loss, metrics, norm, news, contents = entry.value
             if not took_part and contents:
                 _compare_contents(self.version, [(0, contents), (self.group.worker, samples.contents())])
-            pair.adopt(news, took_part)
+            prepared.adopt(news, took_part)
             if took_part:
                 self.models.pull()
                 if all(samples.sizes):  # a shard without samples takes no time
                     self._keep_pace()
             else:
-                pair.stepped_elsewhere()
+                prepared.stepped_elsewhere()
             self._settled()
             self.version += 1
             return Outcome(torch.tensor(loss, dtype=torch.float64), metrics, norm)
@@ -185,17 +184,17 @@ class Engine:
         self.determinism.check()
         if not self.ledger.catching_up:
             self.models.check_versions()
-            pair.check_untouched()
-        self._take_in(pair)
+            prepared.check_untouched()
+        self._take_in(prepared)
         return self.ledger.perform(
             Operation(kind, self.version, is_step=True),
-            lambda: self._try(kind, samples, function, pair, clip_norm, clip_value),
+            lambda: self._try(kind, samples, function, prepared, clipping),
             adopt,
         )
 
-    def _take_in(self, pair: Pair) -> None:
+    def _take_in(self, prepared: PreparedOptimizer) -> None:
         """Train what user code has added to an optimizer since it was prepared."""
-        added = pair.added()
+        added = prepared.added()
         if not added:
             return
         if not self.has_optimizer:
@@ -203,12 +202,12 @@ class Engine:
                 "parameters were added to an optimizer after it was prepared, but the servers have theirs already; add "
                 "them before run.prepare"
             )
-        pair.extend(added, {id(p): name for name, p in self.models.slots.parameters.items()})
-        pair.replan(self.spans)
+        prepared.extend(added, {id(p): name for name, p in self.models.slots.parameters.items()})
+        prepared.replan(self.spans)
         kind = "parameters added"
 
         def attempt() -> Entry:
-            pair.compare(kind)
+            prepared.compare(kind)
             return Entry(kind)
 
         self.ledger.perform(Operation(kind, self.version), attempt, lambda *_: None)
@@ -218,41 +217,41 @@ class Engine:
         kind: str,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
-        clip_norm: float | None,
-        clip_value: float | None,
+        prepared: PreparedOptimizer,
+        clipping: Clipping,
     ) -> Entry:
         points.reach("step begins")
+        self.models.take_buffers()  # of an attempt that came to nothing
         parts = {k: samples.part(k) for k in self.mine if samples.sizes[k]}
-        work = Work(self.version, parts, samples.sizes, samples.name, function, pair)
+        work = Work(self.version, parts, samples.sizes, samples.name, function, prepared, clipping)
         active = [rank for rank, (first, end) in enumerate(self.spans) if any(work.sizes[first:end])]
-        pair.gradients.begin(1 + self.group.exchanges, active, list(work.parts))
+        prepared.gradients.begin(1 + self.group.exchanges, active, list(work.parts))
         begin, waited_s = time.monotonic(), self.group.waited_s
         results = self.compute.run(work) if work.parts else {}
-        pair.gradients.end_backward()
+        prepared.gradients.end_backward()
         busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
         contents = samples.contents() if self.group.num_workers > 1 else {}
-        outcome = self._share_results(work, results, [clip_norm, clip_value], contents, busy_s)
-        sums = pair.gradients.finish()
-        self._scale(sums, outcome.scale)
-        norm = self._clip(work.where, sums, pair, clip_norm, clip_value)
+        outcome = self._share_results(work, results, contents, busy_s)
+        sums = prepared.gradients.finish()
+        self._check_weights(outcome.scale is not None)
+        outcome.scale_gradients(sums)
+        norm = self._clip(work, sums)
         points.reach("before update")
-        news = self._update(pair, sums)
-        if self.group.rank == 0:
-            self.models.publish_buffers()
+        news = self._update(prepared, sums)
+        self.models.publish_buffers()
         points.reach("after update")
-        return Entry(kind, [outcome.loss, outcome.metrics, norm, self._share_news(work, pair, news), contents])
+        return Entry(kind, [outcome.loss, outcome.metrics, norm, self._share_news(work, prepared, news), contents])
 
-    def _update(self, pair: Pair, sums: dict[int, Tensor | None]) -> News:
+    def _update(self, prepared: PreparedOptimizer, sums: dict[int, Tensor | None]) -> News:
         """Change what this worker owns; return what is new in the optimizer's state."""
-        return pair.update(sums)
+        return prepared.update(sums)
 
-    def _share_news(self, work: Work, pair: Pair, mine: News) -> News:
+    def _share_news(self, work: Work, prepared: PreparedOptimizer, mine: News) -> News:
         """Everyone has updated; what is new in the optimizer's state is in the segment then."""
         of_all = self.group.gather_json(work.where + "update", mine)
         news = sorted(chain(*of_all))
         if news:
-            pair.settle(news, {i for i, _, _ in mine})
+            prepared.settle(news, {i for i, _, _ in mine})
             self.group.barrier(work.where + "state moved")
         return news
 
@@ -273,7 +272,6 @@ class Engine:
         self,
         work: Work,
         results: dict[int, ShardResult],
-        clips: list[float | None],
         contents: dict[str, str],
         busy_s: float,
     ) -> Results:
@@ -282,9 +280,9 @@ class Engine:
         facts = {
             "batch": list(work.sizes),
             "samples": work.samples,
-            "optimizer": self.pairs.index(work.pair),
-            "options": work.pair.hyperparameters(),
-            "clipping": clips,
+            "optimizer": self.optimizers.index(work.prepared),
+            "options": work.prepared.hyperparameters(),
+            "clipping": [work.clipping.norm, work.clipping.value],
         }
         of_all = self.group.gather_json(work.where + "result", [facts, contents, mine, busy_s])
         self._seconds = [theirs[3] for theirs in of_all]
@@ -299,42 +297,27 @@ class Engine:
         by_shard = {int(k): ShardResult.unpack(value) for theirs in of_all for k, value in theirs[2].items()}
         return merge(by_shard, work.sizes)
 
-    def _scale(self, sums: dict[int, Tensor | None], scale: float | None) -> None:
-        """Bring gradients of a loss that is weighted by something else than rows to the mean over that."""
-        if scale is None:
-            return
-        if not self.weighs:
+    def _check_weights(self, weighted: bool) -> None:
+        """Refuse a loss that is weighted by something else than rows where its gradients cannot be scaled.
+
+        Raises:
+            UnsupportedError: It is one, and they cannot.
+        """
+        if weighted and not self.weighs:
             raise UnsupportedError(
                 "the step function returned an evenstep.Loss, but in this run gradients leave the workers before the "
                 "weights of all parts are known; train without servers, or with aggregate=True"
             )
-        for i, gradient in sums.items():
-            if gradient is not None:
-                sums[i] = gradient.mul_(scale) if scale else None
 
-    def _clip(
-        self,
-        where: str,
-        sums: dict[int, Tensor | None],
-        pair: Pair,
-        clip_norm: float | None,
-        clip_value: float | None,
-    ) -> float | None:
-        gradients = {i: g for i, g in sums.items() if g is not None}
-        if clip_value is not None:
-            for gradient in gradients.values():
-                gradient.clamp_(-clip_value, clip_value)
-        if clip_norm is None:
+    def _clip(self, work: Work, sums: dict[int, Tensor | None]) -> float | None:
+        """Limit the gradients; return their norm before, if that is limited."""
+        gradients = {i: gradient for i, gradient in sums.items() if gradient is not None}
+        work.clipping.clip_elements(gradients.values())
+        if work.clipping.norm is None:
             return None
-        mine = {i: float(torch.linalg.vector_norm(g)) for i, g in gradients.items()}
-        norms: dict[int, float] = {}
-        for theirs in self.group.gather_json(where + "gradient norms", mine):
-            norms.update({int(i): norm for i, norm in theirs.items()})
-        dtype = pair.parameters[0].dtype
-        total = torch.linalg.vector_norm(torch.tensor([norms[i] for i in sorted(norms)], dtype=dtype))
-        scale = torch.clamp(clip_norm / (total + 1e-6), max=1.0)
-        for gradient in gradients.values():
-            gradient.mul_(scale.to(gradient.device))
+        of_all = self.group.gather_json(work.where + "gradient norms", norms_of(gradients))
+        total = total_norm(of_all, work.prepared.parameters[0].dtype)
+        work.clipping.scale_down(gradients.values(), total)
         return float(total)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -372,21 +355,21 @@ class Engine:
 
         def attempt() -> Entry:
             self.group.barrier("edit begins")
-            mine = self.models.edit(function, seed, self.pairs) if self.group.rank == 0 else None
+            mine = self.models.edit(function, seed, self.optimizers) if self.group.rank == 0 else None
             changes = self.group.gather_json("edit ends", mine)[0]
-            for pair, (news, gone, _) in zip(self.pairs, changes, strict=True):
+            for prepared, (news, gone, _) in zip(self.optimizers, changes, strict=True):
                 if (news or gone) and not self.has_optimizer:
                     raise UnsupportedError(
                         "run.edit changed the state of an optimizer, but the one that steps is the server's; change "
                         "parameters and learning rates only"
                     )
-                pair.settle(news, {i for i, _, _ in news} if self.group.rank == 0 else set())
+                prepared.settle(news, {i for i, _, _ in news} if self.group.rank == 0 else set())
             self.group.barrier("state moved")
             return Entry("edit", changes)
 
         def adopt(entry: Entry, took_part: bool) -> None:
-            for pair, changes in zip(self.pairs, entry.value, strict=True):
-                pair.adopt_changes(changes, took_part)
+            for prepared, changes in zip(self.optimizers, entry.value, strict=True):
+                prepared.adopt_changes(changes, took_part)
             with torch.no_grad():
                 self.models.pull()
             self._settled()
@@ -395,10 +378,10 @@ class Engine:
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> list[News]:
         """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation."""
-        news = [pair.news_of(tensors, values) for pair in self.pairs]
+        news = [prepared.news_of(tensors, values) for prepared in self.optimizers]
         with torch.no_grad():
-            for pair, theirs in zip(self.pairs, news, strict=True):
-                pair.settle(theirs, set())
+            for prepared, theirs in zip(self.optimizers, news, strict=True):
+                prepared.settle(theirs, set())
             if self.group.rank == 0:
                 entries = [entry for name, entry in self.state.entries.items() if name in tensors]
                 self.state.save(entries)
@@ -409,8 +392,8 @@ class Engine:
 
     def restored(self, news: list[News], version: int, took_part: bool) -> None:
         """A checkpoint's state is committed."""
-        for pair, theirs in zip(self.pairs, news, strict=True):
-            pair.adopt(theirs, took_part)
+        for prepared, theirs in zip(self.optimizers, news, strict=True):
+            prepared.adopt(theirs, took_part)
         self._pull()
         self._settled()
         self.version = version
@@ -424,7 +407,7 @@ class Engine:
         """Give the models back to the user as ordinary ones, and the process its settings."""
         self.ledger.holder = None
         self.compute.close()
-        self.models.release(self.pairs)
+        self.models.release(self.optimizers)
         self.determinism.restore()
 
 

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, StepFunction
-from evenstep.engine.pair import News, Pair
+from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.step import Engine, Outcome
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
@@ -83,12 +84,12 @@ class AggregatedEngine(Engine):
         if self.models.slots.parameters or optimizer is None:
             raise UnsupportedError("a run through a server trains one model with one optimizer; prepare both, once")
         super().prepare(model, optimizer)
-        (pair,) = self.pairs
-        self._options = options_of(pair)
+        (prepared,) = self.optimizers
+        self._options = options_of(prepared)
         region = self.group.segment.memory.reserve(
-            sum(aligned(p.numel() * p.element_size()) for p in pair.parameters) + 64
+            sum(aligned(p.numel() * p.element_size()) for p in prepared.parameters) + 64
         )
-        self._sums = [region.tensor(p.shape, p.dtype) for p in pair.parameters]
+        self._sums = [region.tensor(p.shape, p.dtype) for p in prepared.parameters]
 
         def attempt() -> Entry:
             first = self._join() if self.group.rank == 0 else None
@@ -136,17 +137,16 @@ class AggregatedEngine(Engine):
         self,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        prepared: PreparedOptimizer,
+        clipping: Clipping,
     ) -> Outcome:
         """See `Engine.step`."""
         self._samples = sum(samples.sizes)
-        outcome = super().step(samples, function, pair, clip_norm, clip_value)
-        self._sent, self._options = self._sent + 1, options_of(pair)
+        outcome = super().step(samples, function, prepared, clipping)
+        self._sent, self._options = self._sent + 1, options_of(prepared)
         return outcome
 
-    def _update(self, pair: Pair, sums: dict[int, Tensor | None]) -> News:
+    def _update(self, prepared: PreparedOptimizer, sums: dict[int, Tensor | None]) -> News:
         """Lay the sums into the segment; the first worker sends them, and puts in what comes back."""
         mine = [i for i, total in sums.items() if total is not None]
         with torch.no_grad():
@@ -154,13 +154,13 @@ class AggregatedEngine(Engine):
                 self._sums[i].copy_(sums[i])  # type: ignore[arg-type]  # looked above
         of_all = self.group.gather_json(f"step {self.version}: sums", mine)
         if self.group.rank == 0:
-            self._send(pair, sorted(i for theirs in of_all for i in theirs))
-        pair.stepped_elsewhere()
+            self._send(prepared, sorted(i for theirs in of_all for i in theirs))
+        prepared.stepped_elsewhere()
         return []
 
-    def _send(self, pair: Pair, present: list[int]) -> None:
+    def _send(self, prepared: PreparedOptimizer, present: list[int]) -> None:
         client = self._server()
-        names = [name.removeprefix(PREFIX) for name in pair.names]
+        names = [name.removeprefix(PREFIX) for name in prepared.names]
         buffers = {name.removeprefix(PREFIX): t for name, t in self.models.kept_buffers.items()}
         more: dict[str, Any] = {"buffers": list(buffers), "sequence": self._first + self._sent + 1}
         head = ""
@@ -169,7 +169,7 @@ class AggregatedEngine(Engine):
             more |= {"shards": self.config.shards, "spans": [[0, self.config.shards]], "base": client.version}
         else:
             more["samples"] = self._samples
-        if (options := options_of(pair)) != self._options:
+        if (options := options_of(prepared)) != self._options:
             more["options"] = options
         update = {head + names[i]: self._sums[i] for i in present}
         reply = client.update({**update, **buffers}, timeout_s=_PATIENCE * self.config.timeout_s, **more)

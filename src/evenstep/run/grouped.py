@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Stopped, UnsupportedError
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, StepFunction
-from evenstep.engine.pair import News, Pair
+from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.step import Engine, Outcome
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
@@ -83,13 +84,13 @@ class GroupedEngine(Engine):
         self._model = model
         Awaited.hang(model)
         super().prepare(model, optimizer)
-        (pair,) = self.pairs
+        (prepared,) = self.optimizers
         names = {id(p): name for name, p in self.models.slots.parameters.items()}
         recipe = describe(optimizer, names) if self.standing.lock else None
-        self._lay_out(model, pair)
+        self._lay_out(model, prepared)
         self._join(recipe)
 
-    def _lay_out(self, model: nn.Module, pair: Pair) -> None:
+    def _lay_out(self, model: nn.Module, prepared: PreparedOptimizer) -> None:
         """Cut the model into parts."""
         slots, entries = self.models.slots, self.state.entries
         layers: dict[str, list[str]] = {}
@@ -109,16 +110,16 @@ class GroupedEngine(Engine):
         self._servers = Servers(
             self.standing, parts, servers, list(slots.buffers), self.config.timeout_s, self._stop_if_asked
         )
-        index = {name: i for i, name in enumerate(pair.names)}  # what the optimizer does not train never changes
+        index = {name: i for i, name in enumerate(prepared.names)}  # what the optimizer does not train never changes
         changing = [[entries[name] for name in part if name in index] for part in parts]
         self._arrivals = Arrivals(self.group, changing, self._check)
         trained = [[index[name] for name in reversed(part) if name in index] for part in parts]
         self._trained = trained
         self._filled = [part for part in reversed(range(len(trained))) if trained[part]]  # as backward reaches them
         self._trained_by = {i: part for part, held in enumerate(trained) for i in held}
-        pair.lay_out = lambda spans: pair.in_tree(spans, [trained[part] for part in self._filled])
-        pair.replan(self.spans)
-        self._gradients = pair.gradients
+        prepared.lay_out = lambda spans: prepared.in_tree(spans, [trained[part] for part in self._filled])
+        prepared.replan(self.spans)
+        self._gradients = prepared.gradients
         self._gradients.expects = self._expect
         line = Line(self._send_part, self._servers.fetch, self._arrivals.write, self._servers.close)
         self._courier = Courier(line, self.config.timeout_s)
@@ -128,8 +129,8 @@ class GroupedEngine(Engine):
         """A gradient has come: its part must have been waited for."""
         if not self._arrivals.has(self._trained_by[i]):
             raise UnsupportedError(
-                f"the step function used parameter '{self.pairs[0].names[i]}' through a reference kept outside of the "
-                "model: nobody has waited for its values; take it from the module, as in model.layer.weight"
+                f"the step function used parameter '{self.optimizers[0].names[i]}' through a reference kept outside of "
+                "the model: nobody has waited for its values; take it from the module, as in model.layer.weight"
             )
 
     @property
@@ -195,17 +196,16 @@ class GroupedEngine(Engine):
         self,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        prepared: PreparedOptimizer,
+        clipping: Clipping,
     ) -> Outcome:
         """See `Engine.step`; other groups do theirs meanwhile."""
         courier = self._courier
-        assert courier is not None, "there is a pair, so something was prepared"
-        early = self.standing.lock and clip_norm is None and clip_value is None  # a norm needs all gradients first
+        assert courier is not None, "a step has an optimizer, so something was prepared"
+        early = self.standing.lock and not clipping  # a norm needs all gradients first
         self._gradients.reduced = self._on_reduced if early else None
-        self._options = options_of(pair)
-        outcome = super().step(samples, function, pair, clip_norm, clip_value)
+        self._options = options_of(prepared)
+        outcome = super().step(samples, function, prepared, clipping)
         self._arrivals.version = self.version
         if self.ledger.took_part:
             if not self.standing.lock:
@@ -229,8 +229,8 @@ class GroupedEngine(Engine):
         """Give the update of a part to the courier."""
         assert self._courier is not None, "as above"
         self._sent.add(part)
-        pair = self.pairs[0]
-        found = {pair.names[i]: total for i in self._trained[part] if (total := sums[i]) is not None}
+        prepared = self.optimizers[0]
+        found = {prepared.names[i]: total for i in self._trained[part] if (total := sums[i]) is not None}
         self._arrivals.watch("sends", part)
         if found or self.standing.staleness is not None:
             self._courier.send(part, self.version, found)
@@ -242,23 +242,23 @@ class GroupedEngine(Engine):
         options = self._options if self.standing.lock else None
         self._at_servers().send(part, version, update, options)
 
-    def _update(self, pair: Pair, sums: dict[int, Tensor | None]) -> News:
+    def _update(self, prepared: PreparedOptimizer, sums: dict[int, Tensor | None]) -> News:
         assert self._courier is not None, "as above"
         self._arrivals.all()  # what this step did not use: from now on there is one version under way, not two
         if not self.standing.lock:
-            return super()._update(pair, sums)
+            return super()._update(prepared, sums)
         for part in self._owned_parts:
             if part not in self._sent:
                 self._hand_over(part, sums)
         self._courier.wait_sent()
-        pair.stepped_elsewhere()
+        prepared.stepped_elsewhere()
         return []
 
     def _hand_over_changes(self) -> None:
         """What the step, which is committed, has changed of this worker's own parts."""
         assert self._courier is not None, "as above"
         for part in self._owned_parts:
-            entries = [self.state.entries[self.pairs[0].names[i]] for i in self._trained[part]]
+            entries = [self.state.entries[self.optimizers[0].names[i]] for i in self._trained[part]]
             changes = {e.name: change for e in entries if (change := self.state.change_of(e)) is not None}
             self._courier.send(part, self.version - 1, changes)
 
@@ -329,21 +329,21 @@ class GroupedEngine(Engine):
         """See `Engine.conclude`: the last values, and what the servers' optimizers keep."""
         if self._courier is None:
             return
-        (pair,) = self.pairs
+        (prepared,) = self.optimizers
 
         def attempt() -> Entry:
             self.level("the end")
             news: News = []
             if self.standing.lock:
                 tensors, values = self._at_servers().optimizer_state() if self.group.rank == 0 else ({}, {})
-                news = self.group.gather_json("optimizer state", pair.news_of(tensors, values))[0]
-                pair.settle(news, set())
+                news = self.group.gather_json("optimizer state", prepared.news_of(tensors, values))[0]
+                prepared.settle(news, set())
                 self._take_over(tensors)
                 self.group.barrier("optimizer state is here")
             return Entry("the groups end", news)
 
         def adopt(entry: Entry, took_part: bool) -> None:
-            pair.adopt(entry.value, took_part)
+            prepared.adopt(entry.value, took_part)
             self._pull()
             self._settled()
 

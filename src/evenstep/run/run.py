@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import safetensors.torch
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from evenstep.arithmetic import settings
 from evenstep.core import env as environment
 from evenstep.core import points
 from evenstep.core.config import RunConfig
+from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
 from evenstep.core.output import unheard
@@ -23,16 +25,20 @@ from evenstep.data.batch import Batch
 from evenstep.data.loader import num_samples
 from evenstep.data.order import Deal, Order
 from evenstep.data.sampling import Sampling
+from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
-from evenstep.engine.pair import Pair
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
+from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
+from evenstep.nn.gather import gather
 from evenstep.plan.groups import Standing
 from evenstep.plan.placement import cut
 from evenstep.run import unclosed
@@ -72,6 +78,8 @@ class Run:
         quiet: No progress display and no closing fingerprint line.
         on_nondeterminism: "error" raises where torch knows an operation to be non-deterministic, or where user code
             changes what the bits rest on; "warn" only says so.
+        arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
+            docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         sync: "exchange": workers add up gradients among themselves. "server": they meet only at a parameter server,
             which holds the parameters and their optimizer.
         server: Its address.
@@ -102,6 +110,7 @@ class Run:
         timeout_s: float = 300.0,
         quiet: bool = False,
         on_nondeterminism: Literal["error", "warn"] = "error",
+        arithmetic: Literal["native", "portable"] | None = None,
         sync: Literal["exchange", "server"] = "exchange",
         server: str | None = None,
         staleness: int | None = 0,
@@ -119,6 +128,7 @@ class Run:
             timeout_s=timeout_s if self._env.timeout_s is None else self._env.timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
+            arithmetic=arithmetic,
         )
         _check_device(self.config.device)
         through = Through(sync, server, staleness, update_every, token, aggregate)
@@ -128,6 +138,7 @@ class Run:
             raise ConfigError(
                 f"the command line starts servers, but the script says Run(server={server!r}): say one of them"
             )
+        _see_to_arithmetic(self.config, standing is not None or through.server is not None, self._env, sys._getframe(1))
         self.group, self.num_groups = (standing.group, standing.groups) if standing is not None else (0, 1)
         self._apart = apart = through.server is not None and not through.together
         self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
@@ -368,8 +379,9 @@ class Run:
         out, to the batch. `len` of them says how many there are.
 
         Args:
-            dataset: Any map-style data set. Randomness in its `__getitem__` is seeded by (seed, epoch, index).
-            batch_size: Samples of a global batch. None: the sampler gives whole batches.
+            dataset: Any map-style data set. Randomness in its `__getitem__` is seeded by (seed, epoch, index). Or an
+                `evenstep.data.stream`, for data that can only be read in order.
+            batch_size: Samples of a global batch. None: the sampler gives whole batches, or the stream whole parts.
             epochs: How often to go through the data.
             shuffle: A new order for every epoch, fixed by (seed, epoch). None: yes, unless there is a sampler.
             sampler: Which samples an epoch has, in which order: a sampler of `torch.utils.data` (such as
@@ -390,6 +402,14 @@ class Run:
             ConfigError: The arguments contradict each other, or the data set is no map-style one.
             CheckpointError: What was loaded had global batches of another size, with `batch_per_worker`.
         """
+        loading = Loading(collate_fn, loaders, prefetch)
+        if isinstance(dataset, Streamed):
+            if shuffle is not None or sampler is not None or drop_last or batch_per_worker or deal != "position":
+                raise ConfigError(
+                    "a stream has an order of its own, and a last batch of any size: shuffle, sampler, drop_last, "
+                    "batch_per_worker and deal are for data with an index"
+                )
+            return self._feed.streams(dataset, batch_size, epochs, loading)
         size, seed = num_samples(dataset), self.config.seed
         shuffled = sampler is None if shuffle is None else shuffle
         order = Order(
@@ -399,7 +419,7 @@ class Run:
         num_workers = self._feed.num_workers_at_start() if batch_per_worker else None
         if num_workers is not None:
             order = order.times(num_workers)
-        return self._feed.batches(dataset, order, epochs, Loading(collate_fn, loaders, prefetch), num_workers)
+        return self._feed.batches(dataset, order, epochs, loading, num_workers)
 
     def metrics(self) -> dict[str, float]:
         """Mean loss and metrics of the steps of this epoch so far, or of the last one, over the samples of all groups.
@@ -451,10 +471,10 @@ class Run:
         try:
             if self._env.resume:
                 self._saving.say_if_none()
-            pair = self._pair(optimizer)
+            prepared = self._prepared(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
-            outcome = self._engine.step(samples, function, pair, clip_norm, clip_value)
+            outcome = self._engine.step(samples, function, prepared, Clipping(clip_norm, clip_value))
             if samples.is_last:
                 self._engine.end_of_epoch()
             self._trace(first=False)
@@ -466,17 +486,17 @@ class Run:
         self._meter.add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
 
-    def _pair(self, optimizer: Optimizer | None) -> Pair:
-        pairs = self._engine.pairs
-        if not pairs:
+    def _prepared(self, optimizer: Optimizer | None) -> PreparedOptimizer:
+        optimizers = self._engine.optimizers
+        if not optimizers:
             raise ConfigError("no optimizer was prepared; call model, optimizer = run.prepare(model, optimizer) first")
-        if optimizer is None and len(pairs) > 1:
+        if optimizer is None and len(optimizers) > 1:
             raise ConfigError(
-                f"{len(pairs)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
+                f"{len(optimizers)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
             )
-        for pair in pairs:
-            if optimizer is None or pair.optimizer is optimizer:
-                return pair
+        for prepared in optimizers:
+            if optimizer is None or prepared.optimizer is optimizer:
+                return prepared
         raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
 
     def _cut(self, batch: Any) -> Batch:
@@ -574,6 +594,33 @@ class Run:
         except BaseException:
             self._tell_others()
             raise
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Inside of a step function: the rows of all shards, in their order, for losses over the whole batch.
+
+        Blocks until all shards have come; the step function must call it alike for every part. The gradient of what it
+        returns goes back to the shards that gave the rows, and is the same to the bit on every number of workers. Which
+        of the rows are this part's says `rows`, if there is one for each sample.
+
+        Args:
+            tensor: ``[samples of the part, ...]``; all but the first dimension, and the type, alike in every part.
+
+        Returns:
+            ``[samples of the batch, ...]``.
+        """
+        return gather(tensor)
+
+    @property
+    def rows(self) -> range:
+        """Inside of a step function: which rows of the batch, as `gather` puts it together, its part has.
+
+        Raises:
+            ConfigError: It is asked for elsewhere.
+        """
+        found: range | None = getattr(current(), "rows", None)
+        if found is None:
+            raise ConfigError("run.rows was asked for outside of a step function; expected inside: it is of its part")
+        return found
 
     def exchange(self, tag: str, rows: Tensor | Callable[[int], Tensor]) -> Tensor:
         """The one primitive: each shard offers a vector under a tag, all receive the tree sum.
@@ -705,6 +752,17 @@ def _compare_profiles(worker: int, mine: dict[str, Any], first: dict[str, Any]) 
                 f"worker {worker} has {key}={value!r} but worker 0 has {first[key]!r}; "
                 "all workers must run the same script on the same kind of machine"
             )
+
+
+def _see_to_arithmetic(config: RunConfig, served: bool, env: Environment, caller: FrameType) -> None:
+    if config.arithmetic == "native":
+        return
+    if served:
+        raise ConfigError(
+            "arithmetic='portable' with a parameter server, whose optimizer computes as its own processor is fastest; "
+            "use sync='exchange', or arithmetic='native'"
+        )
+    settings.insist(caller, env)
 
 
 def _check_device(device: str) -> None:

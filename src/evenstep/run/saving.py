@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError, ConfigError, Stopped
 from evenstep.core.output import say
-from evenstep.data.order import Order
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
@@ -68,17 +67,18 @@ class Saving:
             )
         self.tracked[name] = value
 
-    def begin_data(self, order: Order, num_workers: int | None) -> None:
+    def begin_data(self, num_samples: int | None, batch_size: int | None, num_workers: int | None) -> None:
         """A data set is about to be gone through; see that the checkpoint we go on from went through the like of it.
 
         Args:
-            order: How.
+            num_samples: How many it has; None: nobody knows.
+            batch_size: Samples of a global batch, if they are equally many.
             num_workers: Of which number of workers its global batches are a multiple, if that was asked for.
 
         Raises:
             CheckpointError: It went through another.
         """
-        sizes, number = [order.num_samples, order.batch_size], len(self._data)
+        sizes, number = [num_samples, batch_size], len(self._data)
         if self._resumption is not None:
             self._resumption.check_data(number, sizes)
         if num_workers is not None and number < len(self._past) and self._past[number] != sizes:
@@ -135,8 +135,8 @@ class Saving:
             if "failure" in facts:
                 return str(facts["failure"])
             self._engine.restored(facts["news"], facts["version"], took_part)
-            for pair, groups in zip(self._engine.pairs, facts["groups"], strict=True):
-                pair.set_hyperparameters(unpack(groups))
+            for prepared, groups in zip(self._engine.optimizers, facts["groups"], strict=True):
+                prepared.set_hyperparameters(unpack(groups))
             for name, value in self.tracked.items():
                 value.load_state_dict(unpack(facts["tracked"][name]))
             self.position = self.next = facts["position"]
@@ -223,13 +223,14 @@ class Saving:
             "position": self.next,
             "data": list(self._data),
             "values": dict(self._engine.state.values),
-            "groups": [pack(pair.hyperparameters()) for pair in self._engine.pairs],
+            "groups": [pack(prepared.hyperparameters()) for prepared in self._engine.optimizers],
             "tracked": {name: pack(value.state_dict()) for name, value in self.tracked.items()},
         }
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         """What must be alike for a checkpoint to fit."""
-        return {"shards": self._config.shards, "seed": self._config.seed, "optimizers": len(self._engine.pairs)}
+        said = {name: getattr(self._config, name) for name in ("shards", "seed", "arithmetic")}
+        return {**said, "optimizers": len(self._engine.optimizers)}
 
     def close(self) -> None:
         """Write what is still missing, for a bounded time, and let others have the directory."""

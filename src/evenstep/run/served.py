@@ -26,9 +26,10 @@ from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
 from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.core.events import send
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, StepFunction, Work
 from evenstep.engine.delivery import Delivery
-from evenstep.engine.pair import Pair
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.results import ShardResult, merge
 from evenstep.engine.slots import spanning_layers
 from evenstep.engine.step import Engine
@@ -92,7 +93,7 @@ class ServedEngine(Engine):
             )
         if before:
             reply = self.client.last_update()
-            self._last = reply["notes"][0]["last"]
+            self._last = _unpacked(reply["notes"][0]["last"])
             said = f"worker {env.worker} is back: the {before} updates that it has sent are left out"
             send(env.events_fd, {"says": said})
         return before
@@ -100,8 +101,8 @@ class ServedEngine(Engine):
     def _replan(self, spans: list[tuple[int, int]] | None = None) -> None:
         super()._replan([self._own])
 
-    def _lay_out(self, pair: Pair, _: Sequence[Span]) -> tuple[Summing, Delivery]:
-        return pair.alone(self._own, self.config.shards, add=self._local or self.client.staleness != 0)
+    def _lay_out(self, prepared: PreparedOptimizer, _: Sequence[Span]) -> tuple[Summing, Delivery]:
+        return prepared.alone(self._own, self.config.shards, add=self._local or self.client.staleness != 0)
 
     @property
     def weighs(self) -> bool:  # type: ignore[override]  # decided for each run here
@@ -136,10 +137,10 @@ class ServedEngine(Engine):
                 "or train without a server"
             )
         super().prepare(model, optimizer)
-        for pair in self.pairs:
-            self._options = options_of(pair)
-            pair.lay_out = partial(self._lay_out, pair)
-            pair.replan([self._own])
+        for prepared in self.optimizers:
+            self._options = options_of(prepared)
+            prepared.lay_out = partial(self._lay_out, prepared)
+            prepared.replan([self._own])
         self._join()
 
     def _join(self) -> None:
@@ -173,9 +174,8 @@ class ServedEngine(Engine):
         kind: str,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
-        clip_norm: float | None,
-        clip_value: float | None,
+        prepared: PreparedOptimizer,
+        clipping: Clipping,
     ) -> Entry:
         sizes = list(samples.sizes)
         if self._local or self.client.staleness != 0:  # a mean over this worker's samples
@@ -184,34 +184,34 @@ class ServedEngine(Engine):
             return Entry(kind, [*self._last, None, [], {}])
         if self._local:
             mine = _Some(samples, sizes)
-            return super()._try(kind, mine, function, pair, clip_norm, clip_value)
-        if clip_norm is not None or clip_value is not None:
+            return super()._try(kind, mine, function, prepared, clipping)
+        if clipping:
             raise UnsupportedError(
                 "gradients are added up on the server, so they cannot be clipped here; with aggregate=True they can"
             )
         parts = {k: samples.part(k) for k in self.mine if sizes[k]}
-        work = Work(self.version, parts, sizes, samples.name, function, pair)
-        pair.gradients.begin(1 + self.group.exchanges, [0], list(parts))
+        work = Work(self.version, parts, sizes, samples.name, function, prepared, clipping)
+        prepared.gradients.begin(1 + self.group.exchanges, [0], list(parts))
         results = self.compute.run(work) if parts else {}
-        self._scale({}, 1.0 if any(result.weighted for result in results.values()) else None)
-        pair.gradients.end_backward()
+        self._check_weights(any(result.weighted for result in results.values()))
+        prepared.gradients.end_backward()
         notes = self._send(work, results)
-        pair.stepped_elsewhere()
+        prepared.stepped_elsewhere()
         outcome = list(_means(notes, sizes)) if any(sizes) else self._last  # it may have no sample of a short batch
         return Entry(kind, [*outcome, None, [], {}])
 
     def _send(self, work: Work, results: dict[int, ShardResult]) -> list[Any]:
         """Send the gradients, and take over what the server makes of them."""
-        names = [name.removeprefix(PREFIX) for name in work.pair.names]
+        names = [name.removeprefix(PREFIX) for name in work.prepared.names]
         packed = {k: r.pack() for k, r in results.items()}
         note: dict[str, Any] = {"batch": [work.samples, list(work.sizes)], "results": packed}
         if self.client.staleness != 0:
-            note["last"] = list(_means([note], work.sizes)) if packed else self._last
+            note["last"] = _packed(_means([note], work.sizes) if packed else self._last)
         buffers = {name.removeprefix(PREFIX): t for name, t in self.models.take_buffers().items()}
         more: dict[str, Any] = {"note": note, "buffers": list(buffers)}
         update: dict[str, Tensor] = dict(buffers)
         if self.client.staleness == 0:
-            nodes = work.pair.gradients.nodes()
+            nodes = work.prepared.gradients.nodes()
             more |= {
                 "shards": self.config.shards,
                 "spans": [list(span) for span, _ in nodes],
@@ -220,10 +220,10 @@ class ServedEngine(Engine):
             for (first, end), held in nodes:
                 update |= {f"{first}-{end}/{names[i]}": tensor for i, tensor in held.items()}
         else:
-            sums = work.pair.gradients.finish()
+            sums = work.prepared.gradients.finish()
             update |= {names[i]: total for i, total in sums.items() if total is not None}
             more["samples"] = sum(work.sizes)
-        if (options := options_of(work.pair)) != self._options:
+        if (options := options_of(work.prepared)) != self._options:
             more["options"] = options
         reply = self.client.update(update, timeout_s=self.config.timeout_s, **more)
         self._options = options
@@ -259,7 +259,7 @@ class ServedEngine(Engine):
         buffers = {}
         if 0 in self.mine:
             buffers = {n.removeprefix(PREFIX): self.state.entries[n].live for n in self.models.slots.buffers}
-        note = {"last": self._last}
+        note = {"last": _packed(self._last)}
         version = self.client.update_parameters({**changes, **buffers}, kind="delta", buffers=list(buffers), note=note)
         self._take_over(self.client.get_parameters(min_version=version))
         self.models.remember_versions()
@@ -271,12 +271,11 @@ class ServedEngine(Engine):
         self,
         samples: Samples,
         function: StepFunction,
-        pair: Pair,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        prepared: PreparedOptimizer,
+        clipping: Clipping,
     ) -> Any:
         """See `Engine.step`; the other workers meet this one at the server only."""
-        outcome = super().step(samples, function, pair, clip_norm, clip_value)
+        outcome = super().step(samples, function, prepared, clipping)
         self._last = [float(outcome.loss), outcome.metrics]
         self.adopted()
         return outcome
@@ -322,6 +321,17 @@ class _Some:
 def _name(env: Environment) -> str:
     """What this worker calls itself: alike for all its lives in one job, and in no other job."""
     return f"worker-{env.worker}" if env.job is None else f"worker-{env.worker}.{env.job}"
+
+
+def _packed(last: Sequence[Any]) -> list[Any]:
+    """Loss and metrics as JSON, to the bit, whatever the numbers are."""
+    loss, metrics = last
+    return [float(loss).hex(), {name: float(value).hex() for name, value in metrics.items()}]
+
+
+def _unpacked(packed: Sequence[Any]) -> list[Any]:
+    loss, metrics = packed
+    return [float.fromhex(loss), {name: float.fromhex(value) for name, value in metrics.items()}]
 
 
 def _means(notes: Sequence[Any], sizes: Sequence[int]) -> tuple[float, dict[str, float]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenstep.core.errors import ConfigError
-from evenstep.engine.pair import Pair
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.server.client import Client
 from evenstep.server.connecting import connect
 
@@ -79,7 +79,7 @@ class Through:
         return client
 
 
-def options_of(pair: Pair) -> list[dict[str, Any]]:
+def options_of(prepared: PreparedOptimizer) -> list[dict[str, Any]]:
     """The options that an optimizer steps with, without what schedulers note beside them."""
-    known = pair.optimizer.defaults
-    return [{key: value for key, value in group.items() if key in known} for group in pair.hyperparameters()]
+    known = prepared.optimizer.defaults
+    return [{key: value for key, value in group.items() if key in known} for group in prepared.hyperparameters()]

@@ -23,14 +23,14 @@ from evenstep.engine.state import Entry, State
 from evenstep.exchange.group import Group
 from evenstep.plan.summing import Leaves, Span, Summing, plan_nodes, plan_summing
 
-__all__ = ["News", "Pair"]
+__all__ = ["News", "PreparedOptimizer"]
 
 
 News = list[Any]
 """What is new in optimizers' state: [parameter, {key: its form}, {key: plain value}], in order."""
 
 
-class Pair:
+class PreparedOptimizer:
     """An optimizer with the parameters that it trains.
 
     Making one takes room in the segment, so all workers must do it alike; it talks to nobody.
