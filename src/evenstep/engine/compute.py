@@ -5,6 +5,7 @@ time. If one does, each shard has a lane; they go forward in turns, meet in the 
 way hooks on the leaves carry every gradient away as it comes.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import Stream, derive, preserved
 from evenstep.engine.results import ShardResult
 from evenstep.engine.slots import Lane, spanning_layers
+from evenstep.engine.strangers import Strangers
 from evenstep.exchange.group import Group
 from evenstep.exchange.surroundings import inside
 
@@ -85,6 +87,11 @@ class Work:
         """How the tags of this step's exchanges begin."""
         return f"step {self.version}: "
 
+    def rows(self, shard: int) -> range:
+        """The rows of a shard in the batch, all shards' one after the other."""
+        before = sum(self.sizes[:shard])
+        return range(before, before + self.sizes[shard])
+
     @property
     def first(self) -> int:
         """The first shard that has samples: of buffers that a forward changes, its values are committed."""
@@ -107,6 +114,8 @@ class Compute:
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
         self._hooks: list[Any] = []
         self._calling = False
+        self._strangers = Strangers()
+        self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
         self._arrivals: dict[
             int, tuple[PreparedOptimizer, dict[str, int], int]
         ] = {}  # lane -> whose gradients, of which shard
@@ -120,16 +129,22 @@ class Compute:
         buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
         for parameter in work.prepared.parameters:  # what user code left there is none of this step's
             parameter.grad = None
+        begin = time.perf_counter()
         with preserved():
-            if spanning_layers(self._models.slots.modules):
+            if id(work.prepared) in self._meeting or spanning_layers(self._models.slots.modules):
                 values = self._side_by_side(work, buffers)
             else:
-                values = self._one_after_the_other(work, buffers)
+                try:
+                    values = self._one_after_the_other(work, buffers)
+                except _Meets:  # in the first shard: nothing of the step is done yet
+                    self._meeting.add(id(work.prepared))
+                    values = self._side_by_side(work, buffers)
+        self._strangers.took(time.perf_counter() - begin)
         return {shard: ShardResult.of(loss, metrics, work.sizes[shard]) for shard, (loss, metrics) in values.items()}
 
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
-        values = {}
+        values: dict[int, Any] = {}
         for shard, part in work.parts.items():
             self._begins(shard)
             lane.begin(buffers)
@@ -137,11 +152,13 @@ class Compute:
             self._stream.reseed(self._seed_of(work, shard))
             self._stream.resume()
             try:
-                with inside(_Alone()):
+                with inside(_Alone(work.rows(shard), None if not values else next(iter(values)))):
                     with self._user_code():
                         value = work.function(part)
                     loss, metrics = split(value)
-                    self._backward(work.share(shard, loss), [lane], work.prepared, [shard])
+                    losses = work.share(shard, loss)
+                    self._look_for_strangers(work, losses, [lane])
+                    self._backward(losses, [lane], work.prepared, [shard])
             except Exception as error:
                 error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
                 raise
@@ -168,13 +185,15 @@ class Compute:
         seeds = [self._seed_of(work, shard) for shard in shards]
         try:
             with self._user_code():
-                values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), functions)
+                rows = [work.rows(shard) for shard in shards]
+                values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), rows, functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
             if (
                 token is not None
             ):  # where no shard here uses a layer's output, other workers still wait for its backward
                 losses.append(token.sum())
+            self._look_for_strangers(work, losses, lanes)
             self._backward(losses, lanes, work.prepared, shards)
         except Exception as error:
             error.add_note(f"in worker {self._group.worker}, step {work.version}")
@@ -182,6 +201,11 @@ class Compute:
         if shards[0] == work.first:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
+
+    def _look_for_strangers(self, work: Work, losses: Sequence[Tensor], lanes: Sequence[Lane]) -> None:
+        if self._strangers.is_due(work.function):
+            known = [*self._models.slots.parameters.values(), *(p for lane in lanes for p in lane.leaves.values())]
+            self._strangers.look(work.function, losses, known)
 
     def _seed_of(self, work: Work, shard: int) -> int:
         return derive("step", self._seed, work.number, shard)
@@ -219,7 +243,8 @@ class Compute:
             return self._group.gather_blobs(tag, mine, [bool(share) for share in shares])
 
         me = sum(1 for share in shares[: self._group.rank] if share)
-        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes))
+        is_whole = len(present) == sum(map(bool, sizes))
+        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes), is_whole)
 
     def _backward(
         self, losses: list[Tensor], lanes: Sequence[Lane], prepared: PreparedOptimizer, shards: Sequence[int]
@@ -286,15 +311,29 @@ class Compute:
         self.forget_lanes()
 
 
+class _Meets(BaseException):
+    """A shard that is computed by itself wants to meet the others. No error: no `except` of a script may take it."""
+
+
 class _Alone:
-    """The surroundings of a step in which no layer was expected to span shards."""
+    """The surroundings of a shard that is computed by itself, as long as it does not want to meet others.
+
+    Args:
+        rows: Those of its part.
+        before: A shard that was computed before it without meeting anybody, if any.
+    """
 
     token: Tensor | None = None
 
-    def _refuse(self, *_: Any) -> Any:
+    def __init__(self, rows: range, before: int | None) -> None:
+        self.rows, self._before = rows, before
+
+    def _meet(self, *_: Any) -> Any:
+        if self._before is None:
+            raise _Meets
         raise UnsupportedError(
-            "a layer that spans shards was met in a step that began without one in training mode; "
-            "call model.train() before run.step, not inside the step function"
+            f"this shard wants to meet all others (in a batch norm, or run.gather), but shard {self._before} ended "
+            "without that; the step function must do the same for every part, and model.train() comes before run.step"
         )
 
-    meet = gather = call_number = _refuse
+    meet = gather = call_number = _meet

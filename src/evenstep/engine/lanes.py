@@ -29,16 +29,17 @@ class Crew:
     shards: Sequence[Sequence[int]]
     me: int
     num_shards: int
+    is_whole: bool
 
 
 class LaneSurroundings:
     """What a spanning layer sees from one shard's lane."""
 
-    def __init__(self, participant: Participant, prefix: str, crew: Crew) -> None:
+    def __init__(self, participant: Participant, prefix: str, crew: Crew, rows: range) -> None:
         self.token: Tensor | None = None
         self._participant: Participant | None = participant
-        self._prefix, self._crew = prefix, crew
-        self.shards, self.me, self.num_shards = crew.shards, crew.me, crew.num_shards
+        self._prefix, self._crew, self.rows = prefix, crew, rows
+        self.shards, self.me, self.num_shards, self.is_whole = crew.shards, crew.me, crew.num_shards, crew.is_whole
         self._calls: dict[int, int] = {}
 
     def meet(self, tag: str, value: Any, lead: Lead) -> Any:
@@ -95,9 +96,10 @@ class Lanes:
         seeds: Sequence[int],
         prefix: str,
         crew: Crew,
+        rows: Sequence[range],
         functions: Sequence[Callable[[], Any]],
     ) -> list[Any]:
-        """Run the functions in turn; return their results in the order of the shards.
+        """Run the functions in turn; return their results in the order of the shards. `rows` are those of each part.
 
         Blocks until all have ended. The first error that is not merely a consequence of another's is raised, with a
         note that names its shard.
@@ -108,7 +110,7 @@ class Lanes:
             stream.reseed(seed)
 
         def body(me: Participant) -> Any:
-            surroundings = LaneSurroundings(me, prefix, crew)
+            surroundings = LaneSurroundings(me, prefix, crew, rows[me.index])
             try:
                 with inside(surroundings):
                     return functions[me.index]()

@@ -174,10 +174,10 @@ def check(
         directory: Where it lies.
         facts: What it says of itself.
         tensors: What it holds.
-        here: What this run says: shards, seed, number of optimizers, names of tracked objects.
+        here: What this run says: shards, seed, arithmetic, number of optimizers, names of tracked objects.
         state: What this run holds. Optimizer state is not compared: a fresh optimizer has none yet.
     """
-    there = {**facts, "tracked": sorted(facts["tracked"])}
+    there = {"arithmetic": "native", **facts, "tracked": sorted(facts["tracked"])}
     found = [f"{key}: {there[key]} in the checkpoint, {here[key]} here" for key in here if here[key] != there[key]]
     mine, theirs = ({n: f"{tuple(t.shape)} {t.dtype}" for n, t in s.items()} for s in (state, tensors))
     found += [

@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import safetensors.torch
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from evenstep.arithmetic import settings
 from evenstep.core import env as environment
 from evenstep.core import points
 from evenstep.core.config import RunConfig
+from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
 from evenstep.core.output import unheard
@@ -35,7 +37,9 @@ from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
+from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
+from evenstep.nn.gather import gather
 from evenstep.plan.groups import Standing
 from evenstep.plan.placement import cut
 from evenstep.run import unclosed
@@ -73,6 +77,8 @@ class Run:
         quiet: No progress display and no closing fingerprint line.
         on_nondeterminism: "error" raises where torch knows an operation to be non-deterministic, or where user code
             changes what the bits rest on; "warn" only says so.
+        arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
+            docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         sync: "exchange": workers add up gradients among themselves. "server": they meet only at a parameter server,
             which holds the parameters and their optimizer.
         server: Its address.
@@ -103,6 +109,7 @@ class Run:
         timeout_s: float = 300.0,
         quiet: bool = False,
         on_nondeterminism: Literal["error", "warn"] = "error",
+        arithmetic: Literal["native", "portable"] | None = None,
         sync: Literal["exchange", "server"] = "exchange",
         server: str | None = None,
         staleness: int | None = 0,
@@ -120,6 +127,7 @@ class Run:
             timeout_s=timeout_s if self._env.timeout_s is None else self._env.timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
+            arithmetic=arithmetic,
         )
         _check_device(self.config.device)
         through = Through(sync, server, staleness, update_every, token, aggregate)
@@ -129,6 +137,7 @@ class Run:
             raise ConfigError(
                 f"the command line starts servers, but the script says Run(server={server!r}): say one of them"
             )
+        _see_to_arithmetic(self.config, standing is not None or through.server is not None, self._env, sys._getframe(1))
         self.group, self.num_groups = (standing.group, standing.groups) if standing is not None else (0, 1)
         self._apart = apart = through.server is not None and not through.together
         self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
@@ -569,6 +578,33 @@ class Run:
             self._tell_others()
             raise
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Inside of a step function: the rows of all shards, in their order, for losses over the whole batch.
+
+        Blocks until all shards have come; the step function must call it alike for every part. The gradient of what it
+        returns goes back to the shards that gave the rows, and is the same to the bit on every number of workers. Which
+        of the rows are this part's says `rows`, if there is one for each sample.
+
+        Args:
+            tensor: ``[samples of the part, ...]``; all but the first dimension, and the type, alike in every part.
+
+        Returns:
+            ``[samples of the batch, ...]``.
+        """
+        return gather(tensor)
+
+    @property
+    def rows(self) -> range:
+        """Inside of a step function: which rows of the batch, as `gather` puts it together, its part has.
+
+        Raises:
+            ConfigError: It is asked for elsewhere.
+        """
+        found: range | None = getattr(current(), "rows", None)
+        if found is None:
+            raise ConfigError("run.rows was asked for outside of a step function; expected inside: it is of its part")
+        return found
+
     def exchange(self, tag: str, rows: Tensor | Callable[[int], Tensor]) -> Tensor:
         """The one primitive: each shard offers a vector under a tag, all receive the tree sum.
 
@@ -699,6 +735,17 @@ def _compare_profiles(worker: int, mine: dict[str, Any], first: dict[str, Any]) 
                 f"worker {worker} has {key}={value!r} but worker 0 has {first[key]!r}; "
                 "all workers must run the same script on the same kind of machine"
             )
+
+
+def _see_to_arithmetic(config: RunConfig, served: bool, env: Environment, caller: FrameType) -> None:
+    if config.arithmetic == "native":
+        return
+    if served:
+        raise ConfigError(
+            "arithmetic='portable' with a parameter server, whose optimizer computes as its own processor is fastest; "
+            "use sync='exchange', or arithmetic='native'"
+        )
+    settings.insist(caller, env)
 
 
 def _check_device(device: str) -> None:

@@ -226,9 +226,10 @@ class Saving:
             "tracked": {name: pack(value.state_dict()) for name, value in self.tracked.items()},
         }
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         """What must be alike for a checkpoint to fit."""
-        return {"shards": self._config.shards, "seed": self._config.seed, "optimizers": len(self._engine.optimizers)}
+        said = {name: getattr(self._config, name) for name in ("shards", "seed", "arithmetic")}
+        return {**said, "optimizers": len(self._engine.optimizers)}
 
     def close(self) -> None:
         """Write what is still missing, for a bounded time, and let others have the directory."""
