@@ -39,13 +39,17 @@ class Samples(Protocol):
     Attributes:
         name: Which samples these are, in words.
         sizes: The number of samples of every shard of the run.
+        is_last: Whether an epoch ends with it.
     """
 
     @property
     def name(self) -> str: ...  # noqa: D102  # an attribute, documented with the class
 
     @property
-    def sizes(self) -> Sequence[int]: ...  # noqa: D102  # as above
+    def sizes(self) -> Sequence[int]: ...  # noqa: D102  # an attribute too
+
+    @property
+    def is_last(self) -> bool: ...  # noqa: D102  # an attribute too
 
     def part(self, shard: int) -> Any:
         """The samples of a shard, on the device of the run."""
@@ -60,6 +64,7 @@ class Work:
 
     Attributes:
         version: The version that the step reads.
+        number: The step's number among those of all who train the model: its random numbers are seeded by it.
         parts: The samples of this worker's shards, for those that have any.
         sizes: The number of samples of every shard of the run.
         samples: Which samples these are, in words: alike on all workers, and compared.
@@ -69,6 +74,7 @@ class Work:
     """
 
     version: int
+    number: int
     parts: dict[int, Any]
     sizes: Sequence[int]
     samples: str
@@ -107,7 +113,6 @@ class Compute:
         self._lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
         self._hooks: list[Any] = []
-        self.number_of: Callable[[int], int] = lambda version: version  # the step whose random numbers a step has
         self._calling = False
         self._strangers = Strangers()
         self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
@@ -201,7 +206,7 @@ class Compute:
             self._strangers.look(work.function, losses, known)
 
     def _seed_of(self, work: Work, shard: int) -> int:
-        return derive("step", self._seed, self.number_of(work.version), shard)
+        return derive("step", self._seed, work.number, shard)
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
