@@ -25,7 +25,7 @@ from evenstep.engine.step import Engine, Outcome
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.run.through import PREFIX, Through, options_of
-from evenstep.server.client import Client
+from evenstep.server.client.client import Client
 from evenstep.transport.memory import aligned
 
 __all__ = ["AggregatedEngine"]

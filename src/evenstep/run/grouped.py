@@ -34,7 +34,7 @@ from evenstep.run.arrivals import Arrivals, Awaited
 from evenstep.run.courier import Courier, Line
 from evenstep.run.servers import Servers
 from evenstep.run.through import options_of
-from evenstep.server.recipes import Recipe, describe
+from evenstep.server.wire.recipes import Recipe, describe
 
 __all__ = ["GroupedEngine"]
 
