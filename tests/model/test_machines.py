@@ -1,4 +1,4 @@
-"""Over machines the protocol keeps its promises in every order of events; and without any one of its rules it would not."""
+"""Over machines the protocol keeps its promises in every order of events; without any one of its rules it does not."""
 
 from dataclasses import fields
 

@@ -264,7 +264,7 @@ def test_what_would_see_this_worker_only_is_refused(tmp_path):
         saved = load_file(next((tmp_path / "saved").glob("*.safetensors")))
         assert same({name.removeprefix("model."): value for name, value in saved.items()}, model.state_dict())
         with pytest.raises(RefusedError, match="options of 0 groups came, expected those of 1"):
-            run._engine.client.update({}, options=[])
+            run._others.client.update({}, options=[])
 
 
 @pytest.mark.parametrize("every", [1, 2])

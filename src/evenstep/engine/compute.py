@@ -5,6 +5,7 @@ time. If one does, each shard has a lane; they go forward in turns, meet in the 
 way hooks on the leaves carry every gradient away as it comes.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import Stream, derive, preserved
 from evenstep.engine.results import ShardResult
 from evenstep.engine.slots import Lane, spanning_layers
+from evenstep.engine.strangers import Strangers
 from evenstep.exchange.group import Group
 from evenstep.exchange.surroundings import inside
 
@@ -37,13 +39,17 @@ class Samples(Protocol):
     Attributes:
         name: Which samples these are, in words.
         sizes: The number of samples of every shard of the run.
+        is_last: Whether an epoch ends with it.
     """
 
     @property
     def name(self) -> str: ...  # noqa: D102  # an attribute, documented with the class
 
     @property
-    def sizes(self) -> Sequence[int]: ...  # noqa: D102  # as above
+    def sizes(self) -> Sequence[int]: ...  # noqa: D102  # an attribute too
+
+    @property
+    def is_last(self) -> bool: ...  # noqa: D102  # an attribute too
 
     def part(self, shard: int) -> Any:
         """The samples of a shard, on the device of the run."""
@@ -58,6 +64,7 @@ class Work:
 
     Attributes:
         version: The version that the step reads.
+        number: The step's number among those of all who train the model: its random numbers are seeded by it.
         parts: The samples of this worker's shards, for those that have any.
         sizes: The number of samples of every shard of the run.
         samples: Which samples these are, in words: alike on all workers, and compared.
@@ -67,6 +74,7 @@ class Work:
     """
 
     version: int
+    number: int
     parts: dict[int, Any]
     sizes: Sequence[int]
     samples: str
@@ -105,8 +113,8 @@ class Compute:
         self._lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
         self._hooks: list[Any] = []
-        self.number_of: Callable[[int], int] = lambda version: version  # the step whose random numbers a step has
         self._calling = False
+        self._strangers = Strangers()
         self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
         self._arrivals: dict[
             int, tuple[PreparedOptimizer, dict[str, int], int]
@@ -121,6 +129,7 @@ class Compute:
         buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
         for parameter in work.prepared.parameters:  # what user code left there is none of this step's
             parameter.grad = None
+        begin = time.perf_counter()
         with preserved():
             if id(work.prepared) in self._meeting or spanning_layers(self._models.slots.modules):
                 values = self._side_by_side(work, buffers)
@@ -130,6 +139,7 @@ class Compute:
                 except _Meets:  # in the first shard: nothing of the step is done yet
                     self._meeting.add(id(work.prepared))
                     values = self._side_by_side(work, buffers)
+        self._strangers.took(time.perf_counter() - begin)
         return {shard: ShardResult.of(loss, metrics, work.sizes[shard]) for shard, (loss, metrics) in values.items()}
 
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
@@ -146,7 +156,9 @@ class Compute:
                     with self._user_code():
                         value = work.function(part)
                     loss, metrics = split(value)
-                    self._backward(work.share(shard, loss), [lane], work.prepared, [shard])
+                    losses = work.share(shard, loss)
+                    self._look_for_strangers(work, losses, [lane])
+                    self._backward(losses, [lane], work.prepared, [shard])
             except Exception as error:
                 error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
                 raise
@@ -181,6 +193,7 @@ class Compute:
                 token is not None
             ):  # where no shard here uses a layer's output, other workers still wait for its backward
                 losses.append(token.sum())
+            self._look_for_strangers(work, losses, lanes)
             self._backward(losses, lanes, work.prepared, shards)
         except Exception as error:
             error.add_note(f"in worker {self._group.worker}, step {work.version}")
@@ -189,8 +202,13 @@ class Compute:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 
+    def _look_for_strangers(self, work: Work, losses: Sequence[Tensor], lanes: Sequence[Lane]) -> None:
+        if self._strangers.is_due(work.function):
+            known = [*self._models.slots.parameters.values(), *(p for lane in lanes for p in lane.leaves.values())]
+            self._strangers.look(work.function, losses, known)
+
     def _seed_of(self, work: Work, shard: int) -> int:
-        return derive("step", self._seed, self.number_of(work.version), shard)
+        return derive("step", self._seed, work.number, shard)
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:

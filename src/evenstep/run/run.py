@@ -29,6 +29,7 @@ from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import profile
+from evenstep.engine.holdings import Holdings
 from evenstep.engine.models import check_model
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import derive, seed_all
@@ -42,15 +43,13 @@ from evenstep.nn.gather import gather
 from evenstep.plan.groups import Standing
 from evenstep.plan.placement import cut
 from evenstep.run import unclosed
-from evenstep.run.aggregated import AggregatedEngine
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
 from evenstep.run.feed import Batches, Feed, Loading
-from evenstep.run.grouped import GroupedEngine
 from evenstep.run.join import alone, join
+from evenstep.run.kinds import choose
 from evenstep.run.meter import Meter
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
-from evenstep.run.served import ServedEngine
 from evenstep.run.through import Through
 from evenstep.run.voice import Voice
 
@@ -148,19 +147,14 @@ class Run:
         self._meetings = 0  # how often all groups have met
         self._meter = Meter(lambda: self._group.rank == 0 and self._ledger.took_part)
         self.grad_norm: float | None = None
-        if standing is not None:
-            self._engine: Engine = GroupedEngine(self.config, self._ledger, standing)
-        elif through.server is None:
-            self._engine = Engine(self.config, self._ledger)
-        elif through.together:
-            try:
-                self._engine = AggregatedEngine(self.config, self._ledger, through)
-            except BaseException:
-                self._close_group()
-                raise
-        else:
-            self._engine = ServedEngine(self.config, self._ledger, through, self._env)
-        self._saving = Saving(self.config, self._ledger, self._engine, self._perform, self._env.job)
+        try:
+            holdings = Holdings(self.config, self._ledger)
+            updates, self._others = choose(holdings, through, standing, self._env)
+            self._engine = Engine(holdings, updates)
+        except BaseException:
+            self._close_group()
+            raise
+        self._saving = Saving(self._engine, self._others, self._perform, self._env.job)
         self._feed = Feed(
             self.config, self._env, self._ledger, self._engine, self._saving, self._meter, self._perform
         )  # fmt: skip
@@ -216,7 +210,8 @@ class Run:
             return Entry("end of the run", self.fingerprint() if self._group.rank == 0 else None)
 
         def adopt(entry: Entry, took_part: bool) -> None:
-            self._engine.finish(took_part)
+            if not took_part:  # whoever came here through the journal alone takes over what came of it
+                self._engine.holdings.pull()
             self._meter.close()
             fingerprint = entry.value or self.fingerprint()
             if self._env.trace is not None and self._group.rank == 0:
@@ -239,7 +234,7 @@ class Run:
 
     def _conclude(self) -> None:
         try:
-            self._engine.conclude()
+            self._engine.updates.finish()
             self._saving.conclude()
         except BaseException:
             self._tell_others()
@@ -266,16 +261,6 @@ class Run:
                 "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
                 "`with evenstep.Run(...) as run`, or make another run"
             )
-
-    def _refuse(self, what: str) -> None:
-        """Say that something is not possible here.
-
-        Raises:
-            UnsupportedError: It is not.
-        """
-        why = self._engine.refusal(what)
-        if why is not None:
-            raise UnsupportedError(why)
 
     def _tell_others(self) -> None:
         """Say why this worker stops, unless it stops because of another or was told to."""
@@ -430,7 +415,7 @@ class Run:
         tag = f"metrics {self._meetings}"
 
         def attempt() -> Entry:
-            merged = self._engine.merge(tag, self._meter.means(), self._meter.num_samples)
+            merged = self._others.merge(tag, self._meter.means(), self._meter.num_samples)
             self._group.barrier("metrics")
             return Entry("metrics", merged)
 
@@ -475,8 +460,6 @@ class Run:
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
             outcome = self._engine.step(samples, function, prepared, Clipping(clip_norm, clip_value))
-            if samples.is_last:
-                self._engine.end_of_epoch()
             self._trace(first=False)
             self._saving.heed()
         except BaseException:
@@ -534,11 +517,11 @@ class Run:
         tag = f"evaluate {self._meetings}"
 
         def attempt() -> Entry:
-            self._engine.level(tag)
-            with evaluating(self._engine.models.slots.modules), self._engine.whole():
-                batches = self._feed.loader(dataset, "evaluate", loading).load(order.requests(0))
+            self._others.level(tag)
+            with evaluating(self._engine.models.slots.modules):
+                batches = self._feed.once(dataset, order, loading)
                 means = mean_metrics(self._engine, batches, metrics)
-            return Entry("evaluate", self._engine.merge(tag, means, order.num_dealt))
+            return Entry("evaluate", self._others.merge(tag, means, order.num_dealt))
 
         found: dict[str, float] = self._perform("evaluate", attempt, lambda entry, _: entry.value)
         self._meetings += 1
@@ -568,9 +551,9 @@ class Run:
         tag = f"predict {self._meetings}"
 
         def attempt() -> Entry:
-            self._engine.level(tag)
-            with evaluating(self._engine.models.slots.modules), self._engine.whole():
-                batches = self._feed.loader(dataset, "evaluate", loading).load(order.requests(0))
+            self._others.level(tag)
+            with evaluating(self._engine.models.slots.modules):
+                batches = self._feed.once(dataset, order, loading)
                 shape, tensors = collect_outputs(self._engine, batches, function)
                 return Entry("predict", shape, safetensors.torch.save(tensors))
 
@@ -588,7 +571,7 @@ class Run:
         numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
         self._check_open()
-        self._refuse("edit")
+        self._engine.updates.refuse("edit")
         try:
             self._engine.edit(function, derive("edit", self.config.seed, self.version))
         except BaseException:
@@ -633,7 +616,7 @@ class Run:
         Returns:
             The sum over all shards in tree order, [n], the same bits on every worker.
         """
-        self._refuse("exchange")
+        self._engine.updates.refuse("exchange")
         generation, kind = self._group.generation, f"exchange {tag}"
         total = torch.empty(0)
 
@@ -685,7 +668,7 @@ class Run:
         Any worker may call this between steps; it talks to nobody. With servers it waits for what is on its way, and
         covers the optimizer's state only when the run is over: until then it is the servers'.
         """
-        self._engine.collect()
+        self._others.collect()
         return self._engine.state.fingerprint()
 
     # ---- checkpoints ----
@@ -711,7 +694,7 @@ class Run:
             CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing
                 changed.
         """
-        self._refuse("load")
+        self._engine.updates.refuse("load")
         self._saving.load(Path(path))
 
     def checkpoint(self, directory: str | Path, *, every: int | str, keep: int = 3, resume: bool | None = None) -> None:
@@ -729,7 +712,7 @@ class Run:
         Raises:
             CheckpointError: The newest good checkpoint belongs to another run.
         """
-        self._refuse("checkpoint")
+        self._engine.updates.refuse("checkpoint")
         self._saving.begin(Path(directory), every, keep, resume=self._env.resume if resume is None else resume)
 
     # ---- for `evenstep verify` ----
