@@ -33,7 +33,7 @@ class Scaling:
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ConfigError(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler, or None")
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.scale: float | None = None if self._scaler is None else float(self._scaler.get_scale())
+        self.scale: float | None = None if self._scaler is None else _single(self._scaler.get_scale())
 
     def unscale(self, gradients: Iterable[Tensor]) -> bool:
         """Divide gradients by the scale, in place; return whether all of them are finite."""
@@ -55,7 +55,7 @@ class Scaling:
         if self._scaler is None:
             return
         state = self._scaler.state_dict()
-        scale, good = state["scale"], 0 if skipped else state["_growth_tracker"] + 1
+        scale, good = _single(state["scale"]), 0 if skipped else state["_growth_tracker"] + 1
         if skipped:
             scale = _single(scale * state["backoff_factor"])
         elif good == state["growth_interval"]:
