@@ -22,6 +22,8 @@ Look = dict[str, Any]
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _MOST_ITEMS = 64  # of a container: more are not a setting but data
 _DEPTH = 3
+_SETTLED = (nn.Module, torch.optim.Optimizer, types.ModuleType, types.BuiltinFunctionType, type)
+"""Modules are looked at by themselves, and the others hold no settings of one step."""
 
 
 def look(function: Callable[..., Any], modules: Iterable[nn.Module]) -> Look:
@@ -39,7 +41,7 @@ def look(function: Callable[..., Any], modules: Iterable[nn.Module]) -> Look:
     }
     for number, module in enumerate(modules):
         seen[f"module {number}"] = _of_module(module)
-    _callable(function, "the step function", seen, _DEPTH, set())
+    _Looker(seen).function(function, "the step function", _DEPTH)
     return seen
 
 
@@ -66,35 +68,78 @@ def _of_module(module: nn.Module) -> tuple[Any, ...]:
     return (type(module).__name__, *plain, grads)
 
 
-def _callable(function: Any, path: str, seen: Look, depth: int, known: set[int]) -> None:
-    while isinstance(function, functools.partial):
-        for number, value in enumerate(function.args):
-            _value(value, f"{path} argument {number}", seen, depth, known)
-        for name, value in function.keywords.items():
-            _value(value, f"{path} argument {name}", seen, depth, known)
-        function = function.func
-    if isinstance(function, types.MethodType):
-        _value(function.__self__, f"{path}.self", seen, depth, known)
-        function = function.__func__
-    if not isinstance(function, types.FunctionType):
-        seen[path] = type(function).__qualname__
-        if not isinstance(function, nn.Module | types.BuiltinFunctionType | type):
-            _value(function, path, seen, depth, known)
-        return
-    if id(function.__code__) in known:
-        return
-    known.add(id(function.__code__))
-    seen[path] = (function.__module__, function.__qualname__, function.__code__.co_firstlineno, function.__code__)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            _value(cell.cell_contents, name, seen, depth, known)
-        except ValueError:  # it has no value yet
-            seen[name] = "nothing"
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            _value(function.__globals__[name], name, seen, depth, known)
-    for name, value in _defaults(function).items():
-        _value(value, name, seen, depth, known)
+class _Looker:
+    """Goes through what can be seen from a function."""
+
+    def __init__(self, seen: Look) -> None:
+        self._seen = seen
+        self._known: set[int] = set()
+
+    def function(self, function: Any, path: str, depth: int) -> None:
+        """Look at something that can be called."""
+        while isinstance(function, functools.partial):
+            named: list[tuple[Any, Any]] = [*enumerate(function.args), *function.keywords.items()]
+            for name, value in named:
+                self.value(value, f"{path} argument {name}", depth)
+            function = function.func
+        if isinstance(function, types.MethodType):
+            self.value(function.__self__, f"{path}.self", depth)
+            function = function.__func__
+        if isinstance(function, types.FunctionType):
+            self._plain_function(function, path, depth)
+        else:
+            self._seen[path] = type(function).__qualname__
+            self.value(function, path, depth)
+
+    def _plain_function(self, function: types.FunctionType, path: str, depth: int) -> None:
+        code = function.__code__
+        if id(code) in self._known:
+            return
+        self._known.add(id(code))
+        self._seen[path] = (function.__module__, function.__qualname__, code.co_firstlineno, code)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                self.value(cell.cell_contents, name, depth)
+            except ValueError:  # it has no value yet
+                self._seen[name] = "nothing"
+        for name in _names(code):
+            if name in function.__globals__:
+                self.value(function.__globals__[name], name, depth)
+        for name, value in _defaults(function).items():
+            self.value(value, name, depth)
+
+    def value(self, value: Any, path: str, depth: int) -> None:
+        """Look at a value, and into it."""
+        if isinstance(value, _PLAIN):
+            self._seen[path] = value
+        elif isinstance(value, Tensor):
+            self._tensor(value, path)
+        elif isinstance(value, _SETTLED) or _is_ours(value) or id(value) in self._known or depth == 0:
+            pass
+        elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            self.function(value, path, depth - 1)
+        else:
+            self._known.add(id(value))
+            items = _items(value)
+            if not hasattr(value, "__dict__"):
+                self._seen[f"len({path})"] = len(items)
+            for name, item in items[:_MOST_ITEMS]:
+                self.value(item, path + name, depth - 1)
+
+    def _tensor(self, value: Tensor, path: str) -> None:
+        place = value.data_ptr() if value.layout == torch.strided else id(value)
+        self._seen[path] = (tuple(value.shape), value.dtype, place)
+        if value.device.type == "cpu" and value.numel() <= _MOST_ITEMS:
+            self._seen[f"{path} (values)"] = value.detach().flatten().tolist()
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """What is inside of a value, each by how it is written behind the value's name."""
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [(f"[{number}]", item) for number, item in enumerate(value)]
+    return [(f".{key}", item) for key, item in vars(value).items()] if hasattr(value, "__dict__") else []
 
 
 def _names(code: types.CodeType) -> Sequence[str]:
@@ -111,37 +156,6 @@ def _defaults(function: types.FunctionType) -> dict[str, Any]:
     positional = code.co_varnames[: code.co_argcount]
     found = dict(zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False))
     return {**found, **(function.__kwdefaults__ or {})}
-
-
-def _value(value: Any, path: str, seen: Look, depth: int, known: set[int]) -> None:
-    if isinstance(value, _PLAIN):
-        seen[path] = value
-    elif isinstance(value, Tensor):
-        seen[path] = (tuple(value.shape), value.dtype, value.data_ptr() if value.layout == torch.strided else id(value))
-        if value.device.type == "cpu" and value.numel() <= _MOST_ITEMS:
-            seen[f"{path} (values)"] = value.detach().flatten().tolist()
-    elif isinstance(value, nn.Module | types.ModuleType | type | torch.optim.Optimizer):
-        pass  # modules are looked at by themselves, and the others hold no settings of one step
-    elif id(value) in known or depth == 0:
-        pass
-    elif isinstance(value, list | tuple | set | frozenset):
-        known.add(id(value))
-        seen[f"len({path})"] = len(value)
-        for number, item in enumerate(list(value)[:_MOST_ITEMS]):
-            _value(item, f"{path}[{number}]", seen, depth - 1, known)
-    elif isinstance(value, Mapping):
-        known.add(id(value))
-        seen[f"len({path})"] = len(value)
-        for key in list(value)[:_MOST_ITEMS]:
-            _value(value[key], f"{path}[{key!r}]", seen, depth - 1, known)
-    elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-        _callable(value, path, seen, depth - 1, known)
-    elif _is_ours(value):
-        pass
-    else:
-        known.add(id(value))
-        for key, item in vars(value).items() if hasattr(value, "__dict__") else ():
-            _value(item, f"{path}.{key}", seen, depth - 1, known)
 
 
 def _is_ours(value: Any) -> bool:
