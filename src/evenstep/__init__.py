@@ -23,6 +23,7 @@ from evenstep.core.errors import (
 )
 
 if TYPE_CHECKING:
+    from evenstep import data
     from evenstep.engine.loss import Loss
     from evenstep.run.run import Run
 
@@ -37,6 +38,7 @@ __all__ = [
     "Run",
     "SilenceError",
     "UnsupportedError",
+    "data",
 ]
 
 __version__ = "0.1.0"
@@ -49,4 +51,6 @@ def __getattr__(name: str) -> Any:
     """Import what brings torch when it is first asked for: that takes seconds, and `evenstep --help` needs none."""
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
+    if name == "data":
+        return import_module("evenstep.data")
     raise AttributeError(f"module 'evenstep' has no attribute {name!r}")

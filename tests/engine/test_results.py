@@ -27,12 +27,19 @@ def test_a_weighted_loss_is_a_mean_over_its_weights_and_says_how_to_scale():
     merged = merge(shards, [1, 1])
     assert merged.loss == 2.0
     assert merged.scale == 2 / 3
+    sums = {0: torch.tensor([3.0, 6.0]), 1: None}
+    merged.scale_gradients(sums)
+    assert sums[0].tolist() == [2.0, 4.0]
+    assert sums[1] is None
 
 
 def test_nothing_at_all_is_not_a_number_and_leaves_no_gradients():
     merged = merge({0: result(Loss(total=torch.tensor(0.0), weight=0), 4)}, [4])
     assert math.isnan(merged.loss)
     assert merged.scale == 0
+    sums = {0: torch.tensor([math.nan])}
+    merged.scale_gradients(sums)
+    assert sums == {0: None}
 
 
 def test_sums_are_in_tree_order():

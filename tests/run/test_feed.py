@@ -137,3 +137,89 @@ def test_a_sampler_draws_the_same_for_a_worker_that_replaces_another(script, tmp
     assert struck(tmp_path / "faults") == [0]
     assert killed.stdout == undisturbed.stdout
     assert "fingerprint" in killed.stdout
+
+
+STREAMED = """
+    import random
+    import sys
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    import evenstep
+
+    LENGTHS = [5, 9, 12, 3]  # the first shard ends before the others
+
+    def read(epoch, shard):
+        for number in range(LENGTHS[shard]):
+            yield torch.randn(3) + random.random(), torch.tensor([float(shard + number)])
+
+    with evenstep.Run(shards=4) as run:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
+        model, optimizer = run.prepare(model, torch.optim.Adam(model.parameters(), 0.01))
+        run.checkpoint(CHECKPOINTS, every=3)
+        for epoch in range(2):
+            for batch in run.batches(evenstep.data.stream(read), batch_size=8):
+                loss = run.step(batch, lambda part: F.mse_loss(model(part[0]), part[1]))
+                if run.version == STOP:
+                    sys.exit(5)
+            run.print(f"loss {float(loss):.17g} in step {run.version}", run.metrics())
+"""
+
+
+def streamed(tmp_path, stop=-1):
+    return STREAMED.replace("STOP", str(stop)).replace("CHECKPOINTS", repr(str(tmp_path / "checkpoints")))
+
+
+def test_a_stream_ends_on_the_same_weights_whoever_reads_it(script, tmp_path):
+    path = script(streamed(tmp_path))
+    undisturbed = cli_run("run", "-n", "1", path)
+    assert undisturbed.code == 0, undisturbed.stderr
+    assert "in step 12" in undisturbed.stdout
+    assert "epoch 1/1  6 steps" in undisturbed.stderr
+    for count, kill in (("3", ("forward", 4)), ("2", ("inside update", 9))):
+        faults = tmp_path / f"faults {count}"
+        done = cli_run("run", "-n", count, path, variables=plant([Fault("kill", *kill)], faults))
+        assert struck(faults) == [0]
+        assert done.stdout == undisturbed.stdout, done.stderr
+
+
+def test_a_stream_goes_on_from_a_checkpoint(script, tmp_path):
+    undisturbed = cli_run("run", "-n", "1", script(streamed(tmp_path / "other")))
+    assert cli_run("run", "-n", "2", "--max-restarts", "0", script(streamed(tmp_path, stop=8))).code == 5
+    resumed = cli_run("run", "-n", "3", "--resume", script(streamed(tmp_path)))
+    assert resumed.code == 0, resumed.stderr
+    assert resumed.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]
+
+
+def test_a_stream_goes_on_from_what_was_loaded(tmp_path):
+    def read(epoch, shard):
+        return (torch.full((3,), float(epoch + n)) for n in range(5 + shard))
+
+    def train(stop=None, load=False):
+        with evenstep.Run(shards=4, quiet=True) as run:
+            model = nn.Linear(3, 1)
+            model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+            if load:
+                run.load(tmp_path)
+            for batch in run.batches(evenstep.data.stream(read), 8, epochs=2):
+                run.step(batch, lambda part: model(part).square().mean())
+                if run.version == stop:
+                    run.save(tmp_path)
+            return run.fingerprint(), run.version
+
+    for stop in (2, 4, 5):  # 4 is the last one of an epoch
+        whole = train(stop)
+        assert whole[1] == 8
+        assert train(load=True) == whole
+
+
+@pytest.mark.parametrize(
+    "options", [{"shuffle": True}, {"drop_last": True}, {"sampler": [1]}, {"deal": "round-robin"}, {"loaders": 1}]
+)
+def test_what_needs_an_index_is_refused_for_a_stream(options):
+    with evenstep.Run(shards=4, quiet=True) as run:
+        stream = evenstep.data.stream(lambda epoch, shard: [])
+        with pytest.raises(evenstep.ConfigError, match="a stream"):
+            run.batches(stream, 8, **options)
+        with pytest.raises(TypeError, match="known when it has ended"):
+            len(run.batches(stream, 8))

@@ -14,7 +14,8 @@ from evenstep.testing.faults import struck
 from workers import cli_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
-BEFORE, AFTER, LANGUAGE, AVERAGED = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+SCRIPTS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+BEFORE, AFTER, LANGUAGE, STREAMS, AVERAGED = SCRIPTS
 MINE = """
     import torch
     from torch import nn
@@ -23,6 +24,11 @@ MINE = """
     inputs = torch.randn(500, 20, generator=torch.Generator().manual_seed(0))
     labels = (inputs[:, :10].sum(1) > inputs[:, 10:].sum(1)).long()
     train, test = TensorDataset(inputs[:400], labels[:400]), TensorDataset(inputs[400:], labels[400:])
+
+    files = range(20)
+
+    def read(some):
+        return (train[n] for file in some for n in range(file, 400 - file, 20))
 
     def build():
         return nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
@@ -64,6 +70,15 @@ def test_averaged_weights_survive_the_loss_of_the_worker_that_averages(page, tmp
     assert struck(tmp_path / "faults") == [0]
     assert killed.stdout == undisturbed.stdout
     assert accuracies(killed)[-1] > 0.85
+
+
+def test_streams_end_on_one_result_whoever_reads_them(page, tmp_path):
+    path = page(STREAMS)
+    undisturbed = cli_run("run", "-n", "1", path)
+    killed = cli_run("run", "-n", "3", path, variables=plant([Fault("kill", "backward", 8)], tmp_path / "faults"))
+    assert struck(tmp_path / "faults") == [0]
+    assert killed.stdout == undisturbed.stdout
+    assert 0 < float(re.match(r"loss ([\d.]+)", killed.stdout).group(1)) < 0.4
 
 
 def test_the_loss_of_a_language_model_is_the_mean_over_its_labels():

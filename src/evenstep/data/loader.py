@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
 from evenstep.data.batch import Batch
+from evenstep.data.drawing import drawing
 from evenstep.data.order import Request
-from evenstep.engine.randomness import Stream, derive, preserved, seed_all
+from evenstep.engine.randomness import derive, seed_all
 from evenstep.native import core
 
 __all__ = ["Collate", "Loader", "num_samples"]
@@ -54,17 +55,19 @@ def num_samples(dataset: Any) -> int:
         ConfigError: It is something else.
     """
     name = type(dataset).__name__
-    whole = "whole global batches, the same ones on every worker, can go to run.step(batch, function) as they are"
+    others = (
+        "for data that can only be read in order there is run.batches(evenstep.data.stream(make), ...), and whole "
+        "global batches can go to run.step(batch, function) as they are"
+    )
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             f"the data set is a {name}; expected what it loads from: pass loader.dataset, and its batch_size and "
-            f"collate_fn ({whole})"
+            f"collate_fn ({others})"
         )
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not indexed or isinstance(dataset, IterableDataset):
         raise ConfigError(
-            f"the data set is a {name} without __getitem__ and __len__; expected a map-style one: the order of samples "
-            f"is part of the result, so a stream has to be indexed first ({whole})"
+            f"the data set is a {name} without __getitem__ and __len__; expected a map-style one ({others})"
         )
     return len(dataset)
 
@@ -136,16 +139,8 @@ class Loader:
 
     def _inline(self, request: Request, shards: range) -> dict[int, Any]:
         """Load some shards in this process."""
-        own = Stream()
-        own.reseed(0)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            with preserved():
-                own.resume()  # sets NumPy's generator of the caller aside: seeding would change it in place
-                return self._parts_of(shards)[request]
-        finally:
-            torch.set_num_threads(threads)
+        with drawing():
+            return self._parts_of(shards)[request]
 
     def _through_processes(self, waiting: deque[Request], coming: Iterator[Request]) -> Iterator[Batch]:
         """Batches from loader processes, for as long as they load the right shards.

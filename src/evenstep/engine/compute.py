@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.lanes import Crew, Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
@@ -62,6 +63,7 @@ class Work:
         samples: Which samples these are, in words: alike on all workers, and compared.
         function: Called with a part; returns its mean loss or a `Loss`, or (loss, {metric: value}).
         prepared: Whose parameters are trained.
+        clipping: What their gradients are limited to.
     """
 
     version: int
@@ -70,11 +72,17 @@ class Work:
     samples: str
     function: StepFunction
     prepared: PreparedOptimizer
+    clipping: Clipping
 
     @property
     def where(self) -> str:
         """How the tags of this step's exchanges begin."""
         return f"step {self.version}: "
+
+    @property
+    def first(self) -> int:
+        """The first shard that has samples: of buffers that a forward changes, its values are committed."""
+        return next(shard for shard, size in enumerate(self.sizes) if size)
 
     def share(self, shard: int, loss: PartLoss) -> list[Tensor]:
         """What backward begins from in a shard, if from anything."""
@@ -133,7 +141,7 @@ class Compute:
                 error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
                 raise
             lane.pause()
-            if shard == 0:
+            if shard == work.first:
                 self._models.keep_buffers(lane.buffers_after())
             values[shard] = (loss.detached(), metrics)
         return values
@@ -166,7 +174,7 @@ class Compute:
         except Exception as error:
             error.add_note(f"in worker {self._group.worker}, step {work.version}")
             raise
-        if shards[0] == 0:
+        if shards[0] == work.first:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 

@@ -104,25 +104,26 @@ class Models:
             )
 
     def keep_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Remember the buffers as shard 0 left them; they are what the step will commit."""
+        """Remember the buffers as the first shard with samples left them; they are what the step will commit."""
         self._kept = {name: buffer.clone() for name, buffer in buffers.items()}
 
     @property
     def kept_buffers(self) -> dict[str, Tensor]:
-        """The buffers as shard 0 left them, if it was computed here: what the step will commit."""
+        """The buffers as the first shard with samples left them, if it was computed here: what the step will commit."""
         return self._kept or {}
 
     def take_buffers(self) -> dict[str, Tensor]:
-        """The buffers as shard 0 left them, if it was computed here, for whoever commits them instead of us."""
+        """As `kept_buffers`, for whoever commits them instead of us, or drops them."""
         kept, self._kept = self._kept or {}, None
         return kept
 
     def publish_buffers(self) -> None:
-        """Save version v of the buffers and put in what shard 0 left."""
+        """Save version v of the buffers and put in what the first shard with samples left, if it was computed here."""
+        if self._kept is None:
+            return
         entries = [self.state.entries[name] for name in self.slots.buffers]
         self.state.save(entries)
-        if self._kept is not None:
-            copy_into(self._kept, {entry.name: entry.live for entry in entries})
+        copy_into(self._kept, {entry.name: entry.live for entry in entries})
         self._kept = None
 
     def pull(self) -> None:

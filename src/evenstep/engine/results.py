@@ -151,6 +151,13 @@ class Results:
     metrics: dict[str, float]
     scale: float | None
 
+    def scale_gradients(self, sums: dict[int, Tensor | None]) -> None:
+        """Bring gradients of a loss that is weighted by something else than rows to the mean over that, in place."""
+        if self.scale is not None:
+            for i, gradient in sums.items():
+                if gradient is not None:
+                    sums[i] = gradient.mul_(self.scale) if self.scale else None
+
 
 def merge(by_shard: Mapping[int, ShardResult], sizes: Sequence[int]) -> Results:
     """The results of all shards that have samples, as one.

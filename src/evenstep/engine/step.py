@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.engine.clipping import Clipping, norms_of, total_norm
 from evenstep.engine.compute import Compute, Samples, StepFunction, Work
 from evenstep.engine.determinism import Determinism
 from evenstep.engine.models import Models
@@ -153,8 +154,7 @@ class Engine:
         samples: Samples,
         function: StepFunction,
         prepared: PreparedOptimizer,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        clipping: Clipping,
     ) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed.
 
@@ -162,8 +162,7 @@ class Engine:
             samples: The global batch.
             function: Called with every part of this worker; returns its mean loss, or (loss, {metric: value}).
             prepared: Whose parameters are trained.
-            clip_norm: Scale all gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.
-            clip_value: Clip every element of the gradients to this magnitude.
+            clipping: What gradients are limited to.
         """
         kind = f"step {self.version}"
 
@@ -189,7 +188,7 @@ class Engine:
         self._take_in(prepared)
         return self.ledger.perform(
             Operation(kind, self.version, is_step=True),
-            lambda: self._try(kind, samples, function, prepared, clip_norm, clip_value),
+            lambda: self._try(kind, samples, function, prepared, clipping),
             adopt,
         )
 
@@ -219,12 +218,12 @@ class Engine:
         samples: Samples,
         function: StepFunction,
         prepared: PreparedOptimizer,
-        clip_norm: float | None,
-        clip_value: float | None,
+        clipping: Clipping,
     ) -> Entry:
         points.reach("step begins")
+        self.models.take_buffers()  # of an attempt that came to nothing
         parts = {k: samples.part(k) for k in self.mine if samples.sizes[k]}
-        work = Work(self.version, parts, samples.sizes, samples.name, function, prepared)
+        work = Work(self.version, parts, samples.sizes, samples.name, function, prepared, clipping)
         active = [rank for rank, (first, end) in enumerate(self.spans) if any(work.sizes[first:end])]
         prepared.gradients.begin(1 + self.group.exchanges, active, list(work.parts))
         begin, waited_s = time.monotonic(), self.group.waited_s
@@ -232,14 +231,14 @@ class Engine:
         prepared.gradients.end_backward()
         busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
         contents = samples.contents() if self.group.num_workers > 1 else {}
-        outcome = self._share_results(work, results, [clip_norm, clip_value], contents, busy_s)
+        outcome = self._share_results(work, results, contents, busy_s)
         sums = prepared.gradients.finish()
-        self._scale(sums, outcome.scale)
-        norm = self._clip(work.where, sums, prepared, clip_norm, clip_value)
+        self._check_weights(outcome.scale is not None)
+        outcome.scale_gradients(sums)
+        norm = self._clip(work, sums)
         points.reach("before update")
         news = self._update(prepared, sums)
-        if self.group.rank == 0:
-            self.models.publish_buffers()
+        self.models.publish_buffers()
         points.reach("after update")
         return Entry(kind, [outcome.loss, outcome.metrics, norm, self._share_news(work, prepared, news), contents])
 
@@ -273,7 +272,6 @@ class Engine:
         self,
         work: Work,
         results: dict[int, ShardResult],
-        clips: list[float | None],
         contents: dict[str, str],
         busy_s: float,
     ) -> Results:
@@ -284,7 +282,7 @@ class Engine:
             "samples": work.samples,
             "optimizer": self.optimizers.index(work.prepared),
             "options": work.prepared.hyperparameters(),
-            "clipping": clips,
+            "clipping": [work.clipping.norm, work.clipping.value],
         }
         of_all = self.group.gather_json(work.where + "result", [facts, contents, mine, busy_s])
         self._seconds = [theirs[3] for theirs in of_all]
@@ -299,42 +297,27 @@ class Engine:
         by_shard = {int(k): ShardResult.unpack(value) for theirs in of_all for k, value in theirs[2].items()}
         return merge(by_shard, work.sizes)
 
-    def _scale(self, sums: dict[int, Tensor | None], scale: float | None) -> None:
-        """Bring gradients of a loss that is weighted by something else than rows to the mean over that."""
-        if scale is None:
-            return
-        if not self.weighs:
+    def _check_weights(self, weighted: bool) -> None:
+        """Refuse a loss that is weighted by something else than rows where its gradients cannot be scaled.
+
+        Raises:
+            UnsupportedError: It is one, and they cannot.
+        """
+        if weighted and not self.weighs:
             raise UnsupportedError(
                 "the step function returned an evenstep.Loss, but in this run gradients leave the workers before the "
                 "weights of all parts are known; train without servers, or with aggregate=True"
             )
-        for i, gradient in sums.items():
-            if gradient is not None:
-                sums[i] = gradient.mul_(scale) if scale else None
 
-    def _clip(
-        self,
-        where: str,
-        sums: dict[int, Tensor | None],
-        prepared: PreparedOptimizer,
-        clip_norm: float | None,
-        clip_value: float | None,
-    ) -> float | None:
-        gradients = {i: g for i, g in sums.items() if g is not None}
-        if clip_value is not None:
-            for gradient in gradients.values():
-                gradient.clamp_(-clip_value, clip_value)
-        if clip_norm is None:
+    def _clip(self, work: Work, sums: dict[int, Tensor | None]) -> float | None:
+        """Limit the gradients; return their norm before, if that is limited."""
+        gradients = {i: gradient for i, gradient in sums.items() if gradient is not None}
+        work.clipping.clip_elements(gradients.values())
+        if work.clipping.norm is None:
             return None
-        mine = {i: float(torch.linalg.vector_norm(g)) for i, g in gradients.items()}
-        norms: dict[int, float] = {}
-        for theirs in self.group.gather_json(where + "gradient norms", mine):
-            norms.update({int(i): norm for i, norm in theirs.items()})
-        dtype = prepared.parameters[0].dtype
-        total = torch.linalg.vector_norm(torch.tensor([norms[i] for i in sorted(norms)], dtype=dtype))
-        scale = torch.clamp(clip_norm / (total + 1e-6), max=1.0)
-        for gradient in gradients.values():
-            gradient.mul_(scale.to(gradient.device))
+        of_all = self.group.gather_json(work.where + "gradient norms", norms_of(gradients))
+        total = total_norm(of_all, work.prepared.parameters[0].dtype)
+        work.clipping.scale_down(gradients.values(), total)
         return float(total)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, StepFunction
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.step import Engine, Outcome
@@ -137,12 +138,11 @@ class AggregatedEngine(Engine):
         samples: Samples,
         function: StepFunction,
         prepared: PreparedOptimizer,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        clipping: Clipping,
     ) -> Outcome:
         """See `Engine.step`."""
         self._samples = sum(samples.sizes)
-        outcome = super().step(samples, function, prepared, clip_norm, clip_value)
+        outcome = super().step(samples, function, prepared, clipping)
         self._sent, self._options = self._sent + 1, options_of(prepared)
         return outcome
 

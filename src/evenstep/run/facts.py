@@ -121,11 +121,16 @@ def _is_dict(of: Check) -> Check:
 
 
 def _is_position(value: Any) -> bool:
-    return value is None or (_is_dict(_is_count)(value) and value.keys() == {"epoch", "batch"})
+    if value is None:
+        return True
+    if not isinstance(value, dict) or not _is_list(_is_count)(value.get("read", [])):  # of the streams of the shards
+        return False
+    counts = {key: count for key, count in value.items() if key != "read"}
+    return _is_dict(_is_count)(counts) and counts.keys() == {"epoch", "batch"}
 
 
 def _is_sizes(value: Any) -> bool:
-    return _is_list(_is_count)(value) and len(value) == 2
+    return _is_list(_or_nothing(_is_count))(value) and len(value) == 2
 
 
 def _matches(pattern: re.Pattern[str], suffix: str = "") -> Check:

@@ -1,14 +1,16 @@
 """The batches of a run: how often the data was gone through, from where on, and loading them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
-from evenstep.data.batch import Batch
+from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.data.batch import Batch, Position
 from evenstep.data.loader import Collate, Loader
-from evenstep.data.order import Order, Request
+from evenstep.data.order import Order
+from evenstep.data.streams import Streamed, StreamLoader
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
@@ -16,6 +18,8 @@ from evenstep.run.meter import Meter
 from evenstep.run.saving import Perform, Saving
 
 __all__ = ["Batches", "Feed", "Loading"]
+
+Place = dict[str, Any]  # as in `Position.after`
 
 
 @dataclass(frozen=True)
@@ -85,30 +89,73 @@ class Feed:
             num_workers: Of which number of workers the global batches are a multiple, if that was asked for.
         """
 
-        def go_through() -> Iterator[Batch]:
-            self._saving.begin_data(order, num_workers)
+        def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
+            self._saving.begin_data(order.num_samples, order.batch_size, num_workers)
             loader = self.loader(dataset, "sample", loading, skip=lambda: self._ledger.catching_up)
-            base = self._begun
-            coming = list(self._coming(epochs))
-            self._begun += epochs
+            return loader.load(request for epoch, at in coming for request in order.requests(epoch, at["batch"]))
 
-            def requests() -> Iterator[Request]:
-                for epoch, first in coming:
-                    yield from order.requests(epoch, first)
+        return Batches(
+            lambda: self._go_through(load, epochs),
+            lambda: sum(order.count(at["batch"]) for _, at in self._coming(epochs)),
+        )
 
-            return self._show(loader.load(requests()), base, epochs)
+    def streams(self, source: Streamed, batch_size: int | None, epochs: int, loading: Loading) -> Batches:
+        """The batches of a stream; the arguments are those of `batches`.
 
-        return Batches(go_through, lambda: sum(order.count(first) for _, first in self._coming(epochs)))
+        Raises:
+            ConfigError: The arguments make no sense for a stream.
+            UnsupportedError: The run goes through servers, or there are several groups.
+        """
+        if loading.loaders:
+            raise ConfigError(
+                f"loaders={loading.loaders} for a stream, which brings its own: let it return a DataLoader with "
+                f"num_workers={loading.loaders}"
+            )
+        if not self._engine.has_optimizer:
+            raise UnsupportedError(
+                "a stream in a run with servers or groups, where workers go on without each other; the streams of the "
+                "shards need not end together, so who steps must know: train without servers, or index the data"
+            )
+        loader = StreamLoader(
+            source, batch_size, self._config.shards, self._config.seed, collate=loading.collate_fn,
+            device=self._config.device, span=lambda: self._engine.mine, share=self._share_sizes,
+        )  # fmt: skip
 
-    def _coming(self, epochs: int) -> Iterator[tuple[int, int]]:
-        """The epochs that would be gone through now, each with the number of its first batch."""
-        start = self._saving.position or {"epoch": 0, "batch": 0}
+        def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
+            self._saving.begin_data(None, batch_size, None)
+            return loader.load(coming)
+
+        return Batches(lambda: self._go_through(load, epochs), _nobody_knows)
+
+    def _share_sizes(self, kind: str, sizes_here: Callable[[], dict[int, int]]) -> list[int]:
+        """See `StreamLoader`."""
+
+        def attempt() -> Entry:
+            of_all = self._ledger.group.gather_json(kind, sizes_here())
+            by_shard = {int(shard): size for theirs in of_all for shard, size in theirs.items()}
+            return Entry(kind, [by_shard[shard] for shard in range(self._config.shards)])
+
+        found: list[int] = self._perform(kind, attempt, lambda entry, _: entry.value)
+        return found
+
+    def _go_through(
+        self, load: Callable[[Sequence[tuple[int, Place]]], Iterator[Batch]], epochs: int
+    ) -> Iterator[Batch]:
+        base, coming = self._begun, list(self._coming(epochs))
+        batches = load(coming)
+        self._begun += epochs
+        return self._show(batches, base, epochs)
+
+    def _coming(self, epochs: int) -> Iterator[tuple[int, Place]]:
+        """The epochs that would be gone through now, and where in each one would begin."""
+        beginning: Place = {"epoch": 0, "batch": 0}
+        start = self._saving.position or beginning
         for epoch in range(max(self._begun, start["epoch"]), self._begun + epochs):
-            yield epoch, start["batch"] if epoch == start["epoch"] else 0
+            yield epoch, start if epoch == start["epoch"] else beginning
 
     def _show(self, batches: Iterator[Batch], base: int, epochs: int) -> Iterator[Batch]:
         """Hand on the batches, and show where they are."""
-        shown = -1
+        before: Position | None = None
         for batch in batches:
             if self._env.max_steps is not None and self._engine.version >= self._env.max_steps:
                 return
@@ -116,13 +163,19 @@ class Feed:
             assert at is not None, "it was loaded from the data"
             self._saving.next = at.after
             self._meter.begin_batch()
-            count = at.count or 0
-            if at.epoch != shown:
-                shown = at.epoch  # starts the clock of the epoch
+            if before is None or at.epoch != before.epoch:
+                self._end_of_stream(before, base, epochs)
                 self._meter.begin_epoch()
-                self._meter.show(at.epoch - base, epochs, at.before, count)
+                self._meter.show(at.epoch - base, epochs, at.before, at.count or 0)  # starts the clock of the epoch
+            before = at
             yield batch
-            self._meter.show(at.epoch - base, epochs, at.before + 1, count, len(batch))
+            self._meter.show(at.epoch - base, epochs, at.before + 1, at.count or 0, len(batch))
+        self._end_of_stream(before, base, epochs)
+
+    def _end_of_stream(self, last: Position | None, base: int, epochs: int) -> None:
+        """An epoch is over, and only now one knows how many batches it had."""
+        if last is not None and last.count is None:
+            self._meter.show(last.epoch - base, epochs, last.before + 1, last.before + 1)
 
     def num_workers_at_start(self) -> int:
         """How many workers the run was started with: what was asked for, and first of all, if it has been resumed.
@@ -151,3 +204,7 @@ class Feed:
             timeout_s=self._config.timeout_s,
             **options,
         )
+
+
+def _nobody_knows() -> int:
+    raise TypeError("how many batches a stream has is known when it has ended")

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, Stopped, UnsupportedError
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, StepFunction
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.step import Engine, Outcome
@@ -196,16 +197,15 @@ class GroupedEngine(Engine):
         samples: Samples,
         function: StepFunction,
         prepared: PreparedOptimizer,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        clipping: Clipping,
     ) -> Outcome:
         """See `Engine.step`; other groups do theirs meanwhile."""
         courier = self._courier
         assert courier is not None, "a step has an optimizer, so something was prepared"
-        early = self.standing.lock and clip_norm is None and clip_value is None  # a norm needs all gradients first
+        early = self.standing.lock and not clipping  # a norm needs all gradients first
         self._gradients.reduced = self._on_reduced if early else None
         self._options = options_of(prepared)
-        outcome = super().step(samples, function, prepared, clip_norm, clip_value)
+        outcome = super().step(samples, function, prepared, clipping)
         self._arrivals.version = self.version
         if self.ledger.took_part:
             if not self.standing.lock:

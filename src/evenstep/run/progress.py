@@ -19,7 +19,7 @@ __all__ = ["Display", "Merger", "Pipe", "Progress"]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the batches are; loss and metrics are means over `weight` samples."""
+    """Where the batches are; loss and metrics are means over `weight` samples. 0 batches: nobody knows how many."""
 
     epoch: int
     num_epochs: int
@@ -56,11 +56,15 @@ class Display:
                 if self._bar is None:
                     bar = "{desc} {bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
                     self._bar = tqdm(
-                        desc=head, total=progress.num_batches, bar_format=bar, file=self._stream, dynamic_ncols=True
+                        desc=head,
+                        total=progress.num_batches or None,
+                        bar_format=bar,
+                        file=self._stream,
+                        dynamic_ncols=True,
                     )
                 self._bar.set_postfix_str(f"{tail}  {rate:.0f} samples/s", refresh=False)
                 self._bar.update(progress.batch - self._bar.n)
-        elif progress.batch == progress.num_batches:
+        elif progress.batch == progress.num_batches > 0:
             self.write(f"{head}  {progress.num_batches} steps  {tail}  {rate:.0f} samples/s")
 
     def write(self, line: str, stream: TextIO | None = None) -> None:

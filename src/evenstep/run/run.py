@@ -23,7 +23,9 @@ from evenstep.data.batch import Batch
 from evenstep.data.loader import num_samples
 from evenstep.data.order import Deal, Order
 from evenstep.data.sampling import Sampling
+from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import profile
 from evenstep.engine.models import check_model
 from evenstep.engine.prepared import PreparedOptimizer
@@ -368,8 +370,9 @@ class Run:
         out, to the batch. `len` of them says how many there are.
 
         Args:
-            dataset: Any map-style data set. Randomness in its `__getitem__` is seeded by (seed, epoch, index).
-            batch_size: Samples of a global batch. None: the sampler gives whole batches.
+            dataset: Any map-style data set. Randomness in its `__getitem__` is seeded by (seed, epoch, index). Or an
+                `evenstep.data.stream`, for data that can only be read in order.
+            batch_size: Samples of a global batch. None: the sampler gives whole batches, or the stream whole parts.
             epochs: How often to go through the data.
             shuffle: A new order for every epoch, fixed by (seed, epoch). None: yes, unless there is a sampler.
             sampler: Which samples an epoch has, in which order: a sampler of `torch.utils.data` (such as
@@ -390,6 +393,14 @@ class Run:
             ConfigError: The arguments contradict each other, or the data set is no map-style one.
             CheckpointError: What was loaded had global batches of another size, with `batch_per_worker`.
         """
+        loading = Loading(collate_fn, loaders, prefetch)
+        if isinstance(dataset, Streamed):
+            if shuffle is not None or sampler is not None or drop_last or batch_per_worker or deal != "position":
+                raise ConfigError(
+                    "a stream has an order of its own, and a last batch of any size: shuffle, sampler, drop_last, "
+                    "batch_per_worker and deal are for data with an index"
+                )
+            return self._feed.streams(dataset, batch_size, epochs, loading)
         size, seed = num_samples(dataset), self.config.seed
         shuffled = sampler is None if shuffle is None else shuffle
         order = Order(
@@ -399,7 +410,7 @@ class Run:
         num_workers = self._feed.num_workers_at_start() if batch_per_worker else None
         if num_workers is not None:
             order = order.times(num_workers)
-        return self._feed.batches(dataset, order, epochs, Loading(collate_fn, loaders, prefetch), num_workers)
+        return self._feed.batches(dataset, order, epochs, loading, num_workers)
 
     def metrics(self) -> dict[str, float]:
         """Mean loss and metrics of the steps of this epoch so far, or of the last one, over the samples of all groups.
@@ -454,7 +465,7 @@ class Run:
             prepared = self._prepared(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
-            outcome = self._engine.step(samples, function, prepared, clip_norm, clip_value)
+            outcome = self._engine.step(samples, function, prepared, Clipping(clip_norm, clip_value))
             if samples.is_last:
                 self._engine.end_of_epoch()
             self._trace(first=False)

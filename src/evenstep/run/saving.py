@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError, ConfigError, Stopped
 from evenstep.core.output import say
-from evenstep.data.order import Order
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger
@@ -68,17 +67,18 @@ class Saving:
             )
         self.tracked[name] = value
 
-    def begin_data(self, order: Order, num_workers: int | None) -> None:
+    def begin_data(self, num_samples: int | None, batch_size: int | None, num_workers: int | None) -> None:
         """A data set is about to be gone through; see that the checkpoint we go on from went through the like of it.
 
         Args:
-            order: How.
+            num_samples: How many it has; None: nobody knows.
+            batch_size: Samples of a global batch, if they are equally many.
             num_workers: Of which number of workers its global batches are a multiple, if that was asked for.
 
         Raises:
             CheckpointError: It went through another.
         """
-        sizes, number = [order.num_samples, order.batch_size], len(self._data)
+        sizes, number = [num_samples, batch_size], len(self._data)
         if self._resumption is not None:
             self._resumption.check_data(number, sizes)
         if num_workers is not None and number < len(self._past) and self._past[number] != sizes:

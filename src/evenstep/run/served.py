@@ -26,6 +26,7 @@ from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
 from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.core.events import send
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, StepFunction, Work
 from evenstep.engine.delivery import Delivery
 from evenstep.engine.prepared import PreparedOptimizer
@@ -174,8 +175,7 @@ class ServedEngine(Engine):
         samples: Samples,
         function: StepFunction,
         prepared: PreparedOptimizer,
-        clip_norm: float | None,
-        clip_value: float | None,
+        clipping: Clipping,
     ) -> Entry:
         sizes = list(samples.sizes)
         if self._local or self.client.staleness != 0:  # a mean over this worker's samples
@@ -184,16 +184,16 @@ class ServedEngine(Engine):
             return Entry(kind, [*self._last, None, [], {}])
         if self._local:
             mine = _Some(samples, sizes)
-            return super()._try(kind, mine, function, prepared, clip_norm, clip_value)
-        if clip_norm is not None or clip_value is not None:
+            return super()._try(kind, mine, function, prepared, clipping)
+        if clipping:
             raise UnsupportedError(
                 "gradients are added up on the server, so they cannot be clipped here; with aggregate=True they can"
             )
         parts = {k: samples.part(k) for k in self.mine if sizes[k]}
-        work = Work(self.version, parts, sizes, samples.name, function, prepared)
+        work = Work(self.version, parts, sizes, samples.name, function, prepared, clipping)
         prepared.gradients.begin(1 + self.group.exchanges, [0], list(parts))
         results = self.compute.run(work) if parts else {}
-        self._scale({}, 1.0 if any(result.weighted for result in results.values()) else None)
+        self._check_weights(any(result.weighted for result in results.values()))
         prepared.gradients.end_backward()
         notes = self._send(work, results)
         prepared.stepped_elsewhere()
@@ -272,11 +272,10 @@ class ServedEngine(Engine):
         samples: Samples,
         function: StepFunction,
         prepared: PreparedOptimizer,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        clipping: Clipping,
     ) -> Any:
         """See `Engine.step`; the other workers meet this one at the server only."""
-        outcome = super().step(samples, function, prepared, clip_norm, clip_value)
+        outcome = super().step(samples, function, prepared, clipping)
         self._last = [float(outcome.loss), outcome.metrics]
         self.adopted()
         return outcome

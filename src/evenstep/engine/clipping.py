@@ -1,0 +1,65 @@
+"""Clipping the gradients of a step: every element to a magnitude, then all of them to a norm."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenstep.core.errors import ConfigError
+
+__all__ = ["Clipping", "norms_of", "total_norm"]
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What gradients are limited to; nothing by default.
+
+    Attributes:
+        norm: Scale all gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.
+        value: Clip every element of the gradients to this magnitude.
+
+    Raises:
+        ConfigError: One of them is negative or not a number.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("clip_norm", self.norm), ("clip_value", self.value)):
+            if limit is not None and not limit >= 0:
+                raise ConfigError(f"{name}={limit}, expected a number of at least 0, or None")
+
+    def __bool__(self) -> bool:
+        return self.norm is not None or self.value is not None
+
+    def clip_elements(self, gradients: Iterable[Tensor]) -> None:
+        """Clip every element to the magnitude, if there is one."""
+        if self.value is not None:
+            for gradient in gradients:
+                gradient.clamp_(-self.value, self.value)
+
+    def scale_down(self, gradients: Iterable[Tensor], total: Tensor) -> None:
+        """Bring gradients whose norm over all workers is `total` down to the norm."""
+        assert self.norm is not None, "gradients are scaled only if a norm limits them"
+        scale = torch.clamp(self.norm / (total + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.device))
+
+
+def norms_of(gradients: Mapping[int, Tensor]) -> dict[int, float]:
+    """The norm of each gradient, by the number of its parameter."""
+    return {i: float(torch.linalg.vector_norm(gradient)) for i, gradient in gradients.items()}
+
+
+def total_norm(norms: Iterable[Mapping[str, float]], dtype: torch.dtype) -> Tensor:
+    """The norm over all gradients, in the order of their parameters, whoever owns which.
+
+    Args:
+        norms: What `norms_of` gave on each worker, as JSON brings it back.
+        dtype: In which type it is computed.
+    """
+    of_all = {int(i): norm for theirs in norms for i, norm in theirs.items()}
+    total: Tensor = torch.linalg.vector_norm(torch.tensor([of_all[i] for i in sorted(of_all)], dtype=dtype))
+    return total
