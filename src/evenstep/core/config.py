@@ -24,6 +24,7 @@ class RunConfig:
         timeout_s: How long any wait for another worker may take.
         quiet: Keep still: no progress bar and no closing fingerprint line.
         on_nondeterminism: Whether an operation that torch knows to be non-deterministic raises or only warns.
+        graphs: Whether steps on a GPU are replayed from CUDA graphs: "auto" where they can be, True or an error, False.
     """
 
     shards: int
@@ -33,6 +34,7 @@ class RunConfig:
     timeout_s: float
     quiet: bool
     on_nondeterminism: Literal["error", "warn"]
+    graphs: Literal["auto"] | bool = "auto"
 
     @classmethod
     def resolve(cls, env: Environment, *, shards: int | None, **rest: object) -> "RunConfig":
@@ -63,6 +65,8 @@ class RunConfig:
             raise ConfigError(f"timeout_s={self.timeout_s!r}, expected a number of seconds above 0")
         if self.on_nondeterminism not in ("error", "warn"):
             raise ConfigError(f"on_nondeterminism={self.on_nondeterminism!r}, expected 'error' or 'warn'")
+        if self.graphs not in ("auto", True, False):
+            raise ConfigError(f"graphs={self.graphs!r}, expected 'auto', True or False")
         if env.num_workers > self.shards:
             raise ConfigError(
                 f"{env.num_workers} workers but only {self.shards} shards: every worker needs one; "

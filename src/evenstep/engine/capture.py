@@ -16,12 +16,11 @@ class CudaRecorder:
     """Captures on one device.
 
     Args:
-        device: Which.
-        stream: Where everything of a step is launched.
+        device: Which. What is captured must be launched on a stream of one's own.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._device, self._stream = device, stream
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, task: Task) -> "_Recording":
@@ -41,7 +40,7 @@ class CudaRecorder:
             for graph in (forward, backward):
                 for state in own:
                     graph.register_generator_state(state)
-            piece = task.piece(inputs, own)
+            piece = task.piece(inputs, task.seeds, own)
             self._capture(forward, piece.forward)
             self._capture(backward, piece.backward)
         finally:
@@ -59,10 +58,10 @@ class CudaRecorder:
             raise
         graph.capture_end()
 
-    def has_room(self, recording: "_Recording") -> bool:
+    def has_room(self, num_bytes: int) -> bool:
         """See `Recorder`."""
         free, _ = torch.cuda.mem_get_info(self._device)
-        return free > 1.2 * recording.num_bytes
+        return free > 1.2 * num_bytes
 
 
 class _Recording:

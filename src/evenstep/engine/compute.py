@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.clipping import Clipping
-from evenstep.engine.lanes import Crew, Lanes
+from evenstep.engine.context import Context
+from evenstep.engine.gradients import Gradients
+from evenstep.engine.lanes import Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
 from evenstep.engine.prepared import PreparedOptimizer
-from evenstep.engine.randomness import Stream, derive, preserved
+from evenstep.engine.randomness import Stream, preserved
 from evenstep.engine.results import ShardResult
 from evenstep.engine.slots import Lane, spanning_layers
-from evenstep.exchange.group import Group
 from evenstep.exchange.surroundings import inside
 
-__all__ = ["Compute", "Samples", "StepFunction", "Work"]
+__all__ = ["Alone", "Compute", "Samples", "StepFunction", "Work"]
 
 StepFunction = Callable[[Any], Any]
 
@@ -93,21 +94,18 @@ class Work:
 class Compute:
     """Runs the step function for every part, and backward."""
 
-    def __init__(self, group: Group, models: Models, seed: int, timeout_s: float) -> None:
-        self._group, self._models, self._seed = group, models, seed
-        self.spans: Sequence[tuple[int, int]] = ()  # the shards of each worker
+    def __init__(self, context: Context, models: Models, timeout_s: float) -> None:
+        self.context, self._models = context, models
         self._stream = Stream()
         self._lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
         self._hooks: list[Any] = []
-        self.number_of: Callable[[int], int] = lambda version: version  # the step whose random numbers a step has
         self._calling = False
-        self._arrivals: dict[
-            int, tuple[PreparedOptimizer, dict[str, int], int]
-        ] = {}  # lane -> whose gradients, of which shard
+        # lane -> whose gradients, of which shard
+        self._arrivals: dict[int, tuple[PreparedOptimizer, dict[str, int], int]] = {}
 
-    def run(self, work: Work) -> dict[int, ShardResult]:
-        """Compute the shards of this worker; return what each gave. The optimizer has the gradients then.
+    def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
+        """Compute the shards of this worker; return how to get what each gave. The optimizer has the gradients then.
 
         Leaves the random generators of the caller as they were. In models whose layers span shards this blocks in
         exchanges with the other workers that have samples.
@@ -120,25 +118,26 @@ class Compute:
                 values = self._side_by_side(work, buffers)
             else:
                 values = self._one_after_the_other(work, buffers)
-        return {shard: ShardResult.of(loss, metrics, work.sizes[shard]) for shard, (loss, metrics) in values.items()}
+        results = {k: ShardResult.of(loss, metrics, work.sizes[k]) for k, (loss, metrics) in values.items()}
+        return lambda: results
 
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
         values = {}
         for shard, part in work.parts.items():
-            self._begins(shard)
+            self.context.begins(shard)
             lane.begin(buffers)
             lane.resume()
-            self._stream.reseed(self._seed_of(work, shard))
+            self._stream.reseed(self.context.seed_of(work.version, shard))
             self._stream.resume()
             try:
-                with inside(_Alone()):
+                with inside(Alone()):
                     with self._user_code():
                         value = work.function(part)
                     loss, metrics = split(value)
                     self._backward(work.share(shard, loss), [lane], work.prepared, [shard])
             except Exception as error:
-                error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
+                error.add_note(f"in shard {shard} of worker {self.context.worker}, step {work.version}")
                 raise
             lane.pause()
             if shard == work.first:
@@ -154,16 +153,18 @@ class Compute:
 
         def function_of(shard: int, part: Any) -> Callable[[], Any]:
             def function() -> Any:
-                self._begins(shard)
+                self.context.begins(shard)
                 return split(work.function(part))
 
             return function
 
         functions = [function_of(shard, part) for shard, part in work.parts.items()]
-        seeds = [self._seed_of(work, shard) for shard in shards]
+        streams = [Stream() for _ in shards]
+        for stream, shard in zip(streams, shards, strict=True):
+            stream.reseed(self.context.seed_of(work.version, shard))
         try:
             with self._user_code():
-                values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), functions)
+                values = self._lanes.run(shards, lanes, streams, work.where, self.context.crew(work.sizes), functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
             if (
@@ -172,14 +173,11 @@ class Compute:
                 losses.append(token.sum())
             self._backward(losses, lanes, work.prepared, shards)
         except Exception as error:
-            error.add_note(f"in worker {self._group.worker}, step {work.version}")
+            error.add_note(f"in worker {self.context.worker}, step {work.version}")
             raise
         if shards[0] == work.first:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
-
-    def _seed_of(self, work: Work, shard: int) -> int:
-        return derive("step", self._seed, self.number_of(work.version), shard)
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
@@ -189,32 +187,6 @@ class Compute:
             yield
         finally:
             self._calling = False
-
-    def _begins(self, shard: int) -> None:
-        self._group.board.computes(self._group.worker, shard)
-        points.reach("forward")
-
-    def _crew(self, sizes: Sequence[int]) -> Crew:
-        """How a layer reaches the other workers: only those with samples take part; other shards are rows of zeros."""
-        shards = [[k for k in range(first, end) if sizes[k]] for first, end in self.spans]
-        shares = [len(theirs) for theirs in shards]
-        present = [k for theirs in shards for k in theirs]
-
-        def gather(tag: str, rows: Tensor) -> Tensor:
-            if len(rows) == len(sizes) and rows.device.type != "cpu":  # nobody else: no need to wait for the device
-                return rows
-            found = self._group.gather(tag, rows.cpu(), shares)
-            if len(present) == len(sizes):
-                return found.to(rows.device)
-            every = found.new_zeros((len(sizes), found.shape[1]))
-            every[present] = found
-            return every.to(rows.device)
-
-        def swap(tag: str, mine: Tensor) -> list[Tensor]:
-            return self._group.gather_blobs(tag, mine, [bool(share) for share in shares])
-
-        me = sum(1 for share in shares[: self._group.rank] if share)
-        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes))
 
     def _backward(
         self, losses: list[Tensor], lanes: Sequence[Lane], prepared: PreparedOptimizer, shards: Sequence[int]
@@ -262,6 +234,7 @@ class Compute:
             if found is not None and leaf.grad is not None:
                 prepared, index, shard = found
                 gradient, leaf.grad = leaf.grad, None
+                assert isinstance(prepared.gradients, Gradients), "on the CPU gradients come one by one"
                 prepared.gradients.arrive(index[name], shard, gradient)
 
         requires_grad = leaf.requires_grad
@@ -281,10 +254,11 @@ class Compute:
         self.forget_lanes()
 
 
-class _Alone:
+class Alone:
     """The surroundings of a step in which no layer was expected to span shards."""
 
     token: Tensor | None = None
+    alone = True
 
     def _refuse(self, *_: Any) -> Any:
         raise UnsupportedError(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evenstep.core.errors import UnsupportedError
 from evenstep.engine.counter import Counter
+from evenstep.engine.delivery import Delivery
 from evenstep.plan.summing import Summing
 
 __all__ = ["Buffer", "FlatGradients", "Peers"]
@@ -63,10 +64,14 @@ class FlatGradients:
     Attributes:
         plan: How shards become nodes.
         peers: Adds up the nodes of several sites; None: there is one.
+        reduced: See `Gradients`; called when all sums are there.
+        expects: See `Gradients`.
     """
 
     plan: Summing
     peers: Peers | None = None
+    reduced: Callable[[int, dict[int, Tensor | None]], None] | None = None
+    expects: Callable[[int], None] | None = None
 
     def __init__(self, names: Sequence[str], like: Sequence[Tensor]) -> None:
         self._names, self._like = names, like
@@ -76,6 +81,11 @@ class FlatGradients:
         for i, t in enumerate(like):
             by_dtype.setdefault(t.dtype, []).append(i)
         self._by_dtype = list(by_dtype.values())
+
+    def lay_out(self, plan: Summing, delivery: Delivery) -> None:
+        """The workers, or the shards of each, have changed. What is here is added up here."""
+        del delivery
+        self.plan = plan
 
     def begin(self, token: int, active: Sequence[int], shards: Sequence[int]) -> None:
         """Start a step; see `Gradients.begin`."""
@@ -98,6 +108,8 @@ class FlatGradients:
                     f"parameter '{self._names[i]}' got a sparse gradient; evenstep adds dense ones only: "
                     "build the embedding with sparse=False"
                 )
+            if gradient is not None and self.expects is not None:
+                self.expects(i)
         self._skip_to(shard)
         present = tuple(gradient is not None for gradient in gradients)
         if self._present is None and self._singly is None:
@@ -158,17 +170,29 @@ class FlatGradients:
 
     def finish(self) -> dict[int, Tensor | None]:
         """The sums of all parameters over all shards; with several sites, this meets the others."""
+        sums = self._sums()
+        if self.reduced is not None:
+            for bucket in self.plan.owned_buckets:
+                self.reduced(bucket, sums)
+        return sums
+
+    def _sums(self) -> dict[int, Tensor | None]:
         if self.peers is not None:
-            nodes, present = self._nodes()
-            sums, there = self.peers(nodes, present)
-            return {i: total if here else None for i, (total, here) in enumerate(zip(sums, there, strict=True))}
+            found, there = self.peers(*self._uniform())
+            return {i: total if here else None for i, (total, here) in enumerate(zip(found, there, strict=True))}
         if self._singly is not None:
-            return {i: self._singly.nodes(i)[0] for i in range(len(self._names))}
+            return {i: _added(self._singly.nodes(i), self.plan.program) for i in range(len(self._names))}
+        while len(self._held) > 1:  # the nodes of a worker that is alone with some shards, from left to right
+            left, right = self._held[0], self._held.pop(1)
+            if left is not None and right is not None:
+                self._free.append(right)
+                left.add_(right)
+            self._held[0] = right if left is None else left
         (root,) = self._held
         present = self._present or (False,) * len(self._names)
         return {i: root.views[i] if root is not None and here else None for i, here in enumerate(present)}
 
-    def _nodes(self) -> tuple[list[Buffer | None], Sequence[bool]]:
+    def _uniform(self) -> tuple[list[Buffer | None], Sequence[bool]]:
         if self._singly is not None:
             raise UnsupportedError(
                 "a parameter has a gradient in some shards only; with several GPUs every shard must use the same "
@@ -176,8 +200,34 @@ class FlatGradients:
             )
         return self._held, self._present or (False,) * len(self._names)
 
+    def nodes(self) -> list[tuple[tuple[int, int], dict[int, Tensor]]]:
+        """See `Gradients.nodes`."""
+        found: list[tuple[tuple[int, int], dict[int, Tensor]]] = []
+        for n, span in enumerate(self.plan.leaves.nodes):
+            if self._singly is not None:
+                each = {i: self._singly.nodes(i)[n] for i in range(len(self._names))}
+            else:
+                buffer, present = self._held[n], self._present or ()
+                each = {i: None if buffer is None else buffer.views[i] for i, here in enumerate(present) if here}
+            found.append((span, {i: node for i, node in each.items() if node is not None}))
+        return found
+
     def clear(self) -> None:
         """The step is over: its buffers are free again."""
         self._free += [buffer for buffer in self._held if buffer is not None]
         self._held = []
         self._singly = None
+
+
+def _added(nodes: Sequence[Tensor | None], program: bytes) -> Tensor | None:
+    """The sum of the nodes of one parameter, in the order of a stack program."""
+    stack: list[Tensor | None] = []
+    for node, merges in zip(nodes, program, strict=True):
+        stack.append(node)
+        for _ in range(merges):
+            right, left = stack.pop(), stack.pop()
+            stack.append(
+                left.add_(right) if left is not None and right is not None else left if right is None else right
+            )
+    (total,) = stack
+    return total

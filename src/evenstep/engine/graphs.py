@@ -55,8 +55,11 @@ class Piece(Protocol):
         drew: Whether user code drew random numbers on the host.
     """
 
-    products: Products
-    drew: bool
+    @property
+    def products(self) -> Products: ...  # noqa: D102  # an attribute, documented with the class
+
+    @property
+    def drew(self) -> bool: ...  # noqa: D102  # an attribute, documented with the class
 
     def forward(self) -> None:
         """Go forward."""
@@ -74,7 +77,8 @@ class Task:
         inputs: The tensors of its parts.
         seeds: One for each shard.
         look: What user code can see now.
-        piece: Makes the piece for given inputs; with generators if it is captured: one for each shard, of the device.
+        piece: Makes the piece for given inputs and seeds; with generators of the device, one for each shard, instead
+            of the seeds if it is captured.
         between: Called when forward has been launched, with the numbers of its results.
     """
 
@@ -82,7 +86,7 @@ class Task:
     inputs: Sequence[Tensor]
     seeds: Sequence[int]
     look: Callable[[], Look]
-    piece: Callable[[Sequence[Tensor], Sequence[torch.Generator] | None], Piece]
+    piece: Callable[[Sequence[Tensor], Sequence[int], Sequence[torch.Generator] | None], Piece]
     between: Callable[[Tensor], None]
 
 
@@ -91,9 +95,11 @@ class Recording(Protocol):
 
     Attributes:
         products: What a replay gives, always at the same place.
+        num_bytes: What the graph holds, which is what computing the piece would take too.
     """
 
     products: Products
+    num_bytes: int
 
     def replay(self, inputs: Sequence[Tensor], seeds: Sequence[int], between: Callable[[Tensor], None]) -> None:
         """Do it again on other inputs with other random numbers. Waits for nothing."""
@@ -105,8 +111,8 @@ class Recorder(Protocol):
     def record(self, task: Task) -> Recording:
         """Capture a piece; nothing is computed. Raises whatever kept it from being captured."""
 
-    def has_room(self, recording: Recording) -> bool:
-        """Whether a captured piece can be computed beside its graph."""
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much memory is free."""
 
 
 @dataclass
@@ -149,7 +155,7 @@ class Graphs:
             NondeterminismError: Replays have given other bits than computing does.
         """
         if self.off is not None:
-            return self._compute(task).products
+            return self.compute(task).products
         found, look = self._signatures.setdefault(task.signature, _Signature()), task.look()
         for known in found.known:
             if difference(known.look, look) is None:
@@ -160,15 +166,20 @@ class Graphs:
             self._give_up(changed)
         found.computed = found.computed + 1 if difference(found.look, look) is None else 1
         found.look = look
-        piece = self._compute(task)
+        piece = self.compute(task)
         if piece.drew:
             self._give_up("it draws random numbers on the host, and a replay would repeat them")
         elif (effect := difference(look, task.look())) is not None:
             self._give_up(f"it changes what it can see: {effect}")
         return piece.products
 
-    def _compute(self, task: Task) -> Piece:
-        piece = task.piece(task.inputs, None)
+    def forget(self) -> None:
+        """Let go of all graphs."""
+        self._signatures.clear()
+
+    def compute(self, task: Task) -> Piece:
+        """Compute a piece."""
+        piece = task.piece(task.inputs, task.seeds, None)
         piece.forward()
         task.between(piece.products.numbers)
         piece.backward()
@@ -177,31 +188,31 @@ class Graphs:
     def _capture(self, found: _Signature, look: Look, task: Task) -> Products:
         if sum(len(each.known) for each in self._signatures.values()) >= _MOST_GRAPHS:
             self._give_up(f"its parts have come in more than {_MOST_GRAPHS} shapes; pad them to few")
-            return self._compute(task).products
+            return self.compute(task).products
         try:
             recording = self._recorder.record(task)
         except Exception as error:  # noqa: BLE001  # whatever it was: it can be computed, and is said
             self._give_up(_reason(error))
-            return self._compute(task).products
+            return self.compute(task).products
         found.known.append(known := _Known(look, recording))
         return self._replay(known, task)
 
     def _replay(self, known: _Known, task: Task) -> Products:
         known.replays += 1
         known.recording.replay(task.inputs, task.seeds, task.between)
-        if known.replays in _CHECKS and self._recorder.has_room(known.recording):
+        if known.replays in _CHECKS and self._recorder.has_room(known.recording.num_bytes):
             return self._check(known, task)
         return known.recording.products
 
     def _check(self, known: _Known, task: Task) -> Products:
         """Compute a piece that was just replayed: what cannot be seen from outside would show here."""
-        replayed, computed = _bits(known.recording.products), self._compute(task).products
+        replayed, computed = _bits(known.recording.products), self.compute(task).products
         if not _equal(replayed, _bits(computed)):
             if known.replays > 1:
                 raise NondeterminismError(
                     f"the step function gave other bits than its graph after {known.replays} replays: it depends on "
-                    "something that evenstep cannot see, or is not deterministic; use Run(graphs=False) and train again "
-                    "from before"
+                    "something that evenstep cannot see, or is not deterministic; use Run(graphs=False) and train "
+                    "again from before"
                 )
             self._give_up("a replay gave other bits than computing")
         return computed

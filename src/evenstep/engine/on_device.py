@@ -1,8 +1,8 @@
 """Forward and backward of one worker's shards on a GPU: everything is launched, nothing is waited for.
 
 As on the CPU (`compute.py`), shards run one after the other on the model itself, or side by side in lanes if a layer
-spans them. But gradients leave autograd as a list when a shard, or all of them, have gone backward, and go into flat
-buffers; and what can be is replayed from CUDA graphs (`graphs.py`).
+spans them. But gradients leave autograd as a list when a piece has gone backward, and go into flat buffers; and what
+can be is replayed from CUDA graphs (`graphs.py`). A *piece* is one shard, or all of this worker if a layer spans them.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
-from evenstep.engine.compute import Alone, Shards, Work
+from evenstep.engine.compute import Alone, Work
+from evenstep.engine.context import Context
 from evenstep.engine.flat import FlatGradients
-from evenstep.engine.graphs import Graphs, Products, Recorder, Task
+from evenstep.engine.graphs import Graphs, Products, Task
 from evenstep.engine.guards import look
 from evenstep.engine.lanes import Lanes
 from evenstep.engine.loss import PartLoss, split
@@ -33,18 +33,16 @@ class DeviceCompute:
     """Runs the step function for every part, and backward; see `Compute`.
 
     Args:
-        shards: Which shards there are, where, and how to begin with one.
+        context: The shards of the run.
         models: All prepared models.
         timeout_s: How long lanes wait for each other.
-        graphs: Computes or replays; None where nothing is replayed.
+        graphs: Computes or replays.
     """
 
-    def __init__(self, shards: Shards, models: Models, timeout_s: float, graphs: Graphs) -> None:
-        self.shards, self._models, self._graphs = shards, models, graphs
-        self._stream = Stream()
-        self._lanes = Lanes(timeout_s)
+    def __init__(self, context: Context, models: Models, timeout_s: float, graphs: Graphs) -> None:
+        self.context, self.models, self._graphs = context, models, graphs
+        self.lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []
-        self._numbers: list[tuple[Tensor, Products, list[int]]] = []  # on their way to the host
 
     def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
         """Launch the shards of this worker; return how to wait for their results. The gradients are on their way then.
@@ -56,82 +54,73 @@ class DeviceCompute:
         assert isinstance(gradients, FlatGradients), "on a device gradients are flat"
         for parameter in work.prepared.parameters:  # what user code left there is none of this step's
             parameter.grad = None
-        spanning = bool(spanning_layers(self._models.slots.modules))
+        spanning = bool(spanning_layers(self.models.slots.modules))
         pieces = [list(work.parts)] if spanning else [[shard] for shard in work.parts]
-        self._numbers = []
+        arrivals = _Arrivals()
         with preserved():
             for shards in pieces:
-                products = self._run(work, shards, spanning=spanning)
+                products = self._run(work, shards, arrivals, spanning=spanning)
                 for shard, found in zip(shards, products.gradients, strict=True):
                     gradients.take(shard, found)
                 if products.buffers is not None:
-                    self._models.keep_buffers(products.buffers)
-        arrived = torch.cuda.Event() if torch.cuda.is_available() else None
-        return self._waiter(work, arrived)
+                    self.models.keep_buffers(products.buffers)
+        return arrivals.wait
 
-    def _run(self, work: Work, shards: list[int], *, spanning: bool) -> Products:
+    def _run(self, work: Work, shards: list[int], arrivals: "_Arrivals", *, spanning: bool) -> Products:
+        for shard in shards:
+            self.context.begins(shard)
+        task = self._task(work, shards, arrivals, spanning=spanning)
+        captures = not spanning or self.context.crew(work.sizes).alone  # else others have to be met inside
+        try:
+            products = self._graphs.run(task) if captures else self._graphs.compute(task).products
+        except Exception as error:
+            where = f"shard {shards[0]} of worker" if len(shards) == 1 else "worker"
+            error.add_note(f"in {where} {self.context.worker}, step {work.version}")
+            raise
+        arrivals.expect(shards, products.readings)
+        return products
+
+    def _task(self, work: Work, shards: list[int], arrivals: "_Arrivals", *, spanning: bool) -> Task:
         leaves, spec = pytree.tree_flatten([work.parts[shard] for shard in shards])
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[n] for n in places]
-        trained = [name for name, p in zip(work.prepared.names, work.prepared.parameters, strict=True) if p.requires_grad]
-        kind = _Joint if spanning else _Single
+        trained = [n for n, p in zip(work.prepared.names, work.prepared.parameters, strict=True) if p.requires_grad]
+        seeds = [self.context.seed_of(work.version, shard) for shard in shards]
+        kind: type[_Piece] = _Joint if spanning else _Single
 
-        def make(given: Sequence[Tensor], generators: Sequence[torch.Generator] | None) -> "_Piece":
+        def make(
+            given: Sequence[Tensor], seeds: Sequence[int], generators: Sequence[torch.Generator] | None
+        ) -> "_Piece":
             filled = list(leaves)
             for place, tensor in zip(places, given, strict=True):
                 filled[place] = tensor
             parts = pytree.tree_unflatten(filled, spec)
-            return kind(self, work, dict(zip(shards, parts, strict=True)), trained, generators)
+            streams = [Stream(device=None if generators is None else generators[n]) for n in range(len(shards))]
+            for stream, seed in zip(streams, seeds, strict=True):
+                stream.reseed(seed)
+            return kind(self, work, dict(zip(shards, parts, strict=True)), trained, streams)
 
-        def between(numbers: Tensor) -> None:
-            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.device.type == "cuda")
-            host.copy_(numbers, non_blocking=True)
-            pending[0] = host
-
-        pending: list[Tensor] = [torch.empty(0)]
-        rest = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         signature = (
-            repr(spec), tuple((tuple(t.shape), t.dtype, t.stride(), str(t.device)) for t in inputs), repr(rest),
-            tuple(shards) if spanning else (0 in shards), tuple(work.sizes), tuple(trained), id(work.prepared),
-        )  # fmt: skip
-        seeds = [self.shards.seed_of(work.version, shard) for shard in shards]
-        modules = self._models.slots.modules
-        task = Task(signature, inputs, seeds, lambda: look(work.function, modules), make, between)
-        for shard in shards:
-            self.shards.begins(shard)
-        try:
-            products = self._graphs.run(task) if self._can_be_captured(work, spanning) else self._graphs.compute(task)
-        except Exception as error:
-            where = f"shard {shards[0]} of worker" if len(shards) == 1 else "worker"
-            error.add_note(f"in {where} {self.shards.worker}, step {work.version}")
-            raise
-        self._numbers.append((pending[0], products, shards))
-        return products
-
-    def _can_be_captured(self, work: Work, spanning: bool) -> bool:
-        """Whether nobody else has to be met inside."""
-        return not spanning or self.shards.crew(work.sizes).alone
-
-    def _waiter(self, work: Work, arrived: "torch.cuda.Event | None") -> Callable[[], dict[int, ShardResult]]:
-        numbers, self._numbers = self._numbers, []
-
-        def wait() -> dict[int, ShardResult]:
-            results = {}
-            for host, products, shards in numbers:
-                values = host.tolist()
-                for shard, reading in zip(shards, products.readings, strict=True):
-                    count = len(reading.tensors)
-                    results[shard] = reading.result(values[:count])
-                    values = values[count:]
-            return results
-
-        return wait
+            repr(spec),
+            tuple((tuple(t.shape), t.dtype, t.stride(), str(t.device)) for t in inputs),
+            repr([leaf for leaf in leaves if not isinstance(leaf, Tensor)]),
+            tuple(shards) if spanning else (0 in shards, work.sizes[shards[0]], sum(work.sizes)),
+            tuple(work.sizes) if spanning else (),
+            tuple(trained),
+            id(work.prepared),
+        )
+        modules = self.models.slots.modules
+        return Task(signature, inputs, seeds, lambda: look(work.function, modules), make, arrivals.take)
 
     def lane(self, number: int) -> Lane:
         """A lane: 0 is the model itself, the others have leaves of their own."""
         while len(self._lane_of) <= number:
-            self._lane_of.append(Lane(self._models.slots, own=bool(self._lane_of)))
+            self._lane_of.append(Lane(self.models.slots, own=bool(self._lane_of)))
         return self._lane_of[number]
+
+    def committed_buffers(self) -> dict[str, Tensor]:
+        """The buffers that a step begins with."""
+        return {name: self.models.state.entries[name].live for name in self.models.slots.buffers}
 
     def forget_lanes(self) -> None:
         """Let go of all leaves and graphs: the models have changed, or the run is over."""
@@ -140,5 +129,153 @@ class DeviceCompute:
 
     def close(self) -> None:
         """End the threads."""
-        self._lanes.close()
+        self.lanes.close()
         self.forget_lanes()
+
+
+class _Arrivals:
+    """The numbers of a step's results on their way to the host."""
+
+    def __init__(self) -> None:
+        self._latest: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        self._expected: list[tuple[Tensor, list[int], list[Reading]]] = []
+
+    def take(self, numbers: Tensor) -> None:
+        """Send numbers to the host; a later call replaces what the same piece has sent before."""
+        on_gpu = numbers.device.type == "cuda"
+        self._latest = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_gpu)
+        self._latest.copy_(numbers, non_blocking=True)
+        if on_gpu:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._event.record()
+
+    def expect(self, shards: list[int], readings: list[Reading]) -> None:
+        """What was sent last are the results of these shards."""
+        assert self._latest is not None, "a piece sends its numbers when it has gone forward"
+        self._expected.append((self._latest, shards, readings))
+
+    def wait(self) -> dict[int, ShardResult]:
+        """Wait for them: for the forward of the last piece, not for its backward."""
+        if self._event is not None:
+            self._event.synchronize()
+        results = {}
+        for numbers, shards, readings in self._expected:
+            values = numbers.tolist()
+            for shard, reading in zip(shards, readings, strict=True):
+                count = len(reading.tensors)
+                results[shard], values = reading.result(values[:count]), values[count:]
+        return results
+
+
+class _Piece:
+    """Some shards, computed from given parts; see `Piece`."""
+
+    def __init__(
+        self,
+        compute: DeviceCompute,
+        work: Work,
+        parts: dict[int, Any],
+        trained: Sequence[str],
+        streams: Sequence[Stream],
+    ) -> None:
+        self._compute, self._work, self._parts = compute, work, parts
+        self._trained, self._streams = trained, streams
+        self._losses: list[Tensor] = []
+        self.products: Products
+        self.drew = False
+
+    def forward(self) -> None:
+        """See `Piece`."""
+        raise NotImplementedError
+
+    def backward(self) -> None:
+        """See `Piece`."""
+        raise NotImplementedError
+
+    def _call(self, shard: int) -> tuple[PartLoss, dict[str, Any]]:
+        """Call user code for a shard whose lane and random numbers are in place."""
+        before = on_host()
+        value = self._work.function(self._parts[shard])
+        self.drew |= on_host() != before
+        return split(value)
+
+    def _conclude(self, values: Sequence[tuple[PartLoss, dict[str, Any]]], lane: Lane) -> None:
+        """Forward is over: what it gave."""
+        work, shards = self._work, list(self._parts)
+        for shard, (loss, _) in zip(shards, values, strict=True):
+            self._losses += work.share(shard, loss)
+        readings = [
+            Reading(loss.detached(), metrics, work.sizes[shard])
+            for shard, (loss, metrics) in zip(shards, values, strict=True)
+        ]
+        numbers = torch.stack([t for reading in readings for t in reading.tensors])
+        buffers = lane.buffers_after() if shards[0] == 0 else None
+        self.products = Products(numbers, readings, [], buffers)
+
+    def _go_backward(self, lanes: Sequence[Lane]) -> None:
+        """One backward for all shards; the gradients are left in the products."""
+        leaves = [lane.leaves[name] for lane in lanes for name in self._trained]
+        if any(leaf.grad is not None for leaf in leaves):
+            raise ConfigError(
+                "the step function called backward() by itself; expected that it returns the mean loss of its "
+                "part, from which run.step goes backward (for smaller micro-batches use more shards)"
+            )
+        base = self._compute.models.slots.parameters
+        own = [] if lanes[0].leaves is base else [base[name] for name in self._trained]
+        found: Sequence[Tensor | None] = [None] * (len(leaves) + len(own))
+        if leaves and self._losses:
+            found = torch.autograd.grad(self._losses, leaves + own, allow_unused=True)
+        for name, gradient in zip(self._trained, found[len(leaves) :], strict=False):
+            if gradient is not None:
+                raise UnsupportedError(
+                    f"the step function used parameter '{name}' through a reference kept outside of the model; "
+                    "in a model with synchronized batch norm take it from the module, as in model.layer.weight"
+                )
+        for number in range(len(lanes)):
+            named = dict(zip(self._trained, found[number * len(self._trained) :], strict=False))
+            self.products.gradients.append([named.get(name) for name in self._work.prepared.names])
+        self._losses = []
+
+
+class _Single(_Piece):
+    """One shard, on the model itself."""
+
+    def forward(self) -> None:
+        ((shard, _),) = self._parts.items()
+        lane = self._compute.lane(0)
+        lane.begin(self._compute.committed_buffers())
+        lane.resume()
+        self._streams[0].resume()
+        with inside(Alone()):
+            value = self._call(shard)
+        lane.pause()
+        self._conclude([value], lane)
+
+    def backward(self) -> None:
+        with inside(Alone()):
+            self._go_backward([self._compute.lane(0)])
+
+
+class _Joint(_Piece):
+    """All shards of this worker, side by side in lanes."""
+
+    def forward(self) -> None:
+        shards, lanes = list(self._parts), self._lanes()
+        buffers = self._compute.committed_buffers()
+        for lane in lanes:
+            lane.begin(buffers)
+        work = self._work
+        functions = [lambda shard=shard: self._call(shard) for shard in shards]
+        crew = self._compute.context.crew(work.sizes)
+        values = self._compute.lanes.run(shards, lanes, self._streams, work.where, crew, functions)
+        self._conclude(values, lanes[0])
+        token, self._compute.lanes.token = self._compute.lanes.token, None
+        if token is not None:  # where no shard here uses a layer's output, other workers still wait for its backward
+            self._losses.append(token.sum())
+
+    def backward(self) -> None:
+        self._go_backward(self._lanes())
+
+    def _lanes(self) -> list[Lane]:
+        return [self._compute.lane(1 + n) for n in range(len(self._parts))]

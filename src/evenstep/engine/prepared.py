@@ -17,6 +17,7 @@ from evenstep.core import points
 from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
 from evenstep.engine.delivery import Delivery, Local, SharedAreas
 from evenstep.engine.edits import Edit
+from evenstep.engine.flat import FlatGradients
 from evenstep.engine.form import Form
 from evenstep.engine.gradients import Gradients
 from evenstep.engine.state import Entry, State
@@ -66,7 +67,10 @@ class PreparedOptimizer:
         ] = []  # the state as the last step left it
 
     def _make_gradients(self) -> None:
-        self.gradients = Gradients(self.names)
+        memory = self._state.memory
+        self.gradients: Gradients | FlatGradients = (
+            Gradients(self.names) if memory.shared else FlatGradients(self.names, self.parameters)
+        )
         shape = (self._group.segment.num_workers, max(len(self.names), 1))
         self._words = self._state.memory.words(shape[0] * shape[1]).view(shape)
 
@@ -298,7 +302,7 @@ class PreparedOptimizer:
 
     def replan(self, spans: Sequence[Span]) -> None:
         """The workers, or the shards of each, have changed. All workers must call this alike."""
-        self.gradients.plan, self.gradients.delivery = self.lay_out(spans)
+        self.gradients.lay_out(*self.lay_out(spans))
 
     def in_tree(self, spans: Sequence[Span], parts: Sequence[Sequence[int]] | None = None) -> tuple[Summing, Delivery]:
         """How the workers of a run add up gradients among themselves.

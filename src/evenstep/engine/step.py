@@ -12,6 +12,7 @@ Whatever happens before the end of 5, version v can be had back.
 """
 
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,10 +26,14 @@ from torch.optim import Optimizer
 from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.clipping import Clipping, norms_of, total_norm
 from evenstep.engine.compute import Compute, Samples, StepFunction, Work
+from evenstep.engine.context import Context
 from evenstep.engine.determinism import Determinism
+from evenstep.engine.graphs import Graphs
 from evenstep.engine.models import Models
+from evenstep.engine.on_device import DeviceCompute
 from evenstep.engine.pace import Pace
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.results import Results, ShardResult, merge
@@ -72,9 +77,17 @@ class Engine:
         self.version = 0
         self.determinism = Determinism(config)
         core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
-        self.compute = Compute(self.group, self.models, config.seed, config.timeout_s)
+        self.context = Context(self.group, config.seed)
+        self.compute = self._make_compute()
         self._replan()
         ledger.holder = self
+
+    def _make_compute(self) -> Compute | DeviceCompute:
+        config = self.config
+        if self.memory.shared:
+            return Compute(self.context, self.models, config.timeout_s)
+        graphs = Graphs(config.graphs, CudaRecorder(self.memory.device), lambda why: warnings.warn(why, stacklevel=2))
+        return DeviceCompute(self.context, self.models, config.timeout_s, graphs)
 
     def _replan(self, spans: list[tuple[int, int]] | None = None) -> None:
         """Share out shards, parameters and scratch memory among the workers of this generation."""
@@ -84,7 +97,7 @@ class Engine:
             spans = share(self.config.shards, self.group.weights or self._pace.weights)
         self.spans = spans
         self.mine = range(*self.spans[self.group.rank])
-        self.compute.spans = self.spans
+        self.context.spans = self.spans
         for prepared in self.optimizers:
             prepared.replan(self.spans)
 
@@ -186,11 +199,12 @@ class Engine:
             self.models.check_versions()
             prepared.check_untouched()
         self._take_in(prepared)
-        return self.ledger.perform(
-            Operation(kind, self.version, is_step=True),
-            lambda: self._try(kind, samples, function, prepared, clipping),
-            adopt,
-        )
+        with self.memory.at_work():
+            return self.ledger.perform(
+                Operation(kind, self.version, is_step=True),
+                lambda: self._try(kind, samples, function, prepared, clipping),
+                adopt,
+            )
 
     def _take_in(self, prepared: PreparedOptimizer) -> None:
         """Train what user code has added to an optimizer since it was prepared."""
@@ -227,11 +241,11 @@ class Engine:
         active = [rank for rank, (first, end) in enumerate(self.spans) if any(work.sizes[first:end])]
         prepared.gradients.begin(1 + self.group.exchanges, active, list(work.parts))
         begin, waited_s = time.monotonic(), self.group.waited_s
-        results = self.compute.run(work) if work.parts else {}
+        results = self.compute.run(work) if work.parts else dict
         prepared.gradients.end_backward()
         busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
         contents = samples.contents() if self.group.num_workers > 1 else {}
-        outcome = self._share_results(work, results, contents, busy_s)
+        outcome = self._share_results(work, results(), contents, busy_s)
         sums = prepared.gradients.finish()
         self._check_weights(outcome.scale is not None)
         outcome.scale_gradients(sums)

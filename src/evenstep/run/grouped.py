@@ -61,7 +61,7 @@ class GroupedEngine(Engine):
         self._sent: set[int] = set()
         self._options: list[dict[str, Any]] = []
         super().__init__(config, ledger)
-        self.compute.number_of = lambda version: version * standing.groups + standing.group
+        self.context.number_of = lambda version: version * standing.groups + standing.group
 
     @property
     def weighs(self) -> bool:  # type: ignore[override]  # decided for each step here

@@ -113,13 +113,13 @@ class ServedEngine(Engine):
     def whole(self) -> Iterator[None]:
         """Everything is evaluated here: the others are not there to help."""
         before = self.spans, self.mine
-        self.spans = self.compute.spans = [(0, self.config.shards)]
+        self.spans = self.context.spans = [(0, self.config.shards)]
         self.mine = range(self.config.shards)
         try:
             yield
         finally:
             self.spans, self.mine = before
-            self.compute.spans = self.spans
+            self.context.spans = self.spans
 
     def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Take a model into the run; its values are the server's, which worker 0 puts there if it has none yet."""
@@ -192,7 +192,7 @@ class ServedEngine(Engine):
         parts = {k: samples.part(k) for k in self.mine if sizes[k]}
         work = Work(self.version, parts, sizes, samples.name, function, prepared, clipping)
         prepared.gradients.begin(1 + self.group.exchanges, [0], list(parts))
-        results = self.compute.run(work) if parts else {}
+        results = self.compute.run(work)() if parts else {}
         self._check_weights(any(result.weighted for result in results.values()))
         prepared.gradients.end_backward()
         notes = self._send(work, results)
