@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.engine.guards import difference, look
+from evenstep.engine import guards
+from evenstep.engine.guards import Modules, difference
 
 SCALE = 1.0
 SETTINGS = {"beta": 0.5, "names": ["a", "b"]}
@@ -19,6 +20,10 @@ def uses_globals(part):
 
 def module():
     return nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+
+
+def look(function, modules):
+    return guards.look(function, Modules(modules))
 
 
 def changed(function, change, modules=()):
@@ -135,3 +140,14 @@ def test_things_that_hold_themselves_end():
         return part, loop
 
     assert difference(look(function, ()), look(function, ())) is None
+
+
+def test_modules_that_did_not_change_are_seen_to_be_the_same_at_once():
+    model = module()
+    modules = Modules(list(model.modules()))
+    before = modules.look()
+    assert modules.look() is before
+    model[1].p = 0.5
+    assert modules.look() is not before
+    model[1].p = 0.1
+    assert difference(before, modules.look()) is None

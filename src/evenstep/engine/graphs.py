@@ -76,7 +76,7 @@ class Task:
         signature: Pieces with different ones are different; shapes, types, and which parameters are trained.
         inputs: The tensors of its parts.
         seeds: One for each shard.
-        look: What user code can see now.
+        look: What user code can see: as it was when the step began, or anew.
         piece: Makes the piece for given inputs and seeds; with generators of the device, one for each shard, instead
             of the seeds if it is captured.
         between: Called when forward has been launched, with the numbers of its results.
@@ -85,7 +85,7 @@ class Task:
     signature: Hashable
     inputs: Sequence[Tensor]
     seeds: Sequence[int]
-    look: Callable[[], Look]
+    look: Callable[[bool], Look]
     piece: Callable[[Sequence[Tensor], Sequence[int], Sequence[torch.Generator] | None], Piece]
     between: Callable[[Tensor], None]
 
@@ -156,7 +156,7 @@ class Graphs:
         """
         if self.off is not None:
             return self.compute(task).products
-        found, look = self._signatures.setdefault(task.signature, _Signature()), task.look()
+        found, look = self._signatures.setdefault(task.signature, _Signature()), task.look(False)
         for known in found.known:
             if difference(known.look, look) is None:
                 return self._replay(known, task)
@@ -169,7 +169,7 @@ class Graphs:
         piece = self.compute(task)
         if piece.drew:
             self._give_up("it draws random numbers on the host, and a replay would repeat them")
-        elif (effect := difference(look, task.look())) is not None:
+        elif (effect := difference(look, task.look(True))) is not None:
             self._give_up(f"it changes what it can see: {effect}")
         return piece.products
 

@@ -7,14 +7,15 @@ seen from outside; what lies deeper is checked now and then by computing a step 
 """
 
 import functools
+import operator
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Look", "difference", "look"]
+__all__ = ["Look", "Modules", "difference", "look"]
 
 Look = dict[str, Any]
 """Every value by how a reader of the script would write it."""
@@ -26,21 +27,44 @@ _SETTLED = (nn.Module, torch.optim.Optimizer, types.ModuleType, types.BuiltinFun
 """Modules are looked at by themselves, and the others hold no settings of one step."""
 
 
-def look(function: Callable[..., Any], modules: Iterable[nn.Module]) -> Look:
+class Modules:
+    """The plain attributes of all prepared modules, which count whoever reads them.
+
+    Most steps change none. So it is first looked whether every attribute is still the same object, which is quick.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._values: list[tuple[Any, ...]] = []  # held, so that nothing else can come to lie in their places
+        self._grads: list[bool] = []
+        self._seen: Look = {}
+
+    def look(self) -> Look:
+        """What they are like now; the same object as before if nothing has changed."""
+        values = [module.__dict__.values() for module in self._modules]
+        grads = [p.requires_grad for m in self._modules for p in dict.values(m._parameters) if p is not None]
+        same = len(values) == len(self._values) and all(
+            len(now) == len(before) and all(map(operator.is_, now, before))
+            for now, before in zip(values, self._values, strict=True)
+        )
+        if not same or grads != self._grads:
+            self._values, self._grads = [tuple(each) for each in values], grads
+            self._seen = {f"module {number}": _of_module(module) for number, module in enumerate(self._modules)}
+        return self._seen
+
+
+def look(function: Callable[..., Any], modules: Modules) -> Look:
     """What a function can see now.
 
     Args:
         function: The step function.
-        modules: All prepared modules: their plain attributes count, whoever reads them.
+        modules: All prepared modules.
     """
-    seen: Look = {
-        "autocast": tuple(
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-        ),
-        "grad mode": torch.is_grad_enabled(),
-    }
-    for number, module in enumerate(modules):
-        seen[f"module {number}"] = _of_module(module)
+    modes = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    seen: Look = {"modules": modules.look(), "autocast": modes, "grad mode": torch.is_grad_enabled()}
     _Looker(seen).function(function, "the step function", _DEPTH)
     return seen
 
@@ -49,12 +73,15 @@ def difference(before: Look, after: Look) -> str | None:
     """What differs between two looks, in a few words; None: nothing."""
     for name in [*before, *after]:
         here, there = before.get(name, "nothing"), after.get(name, "nothing")
-        if here != there:
-            if name.startswith("module ") and isinstance(here, tuple) and isinstance(there, tuple):
-                pairs = zip(here, there, strict=False)
-                changed = next((f"{a} becomes {b}" for a, b in pairs if a != b), "an attribute comes or goes")
-                return f"in a {here[0]}, {changed}"
-            return f"{name} is {here!r} at one time and {there!r} at another"
+        if here is there or here == there:
+            continue
+        if isinstance(here, dict) and isinstance(there, dict):
+            return difference(here, there)
+        if name.startswith("module ") and isinstance(here, tuple) and isinstance(there, tuple):
+            pairs = zip(here, there, strict=False)
+            changed = next((f"{a} becomes {b}" for a, b in pairs if a != b), "an attribute comes or goes")
+            return f"in a {here[0]}, {changed}"
+        return f"{name} is {here!r} at one time and {there!r} at another"
     return None
 
 

@@ -6,6 +6,7 @@ can be is replayed from CUDA graphs (`graphs.py`). A *piece* is one shard, or al
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from evenstep.engine.compute import Alone, Work
 from evenstep.engine.context import Context
 from evenstep.engine.flat import FlatGradients
 from evenstep.engine.graphs import Graphs, Products, Task
-from evenstep.engine.guards import look
+from evenstep.engine.guards import Look, Modules, look
 from evenstep.engine.lanes import Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
@@ -43,6 +44,8 @@ class DeviceCompute:
         self.context, self.models, self._graphs = context, models, graphs
         self.lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []
+        self._modules = Modules(())
+        self._seen: Look | None = None
 
     def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
         """Launch the shards of this worker; return how to wait for their results. The gradients are on their way then.
@@ -56,7 +59,7 @@ class DeviceCompute:
             parameter.grad = None
         spanning = bool(spanning_layers(self.models.slots.modules))
         pieces = [list(work.parts)] if spanning else [[shard] for shard in work.parts]
-        arrivals = _Arrivals()
+        arrivals, self._seen = _Arrivals(), None
         with preserved():
             for shards in pieces:
                 products = self._run(work, shards, arrivals, spanning=spanning)
@@ -109,8 +112,13 @@ class DeviceCompute:
             tuple(trained),
             id(work.prepared),
         )
-        modules = self.models.slots.modules
-        return Task(signature, inputs, seeds, lambda: look(work.function, modules), make, arrivals.take)
+        return Task(signature, inputs, seeds, partial(self._look, work.function), make, arrivals.take)
+
+    def _look(self, function: Callable[..., Any], anew: bool) -> Look:
+        """What user code can see. While nothing is computed nothing changes, so one look is enough for many replays."""
+        if anew or self._seen is None:
+            self._seen = look(function, self._modules)
+        return self._seen
 
     def lane(self, number: int) -> Lane:
         """A lane: 0 is the model itself, the others have leaves of their own."""
@@ -125,6 +133,7 @@ class DeviceCompute:
     def forget_lanes(self) -> None:
         """Let go of all leaves and graphs: the models have changed, or the run is over."""
         self._lane_of = []
+        self._modules, self._seen = Modules(self.models.slots.modules), None
         self._graphs.forget()
 
     def close(self) -> None:

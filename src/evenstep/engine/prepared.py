@@ -143,9 +143,9 @@ class PreparedOptimizer:
         """Save what the owned parameters are now, then step. Returns what is new in the optimizer's state."""
         touched = [i for i, gradient in sums.items() if gradient is not None]
         self._undo = {i: dict(self.optimizer.state.get(self.parameters[i], {})) for i in touched}
+        changed = [self._state.entries[self.names[i]] for i in touched]
+        self._state.save(changed + [entry for i in touched for entry in self._entries.get(i, {}).values()])
         for i in touched:
-            entries = [self._state.entries[self.names[i]], *self._entries.get(i, {}).values()]
-            self._state.save(entries)
             self.parameters[i].grad = sums[i]
         points.reach("inside update")
         try:
