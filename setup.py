@@ -4,17 +4,21 @@ from glob import glob
 
 from setuptools import Extension, setup
 
+
+def extension(module: str, *sources: str) -> Extension:
+    """A module of evenstep.native and the C files that it is made of."""
+    return Extension(
+        f"evenstep.native.{module}",
+        sources=[f"src/evenstep/native/{name}.c" for name in sources],
+        depends=glob("src/evenstep/native/*.h"),
+        extra_link_args=["-pthread", "-lm"],
+        extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"],
+    )
+
+
 setup(
     ext_modules=[
-        Extension(
-            "evenstep.native.core",
-            sources=[
-                f"src/evenstep/native/{name}.c"
-                for name in ("core", "copy", "checksum", "reduce", "collective", "norm", "parallel", "module")
-            ],
-            depends=glob("src/evenstep/native/*.h"),
-            extra_link_args=["-pthread"],
-            extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-Wno-unused-parameter", "-ffp-contract=off"],
-        )
+        extension("core", "core", "copy", "checksum", "reduce", "collective", "norm", "parallel", "module"),
+        extension("arithmetic", "product", "blas", "functions", "redirect", "arithmetic"),
     ]
 )

@@ -58,7 +58,6 @@ def measure(step: Any, steps: int, warmup: int) -> dict[str, Any]:
     for _ in range(warmup):
         step()
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
     times = []
     begin = before = time.perf_counter()
     busy = time.process_time()
@@ -73,7 +72,7 @@ def measure(step: Any, steps: int, warmup: int) -> dict[str, Any]:
         "ms": 1e3 * (time.perf_counter() - begin) / steps,
         "median_ms": 1e3 * statistics.median(times),
         "cpu_ms": 1e3 * host_s / steps,
-        "gib": torch.cuda.max_memory_allocated() / 2**30,
+        "gib": torch.cuda.max_memory_reserved() / 2**30,
     }
 
 

@@ -69,3 +69,24 @@ def test_a_value_out_of_range_is_named_with_what_was_expected(changes):
 def test_no_shards_on_the_command_line_is_an_error_too():
     with pytest.raises(ConfigError, match="shards=0, expected"):
         resolve(Environment(shards=0))
+
+
+def test_the_arithmetic_is_said_by_script_or_command_line_and_not_differently():
+    assert resolve().arithmetic == "native"
+    assert resolve(Environment(arithmetic="portable")).arithmetic == "portable"
+    assert resolve(arithmetic="portable").arithmetic == "portable"
+    with pytest.raises(ConfigError, match=r"--arithmetic portable but the script says Run\(arithmetic='native'\)"):
+        resolve(Environment(arithmetic="portable"), arithmetic="native")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arithmetic": "exact"}, "expected one of 'native', 'portable'"),
+        ({"arithmetic": "portable", "threads": 2}, "threads=2 with arithmetic='portable', expected 1"),
+        ({"arithmetic": "portable", "device": "cuda"}, "device='cuda' with arithmetic='portable', expected 'cpu'"),
+    ],
+)
+def test_what_cannot_be_portable_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(**changes)

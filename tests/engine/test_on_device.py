@@ -6,7 +6,7 @@ from cases import CASES
 from recorders import FakeRecorder
 
 import evenstep
-from evenstep.engine import step
+from evenstep.engine import holdings, step
 from evenstep.transport.memory import DeviceMemory
 
 
@@ -15,7 +15,7 @@ def on_device(monkeypatch):
     """Lets runs have private memory and pieces, with a recorder that computes again at every replay."""
 
     def use():
-        monkeypatch.setattr(step, "_memory_of", lambda device, segment: DeviceMemory(torch.device("cpu")))
+        monkeypatch.setattr(holdings, "_memory_of", lambda device, segment: DeviceMemory(torch.device("cpu")))
         monkeypatch.setattr(step, "CudaRecorder", lambda device: recorder)
         return recorder
 

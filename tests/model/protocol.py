@@ -1,9 +1,9 @@
 """A model of the step protocol, and a checker that goes through every order in which its actions can happen.
 
 What is modelled: `Ledger.perform` on every worker (try, commit, abandon, recover, catch up), the rounds of `Group`,
-the images of `State` in two halves each (so that a torn copy exists), the journal and the word `committed`, and the
-supervisor that alone says who is in a generation. A worker may be killed between any two actions, so at any point of
-its program, as often as the size of the model allows; each time it is replaced as the supervisor would.
+the images of `State` in two halves each (so that a torn copy exists), the journal and the word `committed`. Who is in a
+generation is decided by the supervisor's own code, `launch/roster.py`. A worker may be killed between any two actions,
+so at any point of its program, as often as the size of the model allows; each time it is replaced as the roster says.
 
 What is not: arithmetic, timeouts, backoff, a limit of restarts, scripts that fail by themselves, being asked to stop.
 An exchange among some of the workers (gradients, layers that span shards) counts as part of the compute phase. A
@@ -35,6 +35,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from evenstep.launch.roster import Announce, Decision, Lose, Regroup, Roster, Script, Start
+
 __all__ = ["NEEDED", "SIZES", "Model", "Outcome", "Rules", "Size", "Violation", "check"]
 
 NEVER = -1
@@ -50,7 +52,7 @@ class Violation(Exception):
 class Rules:
     """What the protocol relies on. Each can be left out, to see what it is good for.
 
-    The last four are here because this model showed that the code did without them.
+    The last three are here because this model showed that the code did without them.
     """
 
     result_round: bool = True
@@ -87,8 +89,6 @@ class Rules:
     """The same for one that was dismissed: it may not have read that yet when the user scales up again."""
     form_at_end: bool = True
     """When a worker ends well, the supervisor looks whether those who are left wait for a generation."""
-    form_when_over: bool = True
-    """So it does when a worker is killed after the run was over."""
     pulls_at_end: bool = True
     """A worker that comes to the end by the journal alone brings its private copies up to date before it closes."""
 
@@ -126,7 +126,7 @@ class Image(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A place: the process in it, what it has posted, and what the supervisor knows of it."""
+    """A place: the process in it, and what it has posted."""
 
     place: int
     at: str = "free"  # the next action of its program, or how it ended
@@ -139,15 +139,10 @@ class Worker(NamedTuple):
     post: int = NEVER  # the round that it has posted last in this generation
     saw: bool = False  # whether that post says that the supervisor asks for a regroup
     mail: str = ""  # what the last announcement says to it: "in" or "out"
-    member: bool = False
-    waits: bool = False
-    replaying: bool = False
-    dismissed: bool = False
-    closed: bool = False
 
     @property
     def alive(self) -> bool:
-        """Whether the supervisor has not collected it yet."""
+        """Whether the supervisor has not reaped it yet."""
         return self.at != "free"
 
 
@@ -156,13 +151,12 @@ class State(NamedTuple):
 
     workers: tuple[Worker, ...]  # by place; after them, if a rule is left out, those that were replaced alive
     images: tuple[Image, ...]
+    roster: Roster
     members: tuple[int, ...] = ()
     committed: int = 0
     journal: tuple[int, ...] = ()
     aborted: bool = False
     asked: bool = False  # Asks.REGROUP is above the present generation
-    starts: tuple[int, ...] = ()
-    wanted: int = 0
     deaths: int = 0
     scaled: int = 0
 
@@ -180,6 +174,33 @@ def half(pair: tuple[int, int], which: int, value: int) -> tuple[int, int]:
     return (value, pair[1]) if which == 0 else (pair[0], value)
 
 
+class _Hasty(Roster):
+    """Without `all_wait`."""
+
+    def _all_wait(self) -> bool:
+        return True
+
+
+class _Crowded(Roster):
+    """Without `ended_before_scaled`."""
+
+    def _is_free(self, place: int) -> bool:
+        return place not in [worker.place for worker in self.staying]
+
+
+class _Silent(Roster):
+    """Without `form_at_end`."""
+
+    def form(self) -> "tuple[Roster, list[Decision]]":
+        return self, []
+
+
+def _without_counts(roster: Roster) -> Roster:
+    """What makes no difference here, so that fewer states differ: how often what happened, and exit codes."""
+    workers = tuple(worker._replace(code=None) for worker in roster.workers)
+    return roster._replace(workers=workers, generation=0, restarts=0, failures=(), failed_at=None)
+
+
 Event = tuple[str, int]
 """What happens, and to whom."""
 
@@ -189,6 +210,8 @@ class Model:
 
     def __init__(self, size: Size, rules: Rules | None = None) -> None:
         self.size, self.rules = size, rules or Rules()
+        self._kind = Roster if self.rules.all_wait else _Hasty
+        self._kind = self._kind if self.rules.ended_before_scaled else _Crowded
         self._program: dict[str, Callable[[State, int], State]] = {
             "obtain": self.obtain,
             "enter": self.enter,
@@ -205,12 +228,14 @@ class Model:
         }
 
     def initial(self) -> State:
-        """`_Supervisor.run`: all workers are started, and count as members before there is a generation."""
+        """`Supervisor.run`: all workers are started, and count as members before there is a generation."""
         size = self.size
-        begun = [Worker(p, "obtain", member=True) for p in range(size.workers)]
-        unused = [Worker(p) for p in range(size.workers, size.places)]
+        workers = [Worker(p, "obtain" if p < size.workers else "free") for p in range(size.places)]
+        roster = self._kind(size.workers)
+        for p in range(size.workers):
+            roster = roster.started(p)
         images = (Image((0, 0), (NEVER, NEVER), 0),) * size.images
-        return State((*begun, *unused), images, wanted=size.workers, deaths=size.deaths)
+        return State(tuple(workers), images, roster, deaths=size.deaths)
 
     def moves(self, s: State) -> Iterator[tuple[Event, State | Violation]]:
         """What can happen next, and what it leads to."""
@@ -223,9 +248,9 @@ class Model:
                         yield ("stopped", i), self.replace_stopped(s, i)
             elif w.alive:
                 yield ("reaped", i), self.reap(s, i)
-        for p in s.starts:
+        for p in s.roster.starts:
             yield ("started", p), self.start(s, p)
-        if s.scaled < len(self.size.scales) and (s.starts or any(w.alive for w in s.workers)):
+        if s.scaled < len(self.size.scales) and (s.roster.starts or any(w.alive for w in s.workers)):
             yield ("scaled", self.size.scales[s.scaled]), self.scale(s)
 
     def step(self, s: State, i: int) -> tuple[Event, State | Violation]:
@@ -275,8 +300,8 @@ class Model:
             for n in range(w.n, s.committed):
                 self._adopt(s, n)
             return s.put(i, n=s.committed, fresh=False)
-        if w.left:  # Group.enter says "waits"; _Supervisor._on_waits
-            return self.form(s.put(i, at="enter", waits=True))
+        if w.left:  # Group.enter says "waits"
+            return self._turn(s.put(i, at="enter"), s.roster.waits(w.place))
         if w.recovered:
             return s.put(i, at="compute")
         return s.put(i, at="rollback" if self._rank(s, w) == 0 else "post recovered")
@@ -443,7 +468,7 @@ class Model:
             raise Violation(f"worker {i} closes with private copies that are not those of the last operation")
         if any(image.live != (s.committed, s.committed) for image in s.images):
             raise Violation(f"worker {i} closes with images {[image.live for image in s.images]}")
-        return s.put(i, at="close", closed=True)
+        return s.put(i, at="close")._replace(roster=s.roster.speaks(s.workers[i].place, Script.CLOSED))
 
     def close(self, s: State, i: int) -> State:
         """The process ends with exit code 0."""
@@ -458,101 +483,67 @@ class Model:
     @staticmethod
     def _ended(s: State, i: int, how: str) -> State:
         w = s.workers[i]
-        told = {name: getattr(w, name) for name in ("member", "waits", "replaying", "dismissed", "closed")}
-        ended = Worker(w.place, how, post=w.post, saw=w.saw, **told)
+        ended = Worker(w.place, how, post=w.post, saw=w.saw)
         return s._replace(workers=(*s.workers[:i], ended, *s.workers[i + 1 :]))
 
     def replace_stopped(self, s: State, i: int) -> State:
-        """Not in the code: `_give_up` kills a stopped worker and waits for its end before anybody goes on."""
+        """Not in the code: a stopped worker is killed, and nobody goes on before its end."""
         ghost = s.workers[i]
         s = s._replace(workers=(*s.workers, ghost), deaths=s.deaths - 1)
-        return self.lose(s, i)
+        return self._reaped(s, i, -9)
 
     # ---- the supervisor ----
 
     def reap(self, s: State, i: int) -> State:
-        """`_on_exit`: a process has ended."""
-        w = s.workers[i]
+        """A process has ended, and the supervisor sees it."""
         if i >= self.size.places:
             return s._replace(workers=(*s.workers[:i], *s.workers[i + 1 :]))
-        if w.dismissed or w.at == "exited":
-            return self._ended_well(s, i)
-        if any(other.closed for other in self._known(s)):  # _is_over
-            s = s._replace(workers=self._without(s, i))
-            return self.form(s) if self.rules.form_when_over else s
-        return self.lose(s, i)
+        return self._reaped(s, i, 0 if s.workers[i].at == "exited" else -9)
 
-    @staticmethod
-    def _without(s: State, i: int) -> tuple[Worker, ...]:
+    def _reaped(self, s: State, i: int, code: int) -> State:
         w = s.workers[i]
-        return (*s.workers[:i], Worker(i, post=w.post, saw=w.saw, closed=w.closed), *s.workers[i + 1 :])
-
-    def _ended_well(self, s: State, i: int) -> State:
-        """`_ended_well`: when only newcomers are left that have not caught up, the run is over for them too."""
-        dismissed = s.workers[i].dismissed
-        s = s._replace(workers=self._without(s, i))
-        if not dismissed and all(w.replaying for w in self._known(s) if w.alive):
-            for late in [w for w in self._known(s) if w.alive]:
-                if late.at not in WITHOUT_PROCESS:
-                    s = self._ended(s, late.place, "dead")
-                s = s.put(late.place, dismissed=True)
-            return s._replace(starts=())
-        return self.form(s) if self.rules.form_at_end else s
-
-    def lose(self, s: State, i: int) -> State:
-        """`_lose`: end all waits if it was a member, have it replaced if it is wanted, and see who is left."""
-        if s.workers[i].member and self.rules.loss_aborts:
-            s = s._replace(aborted=True)
-        s = s._replace(workers=self._without(s, i))
-        crowd = sum(1 for w in self._known(s) if w.alive and not w.dismissed) + len(s.starts)
-        if crowd < s.wanted:
-            s = s._replace(starts=tuple(sorted((*s.starts, i))))
-        return self.form(s)
+        s = s._replace(workers=(*s.workers[:i], Worker(w.place, post=w.post, saw=w.saw), *s.workers[i + 1 :]))
+        if code == 0 and not self.rules.form_at_end:
+            roster, _ = _Silent(*s.roster).ended(w.place, code, s.committed)
+            return self._turn(s, (self._kind(*roster), []))
+        return self._turn(s, s.roster.ended(w.place, code, s.committed))
 
     def start(self, s: State, p: int) -> State:
-        """`_start` in `_look_after`: a newcomer in a free place; it begins with the first operation."""
+        """A newcomer in a free place; it begins with the first operation."""
         before = s.workers[p]
-        begun = Worker(p, "obtain", replaying=True, post=before.post, saw=before.saw)
+        begun = Worker(p, "obtain", post=before.post, saw=before.saw)
         ghosts = (before,) if before.alive else ()  # only without `ended_before_scaled`
         workers = (*s.workers[:p], begun, *s.workers[p + 1 :], *ghosts)
-        return s._replace(workers=workers, starts=tuple(other for other in s.starts if other != p))
+        return s._replace(workers=workers, roster=s.roster.started(p))
 
     def scale(self, s: State) -> State:
-        """`_scale`: the user wants more or fewer workers."""
+        """The user wants more or fewer workers."""
         number = self.size.scales[s.scaled]
-        s = s._replace(wanted=number, scaled=s.scaled + 1)
-        live = [w.place for w in self._known(s) if w.alive and not w.dismissed]
-        for p in range(self.size.places):
-            free = p not in live and not (s.workers[p].alive and self.rules.ended_before_scaled)
-            if len(live) + len(s.starts) < number and p not in s.starts and free:
-                s = s._replace(starts=tuple(sorted((*s.starts, p))))
-        return s._replace(asked=True) if len(live) > number else s
+        return self._turn(s._replace(scaled=s.scaled + 1), s.roster.scale(number, self.size.places))
 
-    def form(self, s: State) -> State:
-        """`_form`: begin the next generation if all who are left of the present one wait for it, else ask them to."""
-        alive = [w for w in self._known(s) if w.alive and not w.dismissed]
-        waiting = sorted((w for w in alive if w.waits), key=lambda w: (not w.member, w.place))
-        if not waiting:
-            return s
-        early = not self.rules.all_wait and s.aborted
-        if any(w.member and not w.waits for w in alive) and not early:
-            ask = any(not w.member for w in waiting) or len(alive) > s.wanted
-            return s._replace(asked=True) if ask else s
-        return self._announce(s, sorted(w.place for w in waiting[: s.wanted]), [w.place for w in waiting[s.wanted :]])
+    def _turn(self, s: State, turn: "tuple[Roster, list[Decision]]") -> State:
+        """`Supervisor._carry_out`: do what the roster has decided."""
+        roster, decisions = turn
+        s = s._replace(roster=_without_counts(roster))
+        for decision in decisions:
+            if isinstance(decision, Lose):
+                s = s._replace(aborted=s.aborted or (decision.was_member and self.rules.loss_aborts))
+            elif isinstance(decision, Regroup):
+                s = s._replace(asked=True)
+            elif isinstance(decision, Announce):
+                s = self._announce(s, decision.members, decision.leaving)
+            elif not isinstance(decision, Start):
+                raise Violation(f"no script is at fault here, but the supervisor decides on {decision}")
+        return s
 
-    def _announce(self, s: State, members: list[int], dismissed: list[int]) -> State:
+    def _announce(self, s: State, members: tuple[int, ...], leaving: tuple[int, ...]) -> State:
         """`generations.announce`: clear the abort, then name the members. All rounds from now on are later ones."""
         workers = [w._replace(post=NEVER, saw=False, present=False) for w in s.workers]
-        for p in members:
-            living = workers[p].at not in WITHOUT_PROCESS  # else it died while it waited, and is reaped later
-            workers[p] = workers[p]._replace(member=True, waits=False, replaying=False, mail="in" if living else "")
-        for p in dismissed:
-            mail = "out" if workers[p].at not in WITHOUT_PROCESS else ""
-            workers[p] = workers[p]._replace(member=False, waits=False, dismissed=True, mail=mail)
-        for i, w in enumerate(workers[self.size.places :], self.size.places):  # it reads what is said to its place
-            if w.at == "enter" and w.place in members:
-                workers[i] = w._replace(mail="in")
-        return s._replace(workers=tuple(workers), members=tuple(members), aborted=False, asked=False)
+        for i, w in enumerate(workers):
+            # one that died while it waited is reaped later; a former worker reads what is said to its place
+            if w.at == "enter":
+                workers[i] = w._replace(mail="in" if w.place in members else "out" if w.place in leaving else w.mail)
+        return s._replace(workers=tuple(workers), members=members, aborted=False, asked=False)
 
     # ---- what must hold ----
 
@@ -582,7 +573,7 @@ class Model:
         Raises:
             Violation: It is over, but not all operations are done.
         """
-        if s.starts or any(w.alive for w in s.workers):
+        if s.roster.starts or any(w.alive for w in s.workers):
             return False
         if s.committed != self.size.operations:
             raise Violation(f"the run is over after {s.committed} of {self.size.operations} operations")
@@ -591,9 +582,6 @@ class Model:
     def _check_writer(self, s: State, i: int) -> None:
         if not s.workers[i].present:
             raise Violation(f"worker {s.workers[i].place} writes outside of the present generation")
-
-    def _known(self, s: State) -> tuple[Worker, ...]:
-        return s.workers[: self.size.places]
 
     @staticmethod
     def _rank(s: State, w: Worker) -> int:
@@ -761,7 +749,6 @@ NEEDED = {
     "ended_first": Size(2, 1, 1),
     "ended_before_scaled": Size(2, 2, 0, scales=(1, 2)),
     "form_at_end": Size(3, 1, 1),
-    "form_when_over": Size(2, 1, 2),
     "pulls_at_end": Size(2, 1, 1),
 }
 """The rules that the protocol needs, each with a size at which that shows."""

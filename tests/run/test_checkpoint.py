@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import evenstep
+from evenstep.run import checkpoint
 from workers import run_workers
 
 
@@ -141,3 +142,15 @@ def test_a_second_loop_goes_on_with_the_next_epoch_also_after_a_checkpoint(tmp_p
     fingerprint, rest = train(load=True)
     assert fingerprint == whole[0]
     assert first[1] + rest == whole[1]
+
+
+def test_a_checkpoint_belongs_to_the_arithmetic_that_made_it(tmp_path):
+    train(tmp_path, save_at=1, stop_at=1)
+    facts = json.loads((tmp_path / checkpoint.FACTS).read_text())
+    assert facts["arithmetic"] == "native"
+    facts["tracked"] = {}
+    here = {"shards": 4, "arithmetic": "portable"}
+    with pytest.raises(evenstep.CheckpointError, match="arithmetic: native in the checkpoint, portable here"):
+        checkpoint.check(tmp_path, facts, {}, here, {})
+    del facts["arithmetic"]  # as of a version that knew no other
+    checkpoint.check(tmp_path, facts, {}, {"shards": 4, "arithmetic": "native"}, {})

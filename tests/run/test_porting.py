@@ -15,7 +15,7 @@ from workers import cli_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
 SCRIPTS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-BEFORE, AFTER, LANGUAGE, STREAMS, AVERAGED = SCRIPTS
+BEFORE, AFTER, LANGUAGE, CONTRASTIVE, STREAMS, AVERAGED = SCRIPTS
 MINE = """
     import torch
     from torch import nn
@@ -70,6 +70,21 @@ def test_averaged_weights_survive_the_loss_of_the_worker_that_averages(page, tmp
     assert struck(tmp_path / "faults") == [0]
     assert killed.stdout == undisturbed.stdout
     assert accuracies(killed)[-1] > 0.85
+
+
+def test_the_contrastive_loss_of_the_page_is_that_of_the_whole_batch():
+    generator = torch.Generator().manual_seed(0)
+    batch = [torch.randn(6, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
+    with evenstep.Run(shards=3, quiet=True) as run:
+        models = [torch.nn.Linear(4, 3).double() for _ in range(2)]
+        model, _ = run.prepare(torch.nn.ModuleList(models), torch.optim.SGD(models[0].parameters(), 0.1))
+        a, b = (F.normalize(model(x)) for model, x in zip(models, batch, strict=True))
+        logits, labels = a @ b.T / 0.07, torch.arange(6)
+        whole = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        names = {"F": F, "torch": torch, "run": run, "image_model": models[0], "text_model": models[1]}
+        exec(CONTRASTIVE, names)  # the page's own words
+        assert float(run.step(batch, names["loss_of"])) == pytest.approx(whole.item())
+        assert model is not None
 
 
 def test_streams_end_on_one_result_whoever_reads_them(page, tmp_path):

@@ -169,7 +169,7 @@ def test_nobody_gets_too_far_ahead(serve):
         ({"0.bias": torch.zeros(2).double()}, "delta", r"'0.bias' came as float64\[2\], expected float32\[2\]", 400),
         ({"0.bias": torch.full((2,), torch.inf)}, "delta", "a number that is not finite", 422),
         ({"0.bias": torch.zeros(2)}, "gradient", "this server has no optimizer; send deltas", 409),
-        ({"0.bias": torch.zeros(2)}, "wish", "an update of kind 'wish', expected one of gradient, delta", 400),
+        ({"0.bias": torch.zeros(2)}, "wish", "kind='wish', expected one of gradient, delta", 400),
         ({"0.bias#values": torch.zeros(2)}, "delta", "came without its indices", 400),
         ({"0.bias#indices": torch.tensor([1, 0]), "0.bias#values": torch.zeros(2)}, "delta", "do not grow", 400),
         ({"0.bias#indices": torch.tensor([0, 2]), "0.bias#values": torch.zeros(2)}, "delta", "do not grow", 400),

@@ -1,6 +1,7 @@
 """Training through a server: synchronously the same bits as without, and otherwise as many updates as are due."""
 
 import json
+import math
 import os
 import signal
 from contextlib import contextmanager
@@ -262,5 +263,19 @@ def test_what_would_see_this_worker_only_is_refused(tmp_path):
         run.save(tmp_path / "saved")
         saved = load_file(next((tmp_path / "saved").glob("*.safetensors")))
         assert same({name.removeprefix("model."): value for name, value in saved.items()}, model.state_dict())
-        with pytest.raises(RefusedError, match="expected options for each"):
-            run._engine.client.update({}, options=[])
+        with pytest.raises(RefusedError, match="options of 0 groups came, expected those of 1"):
+            run._others.client.update({}, options=[])
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_loss_that_is_not_finite_is_a_result_as_any_other(every):
+    with ParameterServer(build(), OPTIMIZERS["Adam"], staleness=None, transports=("http",)) as server:
+        options = {"sync": "server", "server": server.url, "staleness": None, "update_every": every}
+        with evenstep.Run(quiet=True, **options) as run:
+            model = build()
+            model, _ = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
+            for batch in run.batches(images(), 26, epochs=2):
+                loss, metrics = run.step(batch, lambda part: (outcome(model, part)[0] * torch.nan, {"x": torch.inf}))
+                assert math.isnan(loss)
+                assert metrics == {"x": math.inf}
+            assert server.store.version == 4 // every

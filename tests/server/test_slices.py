@@ -78,8 +78,10 @@ def test_what_cannot_be_cut_is_one_sentence():
         slices.cut({"w": torch.zeros(999)})
     with pytest.raises(RefusedError, match=r"'w\[0:512\]' is what a part of 'w' would be called"):
         Slices(layout_of({"w": torch.zeros(1000), "w[0:512]": torch.zeros(1)}), 2, split=True)
-    for text in (b"[]", b"{", b'{"w": 1}', b'{"w": ["F99", []]}', b'{"w": ["F32", ["x"]]}'):
-        with pytest.raises(RefusedError, match="the layout of all parameters is no JSON"):
+    sizes = ['["x"]', "[-1]", "[true]", "[1e999]", f"[{10**30}]", "7", "null"]
+    texts = ["[]", "{", '{"w": 1}', '{"w": ["F99", []]}', *(f'{{"w": ["F32", {size}]}}' for size in sizes)]
+    for text in texts:
+        with pytest.raises(RefusedError, match=r"the layout of all parameters|tensor 'w' has"):
             Slices.read(text, 2, split=True)
 
 

@@ -369,16 +369,56 @@ def test_buffers_take_new_values_and_no_gradients():
     store.close()
 
 
-def test_an_optimizer_that_fails_stops_the_server_with_its_reason():
-    class Bad(torch.optim.SGD):
-        def step(self, closure=None):
+class Moody(torch.optim.SGD):
+    """Changes a parameter, and fails in some of its steps."""
+
+    def __init__(self, parameters, fails_at):
+        super().__init__(parameters, 0.1, momentum=0.9)
+        self.fails_at, self.steps = fails_at, 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        super().step(closure)
+        if self.steps in self.fails_at:
             raise ValueError("no luck")
 
-    store = make("a", optimizer=lambda p: Bad(p, 0.1), staleness=None)
-    with pytest.raises(ServerError, match="the optimizer failed at version 0: no luck"):
+
+@pytest.mark.parametrize("staleness", [None, 0])
+def test_a_first_step_that_fails_is_taken_back_and_refused(staleness):
+    store = make("a", optimizer=lambda p: Moody(p, [1]), staleness=staleness)
+    before = {name: tensor.clone() for name, tensor in store.tensors().items()}
+    with pytest.raises(RefusedError, match="the optimizer cannot make this update: no luck") as refused:
         store.update("a", 1, "gradient", Contribution(ones()))
-    with pytest.raises(ServerError, match="cannot go on"):
+    assert refused.value.status == 422
+    assert all(torch.equal(tensor, before[name]) for name, tensor in store.tensors().items())
+    assert (store.version, set(store.state.versions.values()), len(store.optimizer.state)) == (0, {0}, 0)
+    expected = make("a", optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), staleness=staleness)
+    for each in (store, expected):
+        for sequence in (1, 2):
+            assert each.update("a", sequence, "gradient", Contribution(ones())).version == sequence
+    assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in store.tensors().items())
+    store.close()
+    expected.close()
+
+
+def test_all_who_took_part_in_an_update_that_fails_hear_of_it():
+    store = make("a", "b", optimizer=lambda p: Moody(p, [1]), staleness=0, workers=2)
+    assert isinstance(store.update("a", 1, "gradient", Contribution(ones())), Pending)
+    for ask in (lambda: store.update("b", 1, "gradient", Contribution(ones())), lambda: store.wait("a", 1)):
+        with pytest.raises(RefusedError, match="cannot make this update: no luck"):
+            ask()
+    assert isinstance(store.update("a", 2, "gradient", Contribution(ones())), Pending)
+    assert store.update("b", 2, "gradient", Contribution(ones())).version == 1
+    store.close()
+
+
+def test_a_later_step_that_fails_stops_the_server_with_its_reason():
+    store = make("a", optimizer=lambda p: Moody(p, [2]), staleness=None)
+    store.update("a", 1, "gradient", Contribution(ones()))
+    with pytest.raises(ServerError, match="the optimizer failed at version 1: no luck"):
         store.update("a", 2, "gradient", Contribution(ones()))
+    with pytest.raises(ServerError, match="cannot go on"):
+        store.update("a", 3, "gradient", Contribution(ones()))
     store.close()
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from evenstep.arithmetic import settings
 from evenstep.cli import graph, groups, topo
-from evenstep.core.config import DEFAULT_SHARDS, MAX_SHARDS
+from evenstep.core.config import ARITHMETICS, DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
 from evenstep.core.output import complete_streams, say
 
@@ -51,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("-n", "--workers", metavar="N", help="number of workers, or auto: one for each core (default)")
     run.add_argument(
         "--shards", metavar="K", type=int, help=f"parts of every batch (default: the script's, or {DEFAULT_SHARDS})"
+    )
+    run.add_argument(
+        "--arithmetic", choices=ARITHMETICS, help="portable: the same bits on every processor (default: the script's)"
     )
     run.add_argument("--log-dir", metavar="DIR", type=Path, help="also write each worker's output to DIR/worker-N.log")
     run.add_argument(
@@ -105,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("--steps", metavar="S", type=int, help="end the batches after so many steps")
     verify.add_argument("--shards", metavar="K", type=int, help="as for run")
+    verify.add_argument("--arithmetic", choices=ARITHMETICS, help="as for run")
     verify.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=3600.0, help="what each run may take (default: 3600)"
     )
@@ -150,6 +155,9 @@ def _add_server(server: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--durable", action="store_true", help="acknowledge an update when it is on the disk")
     server.add_argument(
+        "--set-aside", action="store_true", help="start although the log cannot be replayed; keep the rest of it beside"
+    )
+    server.add_argument(
         "--servers", metavar="N", type=int, default=1, help="processes that share the parameters, on the next ports"
     )
     server.add_argument("--lease", metavar="SECONDS", type=float, default=30.0, help="drop a worker silent for so long")
@@ -192,7 +200,9 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
     if options.step_timeout is not None and not options.step_timeout > 0:
         raise ConfigError(f"--step-timeout {options.step_timeout:g}, expected a number of seconds above 0")
-    from evenstep.launch.supervisor import Job, supervise  # here: importing torch takes seconds, a typo should not
+    settings.choose(options.arithmetic)
+    from evenstep.launch.job import Job
+    from evenstep.launch.supervisor import supervise  # here: importing torch takes seconds, a typo should not
 
     job = Job(
         script,
@@ -254,6 +264,7 @@ def _verify(options: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {options.steps}, expected a whole number above 0")
     if not options.timeout > 0:
         raise ConfigError(f"--timeout {options.timeout:g}, expected a number of seconds above 0")
+    settings.choose(options.arithmetic)  # the runs find it in their environment
     from evenstep.cli.verify import verify  # here: as above
 
     return verify(script, options.args, counts, options.steps, options.shards, options.timeout)

@@ -53,6 +53,7 @@ def serve(options: argparse.Namespace, staleness: int | None) -> int:
         directory=options.directory,
         snapshot_every=options.snapshot_every,
         durable=options.durable,
+        set_aside=options.set_aside,
         servers=options.servers,
         lease_s=options.lease,
         reject_nonfinite=options.reject_nonfinite,

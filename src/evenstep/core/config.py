@@ -1,15 +1,18 @@
 """Arguments, environment and defaults become one frozen value. Argument beats environment beats default."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError
 
-__all__ = ["DEFAULT_SHARDS", "RunConfig"]
+__all__ = ["ARITHMETICS", "DEFAULT_SHARDS", "RunConfig"]
 
+ARITHMETICS = ("native", "portable")
 DEFAULT_SHARDS = 8
 MAX_SHARDS = 256
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class RunConfig:
         timeout_s: How long any wait for another worker may take.
         quiet: Keep still: no progress bar and no closing fingerprint line.
         on_nondeterminism: Whether an operation that torch knows to be non-deterministic raises or only warns.
+        arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor.
         graphs: Whether steps on a GPU are replayed from CUDA graphs: "auto" where they can be, True or an error, False.
     """
 
@@ -34,22 +38,20 @@ class RunConfig:
     timeout_s: float
     quiet: bool
     on_nondeterminism: Literal["error", "warn"]
+    arithmetic: Literal["native", "portable"] = "native"
     graphs: Literal["auto"] | bool = "auto"
 
     @classmethod
-    def resolve(cls, env: Environment, *, shards: int | None, **rest: object) -> "RunConfig":
+    def resolve(
+        cls, env: Environment, *, shards: int | None, arithmetic: str | None = None, **rest: object
+    ) -> "RunConfig":
         """Merge what the script said with what the environment says, and check it.
 
         Raises:
             ConfigError: A value is out of range, or script and command line contradict each other.
         """
-        if shards is not None and env.shards is not None and shards != env.shards:
-            raise ConfigError(
-                f"the command line says --shards {env.shards} but the script says Run(shards={shards}): "
-                "the number of shards is part of the arithmetic, so say it in one place only"
-            )
-        shards = env.shards if shards is None else shards
-        config = cls(shards=DEFAULT_SHARDS if shards is None else shards, **rest)  # type: ignore[arg-type]  # checked next
+        rest["arithmetic"] = _agreed("arithmetic", env.arithmetic, arithmetic, "native")
+        config = cls(shards=_agreed("shards", env.shards, shards, DEFAULT_SHARDS), **rest)  # type: ignore[arg-type]  # checked next
         config.check(env)
         return config
 
@@ -67,8 +69,34 @@ class RunConfig:
             raise ConfigError(f"on_nondeterminism={self.on_nondeterminism!r}, expected 'error' or 'warn'")
         if self.graphs not in ("auto", True, False):
             raise ConfigError(f"graphs={self.graphs!r}, expected 'auto', True or False")
+        self._check_arithmetic()
         if env.num_workers > self.shards:
             raise ConfigError(
                 f"{env.num_workers} workers but only {self.shards} shards: every worker needs one; "
                 f"use at most -n {self.shards}, or Run(shards={env.num_workers}) (which is another arithmetic)"
             )
+
+    def _check_arithmetic(self) -> None:
+        if self.arithmetic not in ARITHMETICS:
+            raise ConfigError(f"arithmetic={self.arithmetic!r}, expected one of {', '.join(map(repr, ARITHMETICS))}")
+        if self.arithmetic == "portable" and self.threads != 1:
+            raise ConfigError(
+                f"threads={self.threads} with arithmetic='portable', expected 1: how a sum is cut among threads "
+                "changes its bits; use more workers instead"
+            )
+        if self.arithmetic == "portable" and self.device != "cpu":
+            raise ConfigError(
+                f"device={self.device!r} with arithmetic='portable', expected 'cpu': kinds of GPUs are not made equal; "
+                "use arithmetic='native'"
+            )
+
+
+def _agreed(name: str, asked: T | None, said: T | None, otherwise: T) -> T:
+    """What command line and script say of something that is part of the arithmetic."""
+    if asked is not None and said is not None and asked != said:
+        raise ConfigError(
+            f"the command line says --{name} {asked} but the script says Run({name}={said!r}): "
+            f"it is part of the arithmetic, so say it in one place only"
+        )
+    found = said if asked is None else asked
+    return otherwise if found is None else found

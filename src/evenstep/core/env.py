@@ -6,11 +6,11 @@ The launcher hands a worker its place through `EVENSTEP_*`; under torchrun the p
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Environment", "kernel_choices", "read", "worker_variables", "write"]
+__all__ = ["Environment", "become", "kernel_choices", "read", "worker_variables", "write"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Environment:
         worker: This worker's number.
         num_workers: How many workers there are.
         shards: The number of shards asked for on the launcher's command line, if any.
+        arithmetic: The arithmetic asked for there, or by whoever started this process, if any.
         segment_fd: The inherited file descriptor of the shared segment, if the launcher made one.
         torchrun: Whether torchrun started this process.
         events_fd: Where progress and errors are written as JSON lines for the launcher to show, if it listens.
@@ -37,6 +38,7 @@ class Environment:
     worker: int = 0
     num_workers: int = 1
     shards: int | None = None
+    arithmetic: str | None = None
     segment_fd: int | None = None
     torchrun: bool = False
     events_fd: int | None = None
@@ -69,6 +71,7 @@ def read() -> Environment:
     trace, faults = os.environ.get("EVENSTEP_TRACE"), os.environ.get("EVENSTEP_FAULTS")
     common: dict[str, Any] = {
         "shards": _number("EVENSTEP_SHARDS"),
+        "arithmetic": os.environ.get("EVENSTEP_ARITHMETIC") or None,
         "events_fd": _number("EVENSTEP_EVENTS_FD"),
         "trace": Path(trace) if trace else None,
         "max_steps": _number("EVENSTEP_MAX_STEPS"),
@@ -142,6 +145,11 @@ def worker_variables(
 def write(variables: dict[str, str]) -> None:
     """Set variables in this process, for what it loads or starts from now on."""
     os.environ.update(variables)
+
+
+def become(command: list[str], variables: dict[str, str]) -> NoReturn:
+    """Run a command in place of this process, with these variables in addition."""
+    os.execve(command[0], command, {**os.environ, **variables})
 
 
 def kernel_choices() -> dict[str, str | None]:

@@ -5,6 +5,7 @@ time. If one does, each shard has a lane; they go forward in turns, meet in the 
 way hooks on the leaves carry every gradient away as it comes.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.engine.alone import Alone, Meets
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.context import Context
 from evenstep.engine.gradients import Gradients
@@ -25,9 +27,10 @@ from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import Stream, preserved
 from evenstep.engine.results import ShardResult
 from evenstep.engine.slots import Lane, spanning_layers
+from evenstep.engine.strangers import Strangers
 from evenstep.exchange.surroundings import inside
 
-__all__ = ["Alone", "Compute", "Samples", "StepFunction", "Work"]
+__all__ = ["Compute", "Samples", "StepFunction", "Work"]
 
 StepFunction = Callable[[Any], Any]
 
@@ -38,13 +41,17 @@ class Samples(Protocol):
     Attributes:
         name: Which samples these are, in words.
         sizes: The number of samples of every shard of the run.
+        is_last: Whether an epoch ends with it.
     """
 
     @property
     def name(self) -> str: ...  # noqa: D102  # an attribute, documented with the class
 
     @property
-    def sizes(self) -> Sequence[int]: ...  # noqa: D102  # as above
+    def sizes(self) -> Sequence[int]: ...  # noqa: D102  # an attribute too
+
+    @property
+    def is_last(self) -> bool: ...  # noqa: D102  # an attribute too
 
     def part(self, shard: int) -> Any:
         """The samples of a shard, on the device of the run."""
@@ -59,6 +66,7 @@ class Work:
 
     Attributes:
         version: The version that the step reads.
+        number: The step's number among those of all who train the model: its random numbers are seeded by it.
         parts: The samples of this worker's shards, for those that have any.
         sizes: The number of samples of every shard of the run.
         samples: Which samples these are, in words: alike on all workers, and compared.
@@ -68,6 +76,7 @@ class Work:
     """
 
     version: int
+    number: int
     parts: dict[int, Any]
     sizes: Sequence[int]
     samples: str
@@ -79,6 +88,11 @@ class Work:
     def where(self) -> str:
         """How the tags of this step's exchanges begin."""
         return f"step {self.version}: "
+
+    def rows(self, shard: int) -> range:
+        """The rows of a shard in the batch, all shards' one after the other."""
+        before = sum(self.sizes[:shard])
+        return range(before, before + self.sizes[shard])
 
     @property
     def first(self) -> int:
@@ -101,6 +115,8 @@ class Compute:
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
         self._hooks: list[Any] = []
         self._calling = False
+        self._strangers = Strangers()
+        self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
         # lane -> whose gradients, of which shard
         self._arrivals: dict[int, tuple[PreparedOptimizer, dict[str, int], int]] = {}
 
@@ -113,29 +129,37 @@ class Compute:
         buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
         for parameter in work.prepared.parameters:  # what user code left there is none of this step's
             parameter.grad = None
+        begin = time.perf_counter()
         with preserved():
-            if spanning_layers(self._models.slots.modules):
+            if id(work.prepared) in self._meeting or spanning_layers(self._models.slots.modules):
                 values = self._side_by_side(work, buffers)
             else:
-                values = self._one_after_the_other(work, buffers)
+                try:
+                    values = self._one_after_the_other(work, buffers)
+                except Meets:  # in the first shard: nothing of the step is done yet
+                    self._meeting.add(id(work.prepared))
+                    values = self._side_by_side(work, buffers)
+        self._strangers.took(time.perf_counter() - begin)
         results = {k: ShardResult.of(loss, metrics, work.sizes[k]) for k, (loss, metrics) in values.items()}
         return lambda: results
 
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
-        values = {}
+        values: dict[int, Any] = {}
         for shard, part in work.parts.items():
             self.context.begins(shard)
             lane.begin(buffers)
             lane.resume()
-            self._stream.reseed(self.context.seed_of(work.version, shard))
+            self._stream.reseed(self.context.seed_of(work.number, shard))
             self._stream.resume()
             try:
-                with inside(Alone()):
+                with inside(Alone(work.rows(shard), None if not values else next(iter(values)))):
                     with self._user_code():
                         value = work.function(part)
                     loss, metrics = split(value)
-                    self._backward(work.share(shard, loss), [lane], work.prepared, [shard])
+                    losses = work.share(shard, loss)
+                    self._look_for_strangers(work, losses, [lane])
+                    self._backward(losses, [lane], work.prepared, [shard])
             except Exception as error:
                 error.add_note(f"in shard {shard} of worker {self.context.worker}, step {work.version}")
                 raise
@@ -161,16 +185,18 @@ class Compute:
         functions = [function_of(shard, part) for shard, part in work.parts.items()]
         streams = [Stream() for _ in shards]
         for stream, shard in zip(streams, shards, strict=True):
-            stream.reseed(self.context.seed_of(work.version, shard))
+            stream.reseed(self.context.seed_of(work.number, shard))
         try:
             with self._user_code():
-                values = self._lanes.run(shards, lanes, streams, work.where, self.context.crew(work.sizes), functions)
+                crew, rows = self.context.crew(work.sizes), [work.rows(shard) for shard in shards]
+                values = self._lanes.run(shards, lanes, streams, work.where, crew, rows, functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
             if (
                 token is not None
             ):  # where no shard here uses a layer's output, other workers still wait for its backward
                 losses.append(token.sum())
+            self._look_for_strangers(work, losses, lanes)
             self._backward(losses, lanes, work.prepared, shards)
         except Exception as error:
             error.add_note(f"in worker {self.context.worker}, step {work.version}")
@@ -178,6 +204,11 @@ class Compute:
         if shards[0] == work.first:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
+
+    def _look_for_strangers(self, work: Work, losses: Sequence[Tensor], lanes: Sequence[Lane]) -> None:
+        if self._strangers.is_due(work.function):
+            known = [*self._models.slots.parameters.values(), *(p for lane in lanes for p in lane.leaves.values())]
+            self._strangers.look(work.function, losses, known)
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
@@ -252,18 +283,3 @@ class Compute:
         """End the threads and take the hooks off the user's parameters."""
         self._lanes.close()
         self.forget_lanes()
-
-
-class Alone:
-    """The surroundings of a step in which no layer was expected to span shards."""
-
-    token: Tensor | None = None
-    alone = True
-
-    def _refuse(self, *_: Any) -> Any:
-        raise UnsupportedError(
-            "a layer that spans shards was met in a step that began without one in training mode; "
-            "call model.train() before run.step, not inside the step function"
-        )
-
-    meet = gather = call_number = _refuse

@@ -1,6 +1,6 @@
 """What a computation of shards knows of the run around it: random numbers, who else computes, who looks on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,22 +22,20 @@ class Context:
 
     Attributes:
         spans: The shards of each worker.
-        number_of: The step whose random numbers a step has.
     """
 
     def __init__(self, group: Group, seed: int) -> None:
         self._group, self._seed = group, seed
         self.spans: Sequence[tuple[int, int]] = ()
-        self.number_of: Callable[[int], int] = lambda version: version
 
     @property
     def worker(self) -> int:
         """The number of this worker."""
         return self._group.worker
 
-    def seed_of(self, version: int, shard: int) -> int:
-        """The seed of a shard's random numbers in a step."""
-        return derive("step", self._seed, self.number_of(version), shard)
+    def seed_of(self, number: int, shard: int) -> int:
+        """The seed of a shard's random numbers in a step, by the step's number."""
+        return derive("step", self._seed, number, shard)
 
     def begins(self, shard: int) -> None:
         """A shard is computed from now on."""
@@ -65,4 +63,5 @@ class Context:
             return self._group.gather_blobs(tag, mine, [bool(share) for share in shares])
 
         me = sum(1 for share in shares[: self._group.rank] if share)
-        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes))
+        is_whole = len(present) == sum(map(bool, sizes))
+        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes), is_whole)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from evenstep.arithmetic.portable import Portable
 from evenstep.core import env
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, NondeterminismError
@@ -17,14 +18,16 @@ __all__ = ["Determinism", "device_of", "profile"]
 def profile(config: RunConfig) -> dict[str, Any]:
     """What must be alike on all workers for their bits to agree."""
     cuda = config.device.startswith("cuda")
+    portable = config.arithmetic == "portable"
+    here = {**env.kernel_choices(), "processor": torch.backends.cpu.get_cpu_capability() + " " + platform.machine()}
     return {
         "shards": config.shards,
         "seed": config.seed,
         "threads": config.threads,
         "device": torch.cuda.get_device_name(config.device) if cuda else "cpu",
         "torch": torch.__version__,
-        **env.kernel_choices(),
-        "processor": torch.backends.cpu.get_cpu_capability() + " " + platform.machine(),
+        "arithmetic": config.arithmetic,
+        **({} if portable else here),
     }
 
 
@@ -70,6 +73,7 @@ class Determinism:
             env.write({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS sums in a fixed order only with this
             self._device = torch.cuda.current_device()
             torch.cuda.set_device(self.config.device)  # what is seeded is the current device's generator
+        self._portable = Portable(self.config.on_nondeterminism) if self.config.arithmetic == "portable" else None
         torch.set_num_threads(self.config.threads)
         torch.use_deterministic_algorithms(True, warn_only=self.config.on_nondeterminism == "warn")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor
@@ -82,6 +86,8 @@ class Determinism:
         Raises:
             NondeterminismError: Something was changed and the run was not told to only warn.
         """
+        if self._portable is not None:
+            self._portable.check()
         found = {
             "torch.get_num_threads()": (torch.get_num_threads(), self.config.threads),
             "torch.are_deterministic_algorithms_enabled()": (torch.are_deterministic_algorithms_enabled(), True),
@@ -104,6 +110,8 @@ class Determinism:
     def restore(self) -> None:
         """Give the process its own settings back."""
         threads, enabled, warn_only, fill, benchmark = self._before
+        if self._portable is not None:
+            self._portable.close()
         if self.config.device.startswith("cuda"):
             torch.cuda.set_device(self._device)
         torch.set_num_threads(threads)

@@ -29,21 +29,22 @@ class Crew:
     shards: Sequence[Sequence[int]]
     me: int
     num_shards: int
+    is_whole: bool
 
     @property
     def alone(self) -> bool:
-        """Whether this worker has all samples."""
+        """Whether this worker is the only one."""
         return len(self.shards) == 1
 
 
 class LaneSurroundings:
     """What a spanning layer sees from one shard's lane."""
 
-    def __init__(self, participant: Participant, prefix: str, crew: Crew) -> None:
+    def __init__(self, participant: Participant, prefix: str, crew: Crew, rows: range) -> None:
         self.token: Tensor | None = None
         self._participant: Participant | None = participant
-        self._prefix, self._crew = prefix, crew
-        self.shards, self.me, self.num_shards = crew.shards, crew.me, crew.num_shards
+        self._prefix, self._crew, self.rows = prefix, crew, rows
+        self.shards, self.me, self.num_shards, self.is_whole = crew.shards, crew.me, crew.num_shards, crew.is_whole
         self.alone = crew.alone
         self._calls: dict[int, int] = {}
 
@@ -101,9 +102,10 @@ class Lanes:
         streams: Sequence[Stream],
         prefix: str,
         crew: Crew,
+        rows: Sequence[range],
         functions: Sequence[Callable[[], Any]],
     ) -> list[Any]:
-        """Run the functions in turn; return their results in the order of the shards.
+        """Run the functions in turn; return their results in the order of the shards. `rows` are those of each part.
 
         Blocks until all have ended. The first error that is not merely a consequence of another's is raised, with a
         note that names its shard.
@@ -111,7 +113,7 @@ class Lanes:
         self._lanes, self._streams = lanes, streams
 
         def body(me: Participant) -> Any:
-            surroundings = LaneSurroundings(me, prefix, crew)
+            surroundings = LaneSurroundings(me, prefix, crew, rows[me.index])
             try:
                 with inside(surroundings):
                     return functions[me.index]()

@@ -5,6 +5,7 @@ spans them. But gradients leave autograd as a list when a piece has gone backwar
 can be is replayed from CUDA graphs (`graphs.py`). A *piece* is one shard, or all of this worker if a layer spans them.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from evenstep.core.errors import ConfigError, UnsupportedError
-from evenstep.engine.compute import Alone, Work
+from evenstep.engine.alone import Alone, Meets
+from evenstep.engine.compute import Work
 from evenstep.engine.context import Context
 from evenstep.engine.flat import FlatGradients
 from evenstep.engine.graphs import Graphs, Products, Task
@@ -25,6 +27,7 @@ from evenstep.engine.models import Models
 from evenstep.engine.randomness import Stream, on_host, preserved
 from evenstep.engine.results import Reading, ShardResult
 from evenstep.engine.slots import Lane, spanning_layers
+from evenstep.engine.strangers import Strangers
 from evenstep.exchange.surroundings import inside
 
 __all__ = ["DeviceCompute"]
@@ -44,6 +47,8 @@ class DeviceCompute:
         self.context, self.models, self._graphs = context, models, graphs
         self.lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []
+        self.strangers = Strangers()
+        self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
         self._modules = Modules(())
         self._seen: Look | None = None
 
@@ -57,16 +62,28 @@ class DeviceCompute:
         assert isinstance(gradients, FlatGradients), "on a device gradients are flat"
         for parameter in work.prepared.parameters:  # what user code left there is none of this step's
             parameter.grad = None
-        spanning = bool(spanning_layers(self.models.slots.modules))
-        pieces = [list(work.parts)] if spanning else [[shard] for shard in work.parts]
-        arrivals, self._seen = _Arrivals(), None
+        self._seen, begin = None, time.perf_counter()
         with preserved():
-            for shards in pieces:
-                products = self._run(work, shards, arrivals, spanning=spanning)
-                for shard, found in zip(shards, products.gradients, strict=True):
-                    gradients.take(shard, found)
-                if products.buffers is not None:
-                    self.models.keep_buffers(products.buffers)
+            if id(work.prepared) not in self._meeting and not spanning_layers(self.models.slots.modules):
+                try:
+                    return self._run_pieces(work, gradients, [[shard] for shard in work.parts], spanning=False)
+                except Meets:  # in the first shard: nothing of the step is done yet
+                    self._meeting.add(id(work.prepared))
+            try:
+                return self._run_pieces(work, gradients, [list(work.parts)], spanning=True)
+            finally:
+                self.strangers.took(time.perf_counter() - begin)
+
+    def _run_pieces(
+        self, work: Work, gradients: FlatGradients, pieces: Sequence[list[int]], *, spanning: bool
+    ) -> Callable[[], dict[int, ShardResult]]:
+        arrivals = _Arrivals()
+        for shards in pieces:
+            products = self._run(work, shards, arrivals, spanning=spanning)
+            for shard, found in zip(shards, products.gradients, strict=True):
+                gradients.take(shard, found)
+            if products.buffers is not None:
+                self.models.keep_buffers(products.buffers)
         return arrivals.wait
 
     def _run(self, work: Work, shards: list[int], arrivals: "_Arrivals", *, spanning: bool) -> Products:
@@ -88,7 +105,7 @@ class DeviceCompute:
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[n] for n in places]
         trained = [n for n, p in zip(work.prepared.names, work.prepared.parameters, strict=True) if p.requires_grad]
-        seeds = [self.context.seed_of(work.version, shard) for shard in shards]
+        seeds = [self.context.seed_of(work.number, shard) for shard in shards]
         kind: type[_Piece] = _Joint if spanning else _Single
 
         def make(
@@ -101,13 +118,14 @@ class DeviceCompute:
             streams = [Stream(device=None if generators is None else generators[n]) for n in range(len(shards))]
             for stream, seed in zip(streams, seeds, strict=True):
                 stream.reseed(seed)
-            return kind(self, work, dict(zip(shards, parts, strict=True)), trained, streams)
+            given_parts = dict(zip(shards, parts, strict=True))
+            return kind(self, work, given_parts, trained, streams, captures=generators is not None)
 
         signature = (
             repr(spec),
             tuple((tuple(t.shape), t.dtype, t.stride(), str(t.device)) for t in inputs),
             repr([leaf for leaf in leaves if not isinstance(leaf, Tensor)]),
-            tuple(shards) if spanning else (0 in shards, work.sizes[shards[0]], sum(work.sizes)),
+            tuple(shards) if spanning else (work.first in shards, work.sizes[shards[0]], sum(work.sizes)),
             tuple(work.sizes) if spanning else (),
             tuple(trained),
             id(work.prepared),
@@ -156,7 +174,7 @@ class _Arrivals:
         self._latest = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_gpu)
         self._latest.copy_(numbers, non_blocking=True)
         if on_gpu:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._event.record()
 
     def expect(self, shards: list[int], readings: list[Reading]) -> None:
@@ -187,9 +205,11 @@ class _Piece:
         parts: dict[int, Any],
         trained: Sequence[str],
         streams: Sequence[Stream],
+        *,
+        captures: bool,
     ) -> None:
         self._compute, self._work, self._parts = compute, work, parts
-        self._trained, self._streams = trained, streams
+        self._trained, self._streams, self._captures = trained, streams, captures
         self._losses: list[Tensor] = []
         self.products: Products
         self.drew = False
@@ -219,18 +239,21 @@ class _Piece:
             for shard, (loss, metrics) in zip(shards, values, strict=True)
         ]
         numbers = torch.stack([t for reading in readings for t in reading.tensors])
-        buffers = lane.buffers_after() if shards[0] == 0 else None
+        buffers = lane.buffers_after() if shards[0] == work.first else None
         self.products = Products(numbers, readings, [], buffers)
 
     def _go_backward(self, lanes: Sequence[Lane]) -> None:
         """One backward for all shards; the gradients are left in the products."""
         leaves = [lane.leaves[name] for lane in lanes for name in self._trained]
+        strangers, base = self._compute.strangers, self._compute.models.slots.parameters
+        if not self._captures and strangers.is_due(self._work.function):
+            known = [*base.values(), *(p for lane in lanes for p in lane.leaves.values())]
+            strangers.look(self._work.function, self._losses, known)
         if any(leaf.grad is not None for leaf in leaves):
             raise ConfigError(
                 "the step function called backward() by itself; expected that it returns the mean loss of its "
                 "part, from which run.step goes backward (for smaller micro-batches use more shards)"
             )
-        base = self._compute.models.slots.parameters
         own = [] if lanes[0].leaves is base else [base[name] for name in self._trained]
         found: Sequence[Tensor | None] = [None] * (len(leaves) + len(own))
         if leaves and self._losses:
@@ -256,13 +279,14 @@ class _Single(_Piece):
         lane.begin(self._compute.committed_buffers())
         lane.resume()
         self._streams[0].resume()
-        with inside(Alone()):
+        before = None if shard == next(iter(self._work.parts)) else next(iter(self._work.parts))
+        with inside(Alone(self._work.rows(shard), before)):
             value = self._call(shard)
         lane.pause()
         self._conclude([value], lane)
 
     def backward(self) -> None:
-        with inside(Alone()):
+        with inside(Alone(range(0), next(iter(self._work.parts)))):
             self._go_backward([self._compute.lane(0)])
 
 
@@ -277,7 +301,8 @@ class _Joint(_Piece):
         work = self._work
         functions = [lambda shard=shard: self._call(shard) for shard in shards]
         crew = self._compute.context.crew(work.sizes)
-        values = self._compute.lanes.run(shards, lanes, self._streams, work.where, crew, functions)
+        rows = [work.rows(shard) for shard in shards]
+        values = self._compute.lanes.run(shards, lanes, self._streams, work.where, crew, rows, functions)
         self._conclude(values, lanes[0])
         token, self._compute.lanes.token = self._compute.lanes.token, None
         if token is not None:  # where no shard here uses a layer's output, other workers still wait for its backward

@@ -6,7 +6,7 @@ parameter gives it a gradient, so `optimizer.step()` changes owned parameters on
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ class PreparedOptimizer:
         self.parameters = self._listed()
         _check_kind(optimizer)
         self.names = self._names_of(self.parameters, names)
-        self.lay_out: Callable[[Sequence[Span]], tuple[Summing, Delivery]] = self.in_tree
         self._make_gradients()
         self._entries: dict[int, dict[str, Entry]] = {}
         for p in self.parameters:  # an optimizer may make state when it is built, before the model moved to its device
@@ -299,10 +298,6 @@ class PreparedOptimizer:
         if self._undo_options is not None:
             self.set_hyperparameters(self._undo_options)
         self._undo, self._undo_options = {}, None
-
-    def replan(self, spans: Sequence[Span]) -> None:
-        """The workers, or the shards of each, have changed. All workers must call this alike."""
-        self.gradients.lay_out(*self.lay_out(spans))
 
     def in_tree(self, spans: Sequence[Span], parts: Sequence[Sequence[int]] | None = None) -> tuple[Summing, Delivery]:
         """How the workers of a run add up gradients among themselves.

@@ -48,11 +48,13 @@ class Workers(Surroundings, Protocol):
         shards: The shards of each of them that have samples.
         me: Which of them this one is.
         num_shards: K; those without samples count too.
+        is_whole: Whether every shard with samples is computed by one of them.
     """
 
     shards: Sequence[Sequence[int]]
     me: int
     num_shards: int
+    is_whole: bool
 
     def swap(self, tag: str, mine: Tensor) -> Sequence[Tensor]:
         """Offer some bytes, at least one; return those of all these workers, in order."""

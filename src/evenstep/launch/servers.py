@@ -4,18 +4,14 @@ import json
 import os
 import select
 import signal
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 
-from evenstep.core.errors import EvenstepError, ServerError
-from evenstep.core.output import say
-from evenstep.launch.worker import live_apart
-from evenstep.launch.worker_process import signal_name
+from evenstep.core.children import Child, default_signals, fork
+from evenstep.core.errors import ServerError
 from evenstep.plan.groups import Setup
 from evenstep.server.limits import Limits
 from evenstep.server.replicas import Replica
@@ -34,33 +30,26 @@ class ServerProcess:
 
     Attributes:
         number: Which one.
-        pid: Its process.
-        pidfd: Readable when it has ended.
+        child: Its process.
         control: What it is told, line by line; its end is the server's.
         urls: Where it is.
     """
 
     number: int
-    pid: int
-    pidfd: int
+    child: Child
     control: int
     urls: dict[str, str]
 
     def describe_end(self) -> str:
-        """How it ended, as a sentence; collects it."""
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self.pid = 0
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        return f"server {self.number} {how}, and its parameters are gone"
+        """How it ended, as a sentence."""
+        return f"server {self.number} {self.child.describe_end()}, and its parameters are gone"
 
     def stop(self, *, at_once: bool = False) -> None:
         """End it: by its own will, or after a while, or at once, without."""
         os.close(self.control)
-        if self.pid:
-            if at_once or not select.select([self.pidfd], [], [], _STOP_S)[0]:
-                os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        os.close(self.pidfd)
+        if at_once or not self.child.wait(_STOP_S):
+            self.child.signal(signal.SIGKILL)
+        self.child.reap()
 
 
 def start_servers(setup: Setup, token: str) -> list[ServerProcess]:
@@ -91,19 +80,14 @@ def start_servers(setup: Setup, token: str) -> list[ServerProcess]:
 def _start(number: int, setup: Setup, token: str) -> ServerProcess:
     told, control = os.pipe()
     reading, report = os.pipe()
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        _become_server(parent, number, setup, token, told, report)
+    child = fork(lambda: _serve(number, setup, token, told, report), keep={told, report})
     os.close(told)
     os.close(report)
     try:
         urls = json.loads(_line(reading, _START_S) or "{}")
     finally:
         os.close(reading)
-    server = ServerProcess(number, pid, os.pidfd_open(pid), control, urls)
+    server = ServerProcess(number, child, control, urls)
     if not urls:
         server.stop()
         raise ServerError(f"server {number} did not start; its own words are above")
@@ -121,24 +105,10 @@ def _line(fd: int, timeout_s: float) -> str:
     return data.decode()
 
 
-def _become_server(parent: int, number: int, setup: Setup, token: str, told: int, report: int) -> NoReturn:
-    """Turn this process, just forked by the launcher, into a server. Never returns."""
-    code = 1
-    try:
-        live_apart(parent, (1, 2), {told, report})
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(name, signal.SIG_DFL)
-        torch.set_num_threads(1)  # as in a run
-        code = _serve(number, setup, token, told, report)
-    except EvenstepError as error:
-        say(f"server {number}: {error}")
-        code = error.exit_code
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def _serve(number: int, setup: Setup, token: str, told: int, report: int) -> int:
+    """Be a server, in a process that was just forked for it."""
+    default_signals()
+    torch.set_num_threads(1)  # as in a run
     parameter_server = ParameterServer(
         staleness=setup.staleness, lock=setup.lock, token=token, limits=_LIMITS, transports=("tcp", "memory")
     )

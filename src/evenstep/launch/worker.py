@@ -9,11 +9,11 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from evenstep.core import env
+from evenstep.core.children import default_signals
 from evenstep.core.errors import (
     CheckpointError,
     ConfigError,
@@ -25,10 +25,9 @@ from evenstep.core.errors import (
 )
 from evenstep.core.events import Event, send
 from evenstep.launch.script import run_as_main
-from evenstep.native import core
 from evenstep.run import unclosed
 
-__all__ = ["STACK_SIGNAL", "become_worker", "live_apart"]
+__all__ = ["STACK_SIGNAL", "run_worker"]
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Lets a worker write the stacks of its threads to standard error."""
@@ -37,78 +36,30 @@ _OURS = (__file__, run_as_main.__code__.co_filename)
 _MISTAKES = (ConfigError, UnsupportedError, CheckpointError)  # a sentence says it all; a traceback would hide it
 
 
-def become_worker(
-    parent: int,
-    script: Path | str,
-    args: Sequence[str],
-    variables: dict[str, str],
-    streams: tuple[int, int],
-    keep: set[int],
-) -> NoReturn:
-    """Turn this process, just forked by the supervisor, into a worker. Never returns.
+def run_worker(script: Path | str, args: Sequence[str], variables: dict[str, str]) -> int:
+    """Be a worker, in a process that was just forked for it; return the exit code.
 
     Args:
-        parent: The supervisor's process id: if it is gone already, so are we.
         script: The user's script, or the name of a module.
         args: Its arguments.
         variables: Environment variables that say our place.
-        streams: Where standard output and error go.
-        keep: The file descriptors to keep, apart from the standard ones.
     """
-    code, mine = 1, os.getpid()
-    try:
-        live_apart(parent, streams, keep)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_DFL)
-        faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
-        env.write(variables)
-        place = env.read()
-        if place.faults is not None:
-            from evenstep.testing.faults import arm
+    default_signals()
+    faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
+    env.write(variables)
+    place = env.read()
+    if place.faults is not None:
+        from evenstep.testing.faults import arm
 
-            arm(place.faults, place.worker)
-        events_fd = int(variables["EVENSTEP_EVENTS_FD"])
-        _warn_through(lambda event: _tell(mine, events_fd, event))
-        code = _run_script(script, args, place.worker, lambda event: _tell(mine, events_fd, event))
-        if code:
-            unclosed.forget()
-        threading._shutdown()  # type: ignore[attr-defined]  # as at any end of Python: wait for threads that are no daemons
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code & 0xFF)  # as the kernel would; a larger number raises, and this process would go on
-
-
-def live_apart(parent: int, streams: tuple[int, int], keep: set[int]) -> None:
-    """Let a process that was just forked have a life of its own, which ends with its parent's.
-
-    Args:
-        parent: If it is gone already, so are we.
-        streams: What becomes standard output and error.
-        keep: The descriptors to keep; all others are closed.
-    """
-    core.die_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)
-    os.setsid()
-    signal.set_wakeup_fd(-1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(streams[0], 1)
-    os.dup2(streams[1], 2)
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        if fd > 2 and fd not in keep:
-            with suppress(OSError):  # the directory's own descriptor is gone by now
-                os.close(fd)
-    sys.stdin = os.fdopen(0, closefd=False)
-    out, err = sys.stdout.encoding, sys.stderr.encoding
-    sys.stdout = os.fdopen(1, "w", buffering=1, encoding=out, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, encoding=err, errors="backslashreplace", closefd=False)
+        arm(place.faults, place.worker)
+    mine, events_fd = os.getpid(), int(variables["EVENSTEP_EVENTS_FD"])
+    _warn_through(lambda event: _tell(mine, events_fd, event))
+    code = _run_script(script, args, place.worker, lambda event: _tell(mine, events_fd, event))
+    if code:
+        unclosed.forget()
+    threading._shutdown()  # type: ignore[attr-defined]  # as at any end of Python: wait for threads that are no daemons
+    atexit._run_exitfuncs()
+    return code
 
 
 def _tell(worker: int, events_fd: int, event: Event) -> None:

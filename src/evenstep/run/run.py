@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import safetensors.torch
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from evenstep.arithmetic import settings
 from evenstep.core import env as environment
 from evenstep.core import points
 from evenstep.core.config import RunConfig
+from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
 from evenstep.core.events import send
 from evenstep.core.output import unheard
@@ -27,6 +29,7 @@ from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import device_of, profile
+from evenstep.engine.holdings import Holdings
 from evenstep.engine.models import check_model
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import derive, seed_all
@@ -34,19 +37,19 @@ from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
+from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
+from evenstep.nn.gather import gather
 from evenstep.plan.groups import Standing
 from evenstep.plan.placement import cut
 from evenstep.run import unclosed
-from evenstep.run.aggregated import AggregatedEngine
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
 from evenstep.run.feed import Batches, Feed, Loading
-from evenstep.run.grouped import GroupedEngine
 from evenstep.run.join import alone, join
+from evenstep.run.kinds import choose
 from evenstep.run.meter import Meter
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
-from evenstep.run.served import ServedEngine
 from evenstep.run.through import Through
 from evenstep.run.voice import Voice
 
@@ -76,6 +79,8 @@ class Run:
             changes what the bits rest on; "warn" only says so.
         graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
             makes it an error where they cannot; False never does.
+        arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
+            docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         sync: "exchange": workers add up gradients among themselves. "server": they meet only at a parameter server,
             which holds the parameters and their optimizer.
         server: Its address.
@@ -107,6 +112,7 @@ class Run:
         quiet: bool = False,
         on_nondeterminism: Literal["error", "warn"] = "error",
         graphs: Literal["auto"] | bool = "auto",
+        arithmetic: Literal["native", "portable"] | None = None,
         sync: Literal["exchange", "server"] = "exchange",
         server: str | None = None,
         staleness: int | None = 0,
@@ -125,6 +131,7 @@ class Run:
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
             graphs=graphs,
+            arithmetic=arithmetic,
         )
         through = Through(sync, server, staleness, update_every, token, aggregate)
         through.check()
@@ -133,6 +140,7 @@ class Run:
             raise ConfigError(
                 f"the command line starts servers, but the script says Run(server={server!r}): say one of them"
             )
+        _see_to_arithmetic(self.config, standing is not None or through.server is not None, self._env, sys._getframe(1))
         self.group, self.num_groups = (standing.group, standing.groups) if standing is not None else (0, 1)
         self._apart = apart = through.server is not None and not through.together
         self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
@@ -142,19 +150,14 @@ class Run:
         self._meetings = 0  # how often all groups have met
         self._meter = Meter(lambda: self._group.rank == 0 and self._ledger.took_part)
         self.grad_norm: float | None = None
-        if standing is not None:
-            self._engine: Engine = GroupedEngine(self.config, self._ledger, standing)
-        elif through.server is None:
-            self._engine = Engine(self.config, self._ledger)
-        elif through.together:
-            try:
-                self._engine = AggregatedEngine(self.config, self._ledger, through)
-            except BaseException:
-                self._close_group()
-                raise
-        else:
-            self._engine = ServedEngine(self.config, self._ledger, through, self._env)
-        self._saving = Saving(self.config, self._ledger, self._engine, self._perform, self._env.job)
+        try:
+            holdings = Holdings(self.config, self._ledger)
+            updates, self._others = choose(holdings, through, standing, self._env)
+            self._engine = Engine(holdings, updates)
+        except BaseException:
+            self._close_group()
+            raise
+        self._saving = Saving(self._engine, self._others, self._perform, self._env.job)
         self._feed = Feed(
             self.config, self._env, self._ledger, self._engine, self._saving, self._meter, self._perform
         )  # fmt: skip
@@ -210,7 +213,8 @@ class Run:
             return Entry("end of the run", self.fingerprint() if self._group.rank == 0 else None)
 
         def adopt(entry: Entry, took_part: bool) -> None:
-            self._engine.finish(took_part)
+            if not took_part:  # whoever came here through the journal alone takes over what came of it
+                self._engine.holdings.pull()
             self._meter.close()
             fingerprint = entry.value or self.fingerprint()
             if self._env.trace is not None and self._group.rank == 0:
@@ -233,7 +237,7 @@ class Run:
 
     def _conclude(self) -> None:
         try:
-            self._engine.conclude()
+            self._engine.updates.finish()
             self._saving.conclude()
         except BaseException:
             self._tell_others()
@@ -260,16 +264,6 @@ class Run:
                 "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
                 "`with evenstep.Run(...) as run`, or make another run"
             )
-
-    def _refuse(self, what: str) -> None:
-        """Say that something is not possible here.
-
-        Raises:
-            UnsupportedError: It is not.
-        """
-        why = self._engine.refusal(what)
-        if why is not None:
-            raise UnsupportedError(why)
 
     def _tell_others(self) -> None:
         """Say why this worker stops, unless it stops because of another or was told to."""
@@ -424,7 +418,7 @@ class Run:
         tag = f"metrics {self._meetings}"
 
         def attempt() -> Entry:
-            merged = self._engine.merge(tag, self._meter.means(), self._meter.num_samples)
+            merged = self._others.merge(tag, self._meter.means(), self._meter.num_samples)
             self._group.barrier("metrics")
             return Entry("metrics", merged)
 
@@ -469,8 +463,6 @@ class Run:
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             self._trace(first=True)
             outcome = self._engine.step(samples, function, prepared, Clipping(clip_norm, clip_value))
-            if samples.is_last:
-                self._engine.end_of_epoch()
             self._trace(first=False)
             self._saving.heed()
         except BaseException:
@@ -528,11 +520,11 @@ class Run:
         tag = f"evaluate {self._meetings}"
 
         def attempt() -> Entry:
-            self._engine.level(tag)
-            with evaluating(self._engine.models.slots.modules), self._engine.whole():
-                batches = self._feed.loader(dataset, "evaluate", loading).load(order.requests(0))
+            self._others.level(tag)
+            with evaluating(self._engine.models.slots.modules):
+                batches = self._feed.once(dataset, order, loading)
                 means = mean_metrics(self._engine, batches, metrics)
-            return Entry("evaluate", self._engine.merge(tag, means, order.num_dealt))
+            return Entry("evaluate", self._others.merge(tag, means, order.num_dealt))
 
         found: dict[str, float] = self._perform("evaluate", attempt, lambda entry, _: entry.value)
         self._meetings += 1
@@ -562,9 +554,9 @@ class Run:
         tag = f"predict {self._meetings}"
 
         def attempt() -> Entry:
-            self._engine.level(tag)
-            with evaluating(self._engine.models.slots.modules), self._engine.whole():
-                batches = self._feed.loader(dataset, "evaluate", loading).load(order.requests(0))
+            self._others.level(tag)
+            with evaluating(self._engine.models.slots.modules):
+                batches = self._feed.once(dataset, order, loading)
                 shape, tensors = collect_outputs(self._engine, batches, function)
                 return Entry("predict", shape, safetensors.torch.save(tensors))
 
@@ -582,12 +574,39 @@ class Run:
         numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
         self._check_open()
-        self._refuse("edit")
+        self._engine.updates.refuse("edit")
         try:
             self._engine.edit(function, derive("edit", self.config.seed, self.version))
         except BaseException:
             self._tell_others()
             raise
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Inside of a step function: the rows of all shards, in their order, for losses over the whole batch.
+
+        Blocks until all shards have come; the step function must call it alike for every part. The gradient of what it
+        returns goes back to the shards that gave the rows, and is the same to the bit on every number of workers. Which
+        of the rows are this part's says `rows`, if there is one for each sample.
+
+        Args:
+            tensor: ``[samples of the part, ...]``; all but the first dimension, and the type, alike in every part.
+
+        Returns:
+            ``[samples of the batch, ...]``.
+        """
+        return gather(tensor)
+
+    @property
+    def rows(self) -> range:
+        """Inside of a step function: which rows of the batch, as `gather` puts it together, its part has.
+
+        Raises:
+            ConfigError: It is asked for elsewhere.
+        """
+        found: range | None = getattr(current(), "rows", None)
+        if found is None:
+            raise ConfigError("run.rows was asked for outside of a step function; expected inside: it is of its part")
+        return found
 
     def exchange(self, tag: str, rows: Tensor | Callable[[int], Tensor]) -> Tensor:
         """The one primitive: each shard offers a vector under a tag, all receive the tree sum.
@@ -600,7 +619,7 @@ class Run:
         Returns:
             The sum over all shards in tree order, [n], the same bits on every worker.
         """
-        self._refuse("exchange")
+        self._engine.updates.refuse("exchange")
         generation, kind = self._group.generation, f"exchange {tag}"
         total = torch.empty(0)
 
@@ -652,7 +671,7 @@ class Run:
         Any worker may call this between steps; it talks to nobody. With servers it waits for what is on its way, and
         covers the optimizer's state only when the run is over: until then it is the servers'.
         """
-        self._engine.collect()
+        self._others.collect()
         return self._engine.state.fingerprint()
 
     # ---- checkpoints ----
@@ -678,7 +697,7 @@ class Run:
             CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing
                 changed.
         """
-        self._refuse("load")
+        self._engine.updates.refuse("load")
         self._saving.load(Path(path))
 
     def checkpoint(self, directory: str | Path, *, every: int | str, keep: int = 3, resume: bool | None = None) -> None:
@@ -696,7 +715,7 @@ class Run:
         Raises:
             CheckpointError: The newest good checkpoint belongs to another run.
         """
-        self._refuse("checkpoint")
+        self._engine.updates.refuse("checkpoint")
         self._saving.begin(Path(directory), every, keep, resume=self._env.resume if resume is None else resume)
 
     # ---- for `evenstep verify` ----
@@ -719,3 +738,14 @@ def _compare_profiles(worker: int, mine: dict[str, Any], first: dict[str, Any]) 
                 f"worker {worker} has {key}={value!r} but worker 0 has {first[key]!r}; "
                 "all workers must run the same script on the same kind of machine"
             )
+
+
+def _see_to_arithmetic(config: RunConfig, served: bool, env: Environment, caller: FrameType) -> None:
+    if config.arithmetic == "native":
+        return
+    if served:
+        raise ConfigError(
+            "arithmetic='portable' with a parameter server, whose optimizer computes as its own processor is fastest; "
+            "use sync='exchange', or arithmetic='native'"
+        )
+    settings.insist(caller, env)

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from evenstep.core.errors import MismatchError
 from evenstep.plan.groups import Standing
+from evenstep.run.names import PREFIX, bare, bare_names, full
 from evenstep.server import between
 from evenstep.server.client import Client, connect
 from evenstep.server.recipes import Recipe
 
 __all__ = ["Servers"]
-
-_PREFIX = "model."  # what the run calls its model; the servers know the bare names
 
 
 class Servers:
@@ -51,7 +50,7 @@ class Servers:
 
     def send(self, part: int, version: int, update: Mapping[str, Tensor], options: list[dict[str, Any]] | None) -> None:
         """Send the update of a part: a gradient with the optimizer's options, or without any a change to subtract."""
-        tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in update.items()}
+        tensors = bare(update)
         if options is None:
             self._client(part).update_parameters(tensors, kind="delta", timeout_s=self._timeout_s)
         else:
@@ -59,8 +58,8 @@ class Servers:
 
     def fetch(self, part: int) -> dict[str, Tensor]:
         """The values of a part as its server has them now."""
-        names = [name.removeprefix(_PREFIX) for name in self._parts[part]]
-        return _named(self._client(part).get_parameters(names, timeout_s=self._timeout_s))
+        names = bare_names(self._parts[part])
+        return full(self._client(part).get_parameters(names, timeout_s=self._timeout_s))
 
     def _client(self, part: int) -> Client:
         with self._lock:
@@ -93,15 +92,14 @@ class Servers:
     def put(self, state: Mapping[str, Tensor], recipe: Recipe | None) -> None:
         """Give every server of every server group its parts, unless it has them."""
         if recipe is not None:
-            bare = [[name.removeprefix(_PREFIX) for name in group["names"]] for group in recipe["groups"]]
-            groups = [{**group, "names": names} for group, names in zip(recipe["groups"], bare, strict=True)]
+            groups = [{**group, "names": bare_names(group["names"])} for group in recipe["groups"]]
             recipe = {**recipe, "groups": groups}
-        buffers = [name.removeprefix(_PREFIX) for name in self._buffers]
+        buffers = bare_names(self._buffers)
         for group, servers in enumerate(self._standing.servers):
             for server in range(len(servers)):
                 with self._reader(group, server) as client:
                     if client.status()["owner"] is None:
-                        held = {name.removeprefix(_PREFIX): state[name] for name in self._names(server)}
+                        held = bare({name: state[name] for name in self._names(server)})
                         between.put(client, held, buffers=buffers if server == 0 else (), optimizer=recipe)
 
     def everything(self, group: int) -> dict[str, Tensor]:
@@ -109,7 +107,7 @@ class Servers:
         found: dict[str, Tensor] = {}
         for server in range(len(self._standing.servers[group])):
             with self._reader(group, server) as client:
-                found |= _named(client.get_parameters())
+                found |= full(client.get_parameters())
         return found
 
     def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -126,7 +124,7 @@ class Servers:
     def put_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Give the first server of the first group new values of buffers."""
         if buffers:
-            named = {name.removeprefix(_PREFIX): tensor for name, tensor in buffers.items()}
+            named = bare(buffers)
             url = self._standing.servers[0][0]["tcp"]
             with self._connect(url, f"group {self._standing.group}, buffers") as client:
                 client.update_parameters(named, kind="peer", buffers=list(named))  # by the server, lock or not
@@ -150,7 +148,7 @@ class Servers:
         Raises:
             MismatchError: They do not.
         """
-        mine = [[name, f"{tuple(t.shape)} {t.dtype}"] for name, t in state.items() if name.startswith(_PREFIX)]
+        mine = [[name, f"{tuple(t.shape)} {t.dtype}"] for name, t in state.items() if name.startswith(PREFIX)]
         for group, theirs in self.meet("all have joined", mine).items():
             for here, there in zip([*mine, None], [*theirs, None], strict=False):
                 if here != there:
@@ -166,10 +164,6 @@ class Servers:
             self._hub = None
 
 
-def _named(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {_PREFIX + name: value for name, value in values.items()}
-
-
 def _state_name(name: str) -> str:
     """optimizer.NAME.KEY -> optimizer.model.NAME.KEY."""
-    return f"optimizer.{_PREFIX}{name.removeprefix('optimizer.')}"
+    return f"optimizer.{PREFIX}{name.removeprefix('optimizer.')}"

@@ -8,9 +8,7 @@ from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.server.client import Client
 from evenstep.server.connecting import connect
 
-__all__ = ["PREFIX", "Through", "options_of"]
-
-PREFIX = "model."  # what the run calls its first model; the server knows the bare names
+__all__ = ["Through", "options_of"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from evenstep.server.client import Client
 from evenstep.server.config import ServerConfig
 from evenstep.server.connecting import connect
 from evenstep.server.limits import Limits
-from evenstep.server.relay import Relay
 from evenstep.server.server import ParameterServer
 
-__all__ = ["Client", "Limits", "ParameterServer", "Relay", "ServerConfig", "connect"]
+__all__ = ["Client", "Limits", "ParameterServer", "ServerConfig", "connect"]

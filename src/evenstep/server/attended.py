@@ -109,6 +109,6 @@ class Attended(ABC):
         if self._broken is not None:
             raise ServerError(f"the server cannot go on: {self._broken}")
 
-    def _tell(self, text: str, worker: str) -> None:
+    def _tell(self, text: str, worker: str | None = None) -> None:
         self.events.append((self._clock(), text))
         log.info("%s", text, extra={"version": self.version, "worker": worker})

@@ -4,14 +4,12 @@ import torch
 from torch import Tensor
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.hyperparameters import check_options
+from evenstep.server.hyperparameters import check_hyperparameters
 from evenstep.server.rounds import Contribution
 from evenstep.server.state import State
 from evenstep.server.wire import Spec
 
-__all__ = ["KINDS", "check_contribution"]
-
-KINDS = ("gradient", "delta", "peer")
+__all__ = ["check_contribution"]
 
 
 def check_contribution(state: State, kind: str, part: Contribution, *, finite: bool, fits: bool = False) -> None:
@@ -29,12 +27,10 @@ def check_contribution(state: State, kind: str, part: Contribution, *, finite: b
     """
     if state.layout is None:
         raise RefusedError("nothing was put yet, so there is nothing to update", 409)
-    if kind not in KINDS:
-        raise RefusedError(f"an update of kind {kind[:40]!r}, expected one of {', '.join(KINDS)}")
     if kind == "gradient" and state.optimizer is None:
         raise RefusedError('this server has no optimizer; send deltas (kind="delta")', 409)
-    if part.options is not None:
-        check_options(state.optimizer, part.options)
+    if part.options is not None and not state.has_options(part.options):
+        check_hyperparameters(state.optimizer, part.options)
     groups = [(part.tensors, False), (part.buffers, True), *((held, False) for _, held in part.nodes)]
     for tensors, buffers in groups:
         for name, tensor in tensors.items():

@@ -31,6 +31,7 @@ class ServerConfig:
         directory: Where snapshots go; a server that finds one there goes on from it.
         snapshot_every: Updates between two snapshots.
         durable: Write every update to a log, and have it on the disk, before it is acknowledged.
+        set_aside: Start although the log cannot be replayed, and keep what cannot be in a file beside it.
         servers: How many processes share the parameters; each has its own transports, on the next ports.
         lease_s: After how long without a sign of life a worker is dropped.
         reject_nonfinite: Refuse updates that hold an infinity or NaN.
@@ -53,6 +54,7 @@ class ServerConfig:
     directory: str | Path | None = None
     snapshot_every: int = 1000
     durable: bool = False
+    set_aside: bool = False
     servers: int = 1
     lease_s: float = 30.0
     reject_nonfinite: bool = False
@@ -72,15 +74,20 @@ class ServerConfig:
             raise ConfigError(f"snapshot_every={self.snapshot_every!r}, expected a whole number above 0")
         if self.log_every_s is not None and not self.log_every_s > 0:
             raise ConfigError(f"log_every_s={self.log_every_s!r}, expected a number of seconds above 0")
-        if self.durable and self.directory is None:
-            raise ConfigError("durable=True needs a directory for its log and snapshots: directory=...")
-        if not self.lock and self.durable:
-            raise ConfigError("lock=False lets clients change parameters without the server; that cannot be durable")
+        self._check_directory()
         if self.keyfile is not None and self.certfile is None:
             raise ConfigError("keyfile without certfile; TLS needs both")
         if self.token is not None and (not self.token or not self.token.isascii() or not self.token.isprintable()):
             raise ConfigError("the token must be printable ASCII, and not empty")
         self.options()
+
+    def _check_directory(self) -> None:
+        if self.durable and self.directory is None:
+            raise ConfigError("durable=True needs a directory for its log and snapshots: directory=...")
+        if self.set_aside and self.directory is None:
+            raise ConfigError("set_aside=True is for a directory with a log that cannot be replayed: directory=...")
+        if not self.lock and self.durable:
+            raise ConfigError("lock=False lets clients change parameters without the server; that cannot be durable")
 
     def options(self) -> Options:
         """Those of the store."""

@@ -8,15 +8,16 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from evenstep.core.errors import RefusedError, ServerError
 from evenstep.server.door import Door
 from evenstep.server.frames import Frames
+from evenstep.server.requests import whole
 from evenstep.server.service import Call, Reply, Service
 from evenstep.server.wire import LENGTH_BYTES, Head, head_length
 
-__all__ = ["Connections", "Conversation"]
+__all__ = ["Connections", "Conversation", "Placed"]
 
 log = logging.getLogger("evenstep.server")
 
@@ -55,7 +56,8 @@ class Conversation:
         frames.within(service.limits.transfer_s(body_bytes))
         try:
             try:
-                call = service.admit(str(fields.get("verb")), fields, body_bytes, _text(fields.get("token")))
+                verb, token, placed = _text(fields, "verb"), _text(fields, "token"), Placed.taken_from(fields)
+                call = service.admit(verb or "", fields, body_bytes, token)
             except RefusedError as error:
                 if error.status in (401, 413):  # we do not read what such a one sends
                     frames.send(service.refused(error))
@@ -63,7 +65,7 @@ class Conversation:
                 frames.drain(body_bytes)
                 raise
             self.admitted()
-            self.receive(call, fields)
+            self.receive(call, placed)
             reply = call.run()
             frames.within(service.limits.transfer_s(reply.num_bytes))
             self.reply(reply)
@@ -84,9 +86,14 @@ class Conversation:
                 call.close(reply)
         return True
 
-    def receive(self, call: Call, fields: dict[str, Any]) -> None:
-        """Read the tensors of a request into the memory that the call gives for them."""
-        del fields
+    def receive(self, call: Call, placed: "Placed | None") -> None:
+        """Read the tensors of a request into the memory that the call gives for them.
+
+        Raises:
+            RefusedError: They are not what the request may carry, or are said to be in a memory that there is not.
+        """
+        if placed is not None:
+            raise RefusedError("there is no shared memory on this connection; send the tensors")
         left = call.body_bytes
         if not left:
             return
@@ -231,5 +238,37 @@ class Connections:
             thread.join()
 
 
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+def _text(fields: dict[str, Any], name: str) -> str | None:
+    """Take a text out of the fields of a frame.
+
+    Raises:
+        RefusedError: It is none.
+    """
+    value = fields.pop(name, None)
+    if value is not None and type(value) is not str:
+        raise RefusedError(f"{name} is no text")
+    return value
+
+
+class Placed(NamedTuple):
+    """Where the tensors of a request are, if they do not follow it: in shared memory.
+
+    Attributes:
+        head: Their head, as JSON.
+        data_bytes: How long their data is.
+    """
+
+    head: str
+    data_bytes: int
+
+    @classmethod
+    def taken_from(cls, fields: dict[str, Any]) -> "Placed | None":
+        """Take it out of the fields of a frame, if it is there.
+
+        Raises:
+            RefusedError: It makes no sense.
+        """
+        head, num_bytes = _text(fields, "head"), fields.pop("data_bytes", None)
+        if head is None and num_bytes is None:
+            return None
+        return cls(head or "", whole("data_bytes", num_bytes))

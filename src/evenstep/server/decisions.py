@@ -22,6 +22,10 @@ class Decisions:
         if sequences:
             self._last.append((version, {w: (s, sessions.get(w, "")) for w, s in sequences.items()}))
 
+    def forget(self) -> None:
+        """Nothing was ever decided."""
+        self._last.clear()
+
     def extend(self, decisions: Iterable[Decided]) -> None:
         """Remember what was decided before this process began."""
         self._last.extend(decisions)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from evenstep.core.errors import RefusedError
+from evenstep.core.errors import RefusedError, ServerError
 from evenstep.server.checks import check_contribution
 from evenstep.server.decisions import Decided
 from evenstep.server.options import Options
@@ -60,6 +60,7 @@ class Follower(Store):
     ) -> None:
         super().__init__(options, optimizer, clock, place)
         self.staged: dict[tuple[str, str], Staged] = {}
+        self._decided: tuple[Decided, Applied | None] | None = None  # what is being applied
 
     def stage(self, worker: str, session: str, staged: Staged) -> int:
         """Keep an update; sending it again changes nothing. Returns the version of this server, -1 if nothing was put.
@@ -131,10 +132,20 @@ class Follower(Store):
         return True
 
     def _follow_one(self, decision: Decided) -> None:
-        self._round_of(decision)  # before anything is written down: the word of server 0 comes through others
-        self._write_down(lambda journal: journal.follow(decision))
-        self.carry_out(decision)
-        self.after_update()
+        """Apply one decision, and write it down."""
+        if self._decided is None or self._decided[0] != decision:
+            self._decided = decision, self._applied(decision)  # once: to add up uses the memory of what was staged
+        applied = self._decided[1]
+        if applied is None:
+            self._put_first(decision)
+            return
+        try:
+            self._commit(applied, lambda journal: journal.follow(decision))
+        except RefusedError as error:
+            if error.status != 503:
+                self._broken = f"version {decision[0]}, which server 0 has made, cannot be made here: {error}"
+                raise ServerError(self._broken) from error
+            raise
 
     def _round_of(self, decision: Decided) -> Round:
         """The staged updates of a decision.
@@ -154,24 +165,48 @@ class Follower(Store):
         return round_
 
     def carry_out(self, decision: Decided) -> None:
-        """Apply one decision. For the store itself, and for what reads a log back."""
+        """Apply one decision that was written down, before anybody is served."""
+        applied = self._applied(decision)
+        assert applied is not None, "the first values are in the snapshot, and no decision"
+        self.replay(applied)
+
+    def _count(self, applied: Applied) -> None:
+        super()._count(applied)
+        self._forget(applied.sequences)
+
+    def _applied(self, decision: Decided) -> Applied | None:
+        """What a decision comes to; None: the parameters are put for the first time.
+
+        Raises:
+            RefusedError: The staged updates cannot have been decided together.
+        """
         version, who = decision
         round_ = self._round_of(decision)
-        (worker, (sequence, session)), *_ = who.items()
+        worker, (_, session) = next(iter(who.items()))
         first = self.staged[worker, session]
         if first.kind == "put" and self.layout is None:
-            self._initialise(first.part.tensors, worker, {}, first.buffers, first.slices)
-            self.workers.acknowledge(worker, sequence, 0, [], counts=False)
-            self._forget({worker: sequence})
-            self.after_put()
-            return
-        total, options = first.part.tensors, round_.options()
+            return None
+        total = first.part.tensors
         if self.options.staleness == 0 and first.kind != "put":
             total = round_.total()
         sequences = {name: number for name, (number, _) in who.items()}
         sessions = {name: life for name, (_, life) in who.items()}
-        self.apply(Applied(first.kind, version, total, round_.buffers(), sequences, [], options, sessions=sessions))
-        self._forget(sequences)
+        options = round_.options()
+        return Applied(first.kind, version, total, round_.buffers(), sequences, [], options, sessions=sessions)
+
+    def _put_first(self, decision: Decided) -> None:
+        """Give the parameters their first values; they are written down as a whole, so the decision need not be."""
+        worker, (sequence, session) = next(iter(decision[1].items()))
+        before, first = dict(self.staged), self.staged[worker, session]
+        self._initialise(first.part.tensors, worker, {}, first.buffers, first.slices)
+        self.workers.acknowledge(worker, sequence, 0, [], counts=False)
+        self._forget({worker: sequence})
+        try:
+            self._keep_first()
+        except BaseException:
+            self.staged = before
+            self.workers.acknowledged.pop(worker)
+            raise
 
     def _forget(self, sequences: Mapping[str, int]) -> None:
         """What was applied is not kept any more, nor what another life of the same worker had sent of it."""

@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from evenstep.core.errors import ConfigError, RefusedError, ServerError
 from evenstep.server.http_protocol import HttpConnection, Reception
 from evenstep.server.metrics import CONTENT_TYPE, prometheus
+from evenstep.server.requests import from_query
 from evenstep.server.service import Call, Reply, Service
 from evenstep.server.wire import LENGTH_BYTES, Head, head_length, write_json
 
@@ -36,9 +37,6 @@ __all__ = ["HttpServer"]
 _HERE = Path(__file__).parent
 _PIECE_BYTES = 1 << 20
 _PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
-_NUMBERS = ("min_version", "since", "sequence", "samples", "base", "shards")
-_JSON = ("names", "spans", "buffers", "note", "wait_s", "force", "bfloat16", "versions", "options")
-_OF_SEVERAL = ("staged", "order", "alive", "layout", "on")
 log = logging.getLogger("evenstep.server")
 
 
@@ -169,7 +167,9 @@ class HttpServer:
         return guarded
 
     def _admit(self, request: Request, verb: str, body_bytes: int) -> Call:
-        call = self._service.admit(verb, _fields(request), body_bytes, _token(request))
+        self._service.check_token(_token(request))  # before anything is looked at
+        fields = from_query(verb, request.query_params.multi_items())
+        call = self._service.admit(verb, fields, body_bytes, _token(request))
         _connection(request).admitted()
         return call
 
@@ -359,21 +359,3 @@ def _length(request: Request) -> int:
     if kind != "application/octet-stream":  # a form of a web page cannot send this
         raise RefusedError(f"Content-Type is '{kind[:100]}', expected application/octet-stream", 415)
     return int(text)
-
-
-def _fields(request: Request) -> dict[str, Any]:
-    """Query parameters as fields; numbers and lists are JSON, and a list of names may be `a,b`."""
-    fields: dict[str, Any] = {}
-    for key, text in request.query_params.items():
-        if key in _NUMBERS or key in _JSON or key in _OF_SEVERAL:
-            try:
-                fields[key] = json.loads(text)
-            except (ValueError, RecursionError):
-                if key not in ("names", "buffers"):
-                    raise RefusedError(f"{key}={text[:40]!r} is no JSON") from None
-                fields[key] = text.split(",")
-        elif key in ("worker", "kind", "session"):
-            fields[key] = text
-        else:
-            raise RefusedError(f"there is no parameter {key[:40]!r}; /openapi.json names those there are")
-    return fields

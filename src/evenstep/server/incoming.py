@@ -9,24 +9,20 @@ An update's tensors are named after the parameters. They may come in another for
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from evenstep.core.errors import RefusedError
-from evenstep.plan import tree
+from evenstep.server.requests import Stage, Update
 from evenstep.server.rounds import Contribution
 from evenstep.server.wire import Head, Layout, Spec
 
-__all__ = ["INDICES", "VALUES", "Incoming", "Places", "integer"]
+__all__ = ["INDICES", "VALUES", "Incoming", "Places"]
 
 INDICES, VALUES = "#indices", "#values"
 _INDEX_DTYPES = (torch.int32, torch.int64)
-MAX_SHARDS = 256
-MAX_NOTE = 16384
 Place = tuple[tuple[int, int] | None, str]
 
 
@@ -43,60 +39,26 @@ class Places:
     plain: bool
 
 
-def integer(fields: Mapping[str, Any], name: str, default: int, low: int = 0, high: int = 1 << 62) -> int:
-    """A whole number from a request.
-
-    Raises:
-        RefusedError: It is none, or out of range.
-    """
-    value = fields.get(name, default)
-    if type(value) is not int or not low <= value <= high:
-        raise RefusedError(f"{name}={str(value)[:40]!r}, expected a whole number from {low} to {high}")
-    return value
-
-
-@dataclass(slots=True)
 class Incoming:
     """What an update will be when its data is there.
 
+    Args:
+        layout: The parameters.
+        request: The fields of the update.
+
     Attributes:
-        spans: The tree nodes, or nothing.
-        num_shards: K, if these are tree nodes.
-        buffers: Which tensors are new values of buffers.
-        samples: How many samples a mean is over.
-        note: For all who take part.
-        options: For the optimizer.
         places: As `check` found them.
     """
 
-    layout: Layout
-    spans: tuple[tuple[int, int], ...]
-    num_shards: int | None
-    buffers: frozenset[str]
-    samples: int
-    note: Any
-    options: Any = None
-    places: "Places" = field(default_factory=lambda: Places({}, plain=False))
+    def __init__(self, layout: Layout, request: Update | Stage) -> None:
+        self.layout, self._request = layout, request
+        self._buffers = frozenset(request.buffers)
+        self.places = Places({}, plain=False)
 
-    @classmethod
-    def read(cls, layout: Layout, fields: Mapping[str, Any]) -> "Incoming":
-        """Read the fields of an update.
-
-        Raises:
-            RefusedError: They make no sense.
-        """
-        num_shards = None
-        spans: tuple[tuple[int, int], ...] = ()
-        if "shards" in fields:
-            num_shards = integer(fields, "shards", 0, 1, MAX_SHARDS)
-            spans = _spans(fields.get("spans"), num_shards)
-        buffers = fields.get("buffers", [])
-        if not isinstance(buffers, list) or not all(isinstance(name, str) for name in buffers):
-            raise RefusedError("buffers is no list of names")
-        samples = integer(fields, "samples", 1, 0)
-        if "note" in fields and len(str(fields["note"])) > MAX_NOTE:
-            raise RefusedError(f"the note is longer than {MAX_NOTE} characters", 413)
-        return cls(layout, spans, num_shards, frozenset(buffers), samples, fields.get("note"), fields.get("options"))
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What its tensors may be depends on this alone."""
+        return self.layout, self._request.spans, self._request.shards, self._buffers
 
     def check(self, head: Head) -> Places:
         """See that every tensor of a message is one that it may carry; return which ones.
@@ -104,6 +66,9 @@ class Incoming:
         Raises:
             RefusedError: One is not.
         """
+        missing = self._buffers - head.specs.keys()
+        if missing:
+            raise RefusedError(f"buffers names '{min(missing)[:200]}', but no such tensor came")
         places: dict[str, Place] = {}
         for name, spec in head.specs.items():
             if name.endswith(INDICES) and name not in self.layout.specs:
@@ -118,11 +83,11 @@ class Incoming:
                 self.layout.check(parameter, spec, also=_narrower(self.layout.find(parameter)))
                 places[name] = (span, parameter)
         specs = self.layout.specs
-        plain = self.num_shards is None and not self.buffers and all(specs.get(n) == s for n, s in head.specs.items())
-        return Places(places, plain)
+        whole = self._request.shards is None and not self._buffers
+        return Places(places, whole and all(specs.get(name) == spec for name, spec in head.specs.items()))
 
     def _check_sparse(self, name: str, indices: Spec, head: Head) -> None:
-        if self.num_shards is not None:
+        if self._request.shards is not None:
             raise RefusedError("tree nodes are whole; send top-k values as a mean")
         expected, values = self.layout.find(name), head.specs.get(name + VALUES)
         if name in head.specs:
@@ -135,13 +100,13 @@ class Incoming:
             raise RefusedError(f"'{name}' came as {indices.num_elements} values of {expected.num_elements}")
 
     def _place(self, name: str) -> tuple[tuple[int, int] | None, str]:
-        if self.num_shards is None or name in self.buffers:
+        if self._request.shards is None or name in self._buffers:
             return None, name
         node, _, parameter = name.partition("/")
-        for span in self.spans:
+        for span in self._request.spans:
             if node == f"{span[0]}-{span[1]}":
                 return span, parameter
-        raise RefusedError(f"'{name[:200]}' belongs to none of the tree nodes {list(self.spans)}")
+        raise RefusedError(f"'{name[:200]}' belongs to none of the tree nodes {list(self._request.spans)}")
 
     def contribution(self, tensors: Mapping[str, Tensor]) -> Contribution:
         """What the update is, now that its data is here.
@@ -149,18 +114,20 @@ class Incoming:
         Raises:
             RefusedError: Top-k indices are not in order, or out of range.
         """
+        request = self._request
+        note = request.note if isinstance(request, Update) else None
         if self.places.plain:
-            return Contribution(tensors, self.samples, note=self.note, options=self.options, form=self.places)
-        nodes: dict[tuple[int, int], dict[str, Tensor]] = {span: {} for span in self.spans}
+            return Contribution(tensors, request.samples, note=note, options=request.options, form=self.places)
+        nodes: dict[tuple[int, int], dict[str, Tensor]] = {span: {} for span in self._request.spans}
         means: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
         for name, (span, parameter) in self.places.of.items():
             expected = self.layout.specs[parameter]
             tensor = tensors[name] if name in tensors else _dense(name, expected, tensors)
-            held = buffers if parameter in self.buffers else means if span is None else nodes[span]
+            held = buffers if parameter in self._buffers else means if span is None else nodes[span]
             held[parameter] = tensor.to(expected.dtype)
         return Contribution(
-            means, self.samples, list(nodes.items()), self.num_shards, buffers, self.note, self.options, self.places
+            means, request.samples, list(nodes.items()), request.shards, buffers, note, request.options, self.places
         )
 
 
@@ -168,22 +135,8 @@ def _narrower(spec: Spec) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16,) if spec.dtype in (torch.float32, torch.float64) else ()
 
 
-def _spans(value: Any, num_shards: int) -> tuple[tuple[int, int], ...]:
-    nodes = tree.tree_nodes(num_shards)
-    if not isinstance(value, list) or len(value) > num_shards:
-        raise RefusedError("spans is no list of [first, end]")
-    found: list[tuple[int, int]] = []
-    for span in value:
-        if not isinstance(span, list) or len(span) != 2 or tuple(span) not in nodes:
-            raise RefusedError(f"{str(span)[:40]} is no node of the tree over {num_shards} shards")
-        found.append((span[0], span[1]))
-    if any(a[1] > b[0] for a, b in pairwise(found)):
-        raise RefusedError("spans overlap, or are not in order")
-    return tuple(found)
-
-
 def _dense(name: str, expected: Spec, tensors: Mapping[str, Tensor]) -> Tensor:
-    indices, values = tensors[name + INDICES].long(), tensors[name + VALUES]
+    indices, values = tensors[name + INDICES].to(torch.int64, copy=True), tensors[name + VALUES]  # nobody changes it
     if indices.numel() and (
         int(indices[0]) < 0 or int(indices[-1]) >= expected.num_elements or not bool((indices.diff() > 0).all())
     ):

@@ -14,6 +14,7 @@ from evenstep.core.errors import RefusedError
 __all__ = ["Meetings"]
 
 _REMEMBERED = 64
+_MOST = 1024
 
 
 class Meetings:
@@ -38,10 +39,12 @@ class Meetings:
             Whether all are there, and what they left.
 
         Raises:
-            RefusedError: More come than shall.
+            RefusedError: All who were expected are there already, or there are too many meetings.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
+            if tag not in self._found and len(self._found) >= _MOST:
+                raise RefusedError(f"{_MOST} meetings wait for somebody already; try again", 503)
             here = self._found.setdefault(tag, {})
             if who not in here and len(here) >= count:
                 raise RefusedError(

@@ -15,17 +15,15 @@ import os
 import socket
 import struct
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import SplitResult
 
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError, RefusedError
 from evenstep.server.channels import INTELLIGIBLE, Channel, Fields, fields_of
-from evenstep.server.connections import Connections, Conversation
+from evenstep.server.connections import Connections, Conversation, Placed
 from evenstep.server.frames import Frames
 from evenstep.server.images import hand_over, map_image
-from evenstep.server.incoming import integer
 from evenstep.server.rooms import Room
 from evenstep.server.service import Call, Reply, Service
 from evenstep.server.wire import DTYPES, LENGTH_BYTES, Head, Spec, encode
@@ -75,12 +73,16 @@ class _MemoryConversation(Conversation):
         if uid in (os.getuid(), 0):
             super().run()
 
-    def receive(self, call: Call, fields: dict[str, Any]) -> None:
-        if "head" not in fields:
-            super().receive(call, fields)
+    def receive(self, call: Call, placed: Placed | None) -> None:
+        if placed is None:
+            super().receive(call, placed)
             return
-        num_bytes = integer(fields, "data_bytes", 0, 0, self.service.limits.body_bytes)
-        head = Head.parse(str(fields["head"]).encode(), num_bytes)
+        if not call.takes_tensors:
+            raise RefusedError(f"'{call.verb}' takes no tensors")
+        num_bytes, most = placed.data_bytes, self.service.limits.body_bytes
+        if num_bytes > most:
+            raise RefusedError(f"{num_bytes} bytes of tensors, expected at most {most}", 413)
+        head = Head.parse(placed.head.encode(), num_bytes)
         call.check(head)
         if self._area is None or len(self._area.data) < max(num_bytes, 1):
             self._area = Room(memoryview(self._make_area(max(num_bytes, 1))))

@@ -4,7 +4,7 @@ Only classes of `torch.optim` can be named: a recipe is data from a client, and 
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from evenstep.core.errors import RefusedError, UnsupportedError
 
-__all__ = ["Recipe", "build", "describe", "state_of"]
+__all__ = ["Recipe", "build", "describe", "make", "samples", "state_of"]
 
 Recipe = dict[str, Any]
 """{"class": "SGD", "groups": [{"names": [...], option: value, ...}]}"""
@@ -40,7 +40,7 @@ def describe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
         )
     groups = []
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: value for key, value in group.items() if key in optimizer.defaults}  # not a scheduler's notes
         for key, value in options.items():
             if not _is_plain(value):
                 raise UnsupportedError(
@@ -79,30 +79,48 @@ def build(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     Raises:
         RefusedError: It describes none.
     """
-    kind = getattr(torch.optim, str(recipe.get("class")), None) if isinstance(recipe, dict) else None
-    groups = recipe.get("groups") if isinstance(recipe, dict) else None
-    if (
-        not (isinstance(kind, type) and issubclass(kind, Optimizer))
-        or kind in _UNUSABLE
-        or not isinstance(groups, list)
-    ):
-        raise RefusedError(f"{str(recipe)[:60]!r} describes no optimizer of torch.optim")
-    made = []
-    for group in groups:
-        if not isinstance(group, dict) or not isinstance(group.get("names"), list):
-            raise RefusedError("a group of the optimizer has no list of names")
-        options = _options({key: value for key, value in group.items() if key != "names"})
-        made.append({"params": [parameters[name] for name in group["names"] if name in parameters], **options})
-    known = inspect.signature(kind).parameters  # some options count, and are checked, only as arguments
-    first = {key: value for key, value in made[0].items() if key in known and key != "params"} if made else {}
+    kind = getattr(torch.optim, recipe["class"], None)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind in _UNUSABLE:
+        raise RefusedError(f"'{recipe['class'][:60]}' is no optimizer of torch.optim that a server can use")
+    groups = []
+    for group in recipe["groups"]:
+        here = [parameters[name] for name in group["names"] if name in parameters]
+        groups.append({**{key: value for key, value in group.items() if key != "names"}, "params": here})
+    made = make(kind, groups)
+    unknown = {key for group in groups for key in group} - made.defaults.keys() - {"params"}
+    if unknown:
+        raise RefusedError(f"torch.optim.{kind.__name__} has no option {min(unknown)[:60]!r}")
+    return made
+
+
+def make(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """One of torch's optimizers, with all that torch checks.
+
+    Args:
+        kind: Its class.
+        groups: The parameters of each group, as "params", and its options.
+
+    Raises:
+        RefusedError: Torch does not make it.
+    """
+    known = inspect.signature(kind).parameters.keys() - {"params"}
+    made: list[dict[str, Any]] = [
+        {key: tuple(v) if isinstance(v, list) and key != "params" else v for key, v in group.items()}
+        for group in groups
+    ]
+    arguments = [{key: value for key, value in group.items() if key in known} for group in made]
     try:
-        return kind(made, **first)
-    except (TypeError, ValueError, RuntimeError) as error:
+        for group, given in zip(made[1:], arguments[1:], strict=True):  # options are checked only as arguments
+            kind(samples(group["params"]), **given)
+        return kind(made, **(arguments[0] if arguments else {}))
+    except Exception as error:  # torch's, of whatever kind, at options of whatever kind
         raise RefusedError(f"torch.optim.{kind.__name__} cannot be made: {error}") from error
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+def samples(parameters: Iterable[Tensor]) -> list[nn.Parameter]:
+    """One element for every kind of parameter that there is; one at least."""
+    kinds = {(p.dtype, p.dim()) for p in parameters} or {(torch.float32, 1)}
+    return [nn.Parameter(torch.ones([1] * dim, dtype=dtype)) for dtype, dim in sorted(kinds, key=str)]
 
 
 def state_of(

@@ -17,6 +17,7 @@ from torch import Tensor
 from evenstep.core.errors import RefusedError
 from evenstep.exchange.group import tree_sum
 from evenstep.plan import tree
+from evenstep.server.hyperparameters import Hyperparameters
 
 __all__ = ["Contribution", "Round", "Tensors"]
 
@@ -45,7 +46,7 @@ class Contribution:
     num_shards: int | None = None
     buffers: Tensors = field(default_factory=dict)
     note: Any = None
-    options: Any = None
+    options: Hyperparameters | None = None
     form: object = None
 
 
@@ -115,22 +116,6 @@ class Round:
             total[name] = inputs[0]
         return total
 
-    def merged(self) -> list[tuple[Span, dict[str, Tensor]]]:
-        """The tree nodes that are here, siblings added up for as long as there are some; from left to right."""
-        first = next(iter(self.parts.values()))
-        assert first.num_shards is not None, "the caller has looked"
-        known = tree.tree_nodes(first.num_shards)
-        found: list[tuple[Span, dict[str, Tensor]]] = []
-        for span, held in sorted((node for part in self.parts.values() for node in part.nodes), key=lambda n: n[0]):
-            right, sums = span, dict(held)
-            while found and found[-1][0][1] == right[0] and (found[-1][0][0], right[1]) in known:
-                left, before = found.pop()
-                for name, tensor in before.items():
-                    sums[name] = tensor.add_(sums[name]) if name in sums else tensor
-                right = (left[0], right[1])
-            found.append((right, sums))
-        return found
-
     def _total_of_means(self) -> dict[str, Tensor]:
         workers = sorted(self.parts)
         num_samples = sum(self.parts[worker].samples for worker in workers)
@@ -151,7 +136,7 @@ class Round:
         """New values of what the optimizer does not train."""
         return {name: value for part in self.parts.values() for name, value in part.buffers.items()}
 
-    def options(self) -> Any:
+    def options(self) -> Hyperparameters | None:
         """What the optimizer shall step with, if anybody said so."""
         return next((part.options for part in self.parts.values() if part.options is not None), None)
 

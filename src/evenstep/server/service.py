@@ -18,25 +18,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenstep.core.errors import RefusedError
+from evenstep.core.errors import RefusedError, ServerError
 from evenstep.server import together
 from evenstep.server.images import Image
-from evenstep.server.incoming import Incoming, integer
+from evenstep.server.incoming import Incoming
 from evenstep.server.limits import Limits
 from evenstep.server.meetings import Meetings
 from evenstep.server.recipes import state_of
+from evenstep.server.requests import (
+    Changed,
+    Flush,
+    Get,
+    Leave,
+    Meet,
+    Order,
+    Pause,
+    Put,
+    Register,
+    Request,
+    Slice,
+    Stage,
+    Status,
+    Update,
+    Wait,
+    parse,
+)
 from evenstep.server.rooms import Intake, Room
 from evenstep.server.rounds import Contribution
 from evenstep.server.slices import LAYOUT
 from evenstep.server.status import without_lists
 from evenstep.server.store import Pending, Store, View
 from evenstep.server.wire import KEPT_BYTES, Head, Layout, encode, fresh
+from evenstep.server.workers import Acknowledged
 
-__all__ = ["VERBS", "Call", "Reply", "Service"]
+__all__ = ["Call", "Reply", "Service"]
 
-_WITH_TENSORS = ("put", "update", "stage")
-_MAX_NAME = 200
-_MAX_MEETING = 256
+_WITH_TENSORS = (Put, Update, Stage)
 _CHECKED = 256
 _INTAKE_BYTES = 8 << 20  # of updates may be received at once, or one copy of the parameters if that is more
 log = logging.getLogger("evenstep.server")
@@ -115,18 +132,17 @@ class Service:
             RefusedError: It is refused.
         """
         self.check_token(token)
-        if verb not in VERBS:
-            raise RefusedError(f"there is no verb {str(verb)[:40]!r}; expected one of {', '.join(VERBS)}", 404)
-        if body_bytes and verb not in _WITH_TENSORS:
-            raise RefusedError(f"'{verb}' takes no tensors but {body_bytes} bytes follow")
         if body_bytes > self.limits.body_bytes:
             raise RefusedError(f"{body_bytes} bytes of tensors, expected at most {self.limits.body_bytes}", 413)
-        return Call(self, verb, fields, body_bytes)
+        request = parse(verb, fields)
+        if body_bytes and not isinstance(request, _WITH_TENSORS):
+            raise RefusedError(f"'{verb}' takes no tensors but {body_bytes} bytes follow")
+        return Call(self, verb, request, body_bytes)
 
-    def incoming(self, layout: Layout, fields: Mapping[str, Any], head: Head) -> Incoming:
+    def incoming(self, layout: Layout, request: Update | Stage, head: Head) -> Incoming:
         """What an update will be; whoever sent the like of it before need not be checked again."""
-        incoming = Incoming.read(layout, fields)
-        key = (layout, head, incoming.spans, incoming.num_shards, incoming.buffers)
+        incoming = Incoming(layout, request)
+        key = (head, incoming.form)
         places = self._checked.get(key)
         if places is None:
             places = incoming.check(head)
@@ -188,9 +204,9 @@ class Service:
 class Call:
     """One request, from its fields to its reply."""
 
-    def __init__(self, service: Service, verb: str, fields: Mapping[str, Any], body_bytes: int) -> None:
+    def __init__(self, service: Service, verb: str, request: Request, body_bytes: int) -> None:
         self._service, self._store = service, service.store
-        self.verb, self._fields, self.body_bytes = verb, fields, body_bytes
+        self.verb, self._request, self.body_bytes = verb, request, body_bytes
         self._head: Head | None = None
         self._incoming: Incoming | None = None
         self._taken = self._placed_bytes = 0
@@ -198,28 +214,28 @@ class Call:
         self._spare: Room | None = None
         self._begin_s = time.monotonic()
 
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether tensors belong to it."""
+        return isinstance(self._request, _WITH_TENSORS)
+
     def check(self, head: Head) -> None:
         """Check what the tensors will be.
 
         Raises:
             RefusedError: They are not what this request may carry.
         """
-        layout = self._store.layout
-        if self.verb != "stage":
-            together.check_alone(self._store, self._fields)
-        if self._puts:
-            if layout is not None:
-                if not self._fields.get("force") and not together.is_again(self._store, self._fields):
-                    raise RefusedError(f"the parameters were put by '{self._store.owner}' already", 409)
-                layout.check_whole({name: spec for name, spec in head.specs.items() if name != LAYOUT})
-        else:
+        request, layout = self._request, self._store.layout
+        if isinstance(request, Put | Update):
+            together.check_alone(self._store, request.staged)
+        if isinstance(request, Update) or (isinstance(request, Stage) and request.kind != "put"):
             if layout is None:
                 raise RefusedError("nothing was put yet, so there is nothing to update", 409)
-            self._incoming = self._service.incoming(layout, self._fields, head)
-
-    @property
-    def _puts(self) -> bool:
-        return self.verb == "put" or (self.verb == "stage" and self._fields.get("kind") == "put")
+            self._incoming = self._service.incoming(layout, request, head)
+        elif isinstance(request, Put | Stage) and layout is not None:
+            if not request.force and not together.is_again(self._store, request):
+                raise RefusedError(f"the parameters were put by '{self._store.owner}' already", 409)
+            layout.check_whole({name: spec for name, spec in head.specs.items() if name != LAYOUT})
 
     def expect(self, head: Head) -> memoryview:
         """Check what the tensors will be; return a writable buffer for their data. May block until there is room.
@@ -229,7 +245,7 @@ class Call:
         """
         self.check(head)
         layout = self._store.layout
-        if self.verb == "update" and layout is not None and self._store.options.staleness != 0:
+        if isinstance(self._request, Update) and layout is not None and self._store.options.staleness != 0:
             wait_s = self._service.limits.wait_s
             self._service.intake.take(head.data_bytes, max(layout.num_bytes, _INTAKE_BYTES), wait_s)
             self._taken = head.data_bytes
@@ -248,9 +264,13 @@ class Call:
             RefusedError: It is refused; nothing has changed.
             ServerError: The server cannot go on.
         """
-        if self.verb in _WITH_TENSORS and self._head is None:
+        if self._head is None and self.takes_tensors:
             raise RefusedError(f"'{self.verb}' came without tensors")
-        reply = _ACTIONS[self.verb](self)
+        try:
+            reply = _ACTIONS[type(self._request)](self, self._request)
+        except OSError as error:  # no trouble of the connection, as which a transport would take it
+            log.exception("a request failed")
+            raise ServerError(f"the server failed: {error}; its log says where") from error
         reply.fields.setdefault("status", 200)
         return reply
 
@@ -269,22 +289,26 @@ class Call:
             reply.close()
         service.finished(self.verb, seconds, self.body_bytes + self._placed_bytes, sent_bytes)
 
-    def _worker(self) -> str:
-        name = self._fields.get("worker")
-        if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-            raise RefusedError(f"worker={str(name)[:40]!r}, expected a name of at most {_MAX_NAME} characters")
-        return name
+    def _wait_s(self, wanted_s: float) -> float:
+        return min(wanted_s, self._service.limits.wait_s)
 
-    def _wait_s(self) -> float:
-        value = self._fields.get("wait_s", 0.0)
-        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise RefusedError(f"wait_s={str(value)[:40]!r}, expected a number of seconds")
-        return min(float(value), self._service.limits.wait_s)
+    def _kept(self) -> dict[str, Tensor]:
+        """The tensors that came, such that the store may hold them, and that what it checks and writes down stays so.
 
-    def _register(self) -> Reply:
-        worker = self._worker()
-        self._store.register(worker, together.session_of(self._fields))
-        last = self._store.workers.acknowledged.get(worker)
+        In shared memory the client may change them at any time, which does no harm only if they are looked at once.
+        """
+        assert self._head is not None, "run has looked"
+        assert self._room is not None, "it came with the head"
+        tensors = self._room.tensors(self._head)
+        if self._spare is not None or (self._store.keeps_no_update and self._store.looks_once):
+            return tensors
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    # ---- workers ----
+
+    def _register(self, request: Register) -> Reply:
+        self._store.register(request.worker, request.session)
+        last = self._store.workers.acknowledged.get(request.worker)
         options = self._store.options
         return Reply(
             {
@@ -296,67 +320,56 @@ class Call:
             }
         )
 
-    def _leave(self) -> Reply:
-        self._store.leave(self._worker())
+    def _leave(self, request: Leave) -> Reply:
+        self._store.leave(request.worker)
         return Reply({})
 
-    def _put(self) -> Reply:
-        assert self._head is not None, "run has looked"
-        assert self._room is not None, "it came with the head"
-        buffers = self._fields.get("buffers", [])
-        if not isinstance(buffers, list) or not all(name in self._head.specs for name in buffers):
-            raise RefusedError("buffers is no list of tensors that were put")
-        tensors = self._room.tensors(self._head)
+    def _meet(self, request: Meet) -> Reply:
+        wait_s = self._wait_s(request.wait_s)
+        there, found = self._service.meetings.meet(request.tag, request.worker, request.value, request.count, wait_s)
+        if there:
+            return Reply({"found": found})
+        return Reply({"status": 202, "pending": True, "here": sorted(found)})
+
+    # ---- parameters ----
+
+    def _put(self, request: Put) -> Reply:
+        tensors = self._kept()
         slices = together.slices_of(self._store, tensors)
+        if not tensors.keys() >= set(request.buffers):
+            raise RefusedError("buffers names tensors that were not put")
         version = self._store.put(
-            tensors, self._worker(), force=bool(self._fields.get("force")), buffers=buffers, slices=slices,
-            sequence=integer(self._fields, "sequence", 0), session=together.session_of(self._fields),
-            recipe=self._fields.get("optimizer"),
+            tensors, request.worker, force=request.force, buffers=request.buffers, slices=slices,
+            sequence=request.sequence, session=request.session, recipe=request.optimizer,
         )  # fmt: skip
         return Reply({"version": version})
 
-    def _stage(self) -> Reply:
-        assert self._head is not None, "run has looked"
-        assert self._room is not None, "it came with the head"
-        tensors = self._kept(self._room.tensors(self._head))
-        part = Contribution(tensors) if self._incoming is None else self._incoming.contribution(tensors)
-        return Reply(together.stage(self._store, self._worker(), self._fields, part))
-
-    def _kept(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors that the store may hold: not where the client will write again."""
-        if self._spare is not None or self._store.keeps_no_update:
-            return tensors
-        return {name: tensor.clone() for name, tensor in tensors.items()}
-
-    def _get(self) -> Reply:
-        fields = self._fields
-        names = fields.get("names")
-        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            raise RefusedError("names is no list of names")
-        if fields.get("optimizer"):
-            return self._get_optimizer()
-        since = integer(fields, "since", 0) if fields.get("since") is not None else None
-        view = self._store.get(names, min_version=integer(fields, "min_version", 0), since=since, wait_s=self._wait_s())
+    def _get(self, request: Get) -> Reply:
+        if request.optimizer:
+            return self._get_optimizer(request)
+        view = self._store.get(
+            request.names, min_version=request.min_version, since=request.since, wait_s=self._wait_s(request.wait_s)
+        )
         if view is None:
             return Reply({"status": 202, "pending": True, "version": self._store.version})
         reply = Reply({"version": view.version}, view=view)
-        if fields.get("versions"):
+        if request.versions:
             reply.fields["versions"] = view.versions
-        if fields.get("place_only"):
-            return self._in_place(reply, view)
+        if request.place_only:
+            return self._in_place(reply, view, with_layout=request.layout)
         tensors = view.tensors
-        if len(tensors) == len(view.image.tensors) and not fields.get("bfloat16"):
+        if len(tensors) == len(view.image.tensors) and not request.bfloat16:
             reply.parts = view.image.parts
             return reply
-        if fields.get("bfloat16"):
+        if request.bfloat16:
             wide = (torch.float32, torch.float64)
             tensors = {name: t.bfloat16() if t.dtype in wide else t for name, t in tensors.items()}
         reply.parts = encode(tensors)
         return reply
 
-    def _get_optimizer(self) -> Reply:
+    def _get_optimizer(self, request: Get) -> Reply:
         """The state of the optimizer, all of one version."""
-        if self._fields.get("place_only"):
+        if request.place_only:
             raise RefusedError("the optimizer's state lies in no shared memory; ask for it over tcp")
         with self._store.exclusively():
             tensors, values = state_of(self._store.optimizer, self._store.state.parameters)
@@ -364,7 +377,7 @@ class Call:
             reply.parts = encode({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
         return reply
 
-    def _in_place(self, reply: Reply, view: View) -> Reply:
+    def _in_place(self, reply: Reply, view: View, *, with_layout: bool) -> Reply:
         """For a client that maps our memory: only say where."""
         layout = self._store.layout
         assert layout is not None, "there is a view"
@@ -372,90 +385,82 @@ class Call:
         reply.fields |= {"image": view.image.number, "writable": not self._store.options.lock}
         if len(view.tensors) < len(layout.specs):
             reply.fields["names"] = list(view.tensors)
-        if self._fields.get("layout"):
+        if with_layout:
             reply.fields["layout"] = layout.packed()
         return reply
 
-    def _update(self) -> Reply:
-        assert self._head is not None, "run has looked"
-        assert self._room is not None, "it came with the head"
-        assert self._incoming is not None, "it was made with the head"
-        fields = self._fields
-        kind = fields.get("kind", "gradient")
-        base = integer(fields, "base", 0) if fields.get("base") is not None else None
-        part = self._incoming.contribution(self._kept(self._room.tensors(self._head)))
-        sequence = integer(fields, "sequence", 0, 1)
-        session = together.session_of(fields)
-        found = self._store.update(
-            self._worker(), sequence, str(kind), part, base=base, wait_s=self._wait_s(), session=session
-        )
-        return self._acknowledgement(found)
+    # ---- updates ----
 
-    def _wait(self) -> Reply:
-        if "sequence" in self._fields:
-            sequence = integer(self._fields, "sequence", 0, 1)
-            return self._acknowledgement(self._store.wait(self._worker(), sequence, self._wait_s()))
-        allowed = self._store.wait_turn(self._worker(), self._wait_s())
+    def _update(self, request: Update) -> Reply:
+        assert self._incoming is not None, "it was made with the head"
+        found = self._store.update(
+            request.worker, request.sequence, request.kind, self._incoming.contribution(self._kept()),
+            base=request.base, wait_s=self._wait_s(request.wait_s), session=request.session,
+        )  # fmt: skip
+        return self._acknowledgement(found, request.since)
+
+    def _wait(self, request: Wait) -> Reply:
+        wait_s = self._wait_s(request.wait_s)
+        if request.sequence is not None:
+            return self._acknowledgement(self._store.wait(request.worker, request.sequence, wait_s), -1)
+        allowed = self._store.wait_turn(request.worker, wait_s)
         return Reply({"status": 200 if allowed else 202, "pending": not allowed})
 
-    def _order(self) -> Reply:
-        return Reply(together.order(self._store, self._fields, self._wait_s()))
+    def _changed(self, request: Changed) -> Reply:
+        return Reply({"version": self._store.changed_elsewhere(request.worker, request.names)})
 
-    def _pause(self) -> Reply:
-        return Reply(together.pause(self._store, self._fields))
-
-    def _meet(self) -> Reply:
-        fields = self._fields
-        tag, value = str(fields.get("tag"))[:_MAX_NAME], fields.get("value")
-        count = integer(fields, "count", 1, 1, _MAX_MEETING)
-        there, found = self._service.meetings.meet(tag, self._worker(), value, count, self._wait_s())
-        if there:
-            return Reply({"found": found})
-        return Reply({"status": 202, "pending": True, "here": sorted(found)})
-
-    def _flush(self) -> Reply:
-        done = self._store.flush(self._wait_s())
-        return Reply({"status": 200 if done else 202, "pending": not done})
-
-    def _changed(self) -> Reply:
-        names = self._fields.get("names", [])
-        if not isinstance(names, list):
-            raise RefusedError("names is no list of names")
-        return Reply({"version": self._store.changed_elsewhere(self._worker(), map(str, names))})
-
-    def _acknowledgement(self, found: Any) -> Reply:
+    def _acknowledgement(self, found: Acknowledged | Pending, since: int) -> Reply:
         if isinstance(found, Pending):
             return Reply({"status": 202, "pending": True, "version": found.version})
         reply: dict[str, Any] = {"version": found.version}
         if any(note is not None for note in found.notes):
             reply["notes"] = found.notes
         if self._store.place.count > 1:
-            reply |= together.decided(self._store, self._fields)
+            reply |= together.decided(self._store, since)
         return Reply(reply)
 
-    def _status(self) -> Reply:
-        return Reply(self._service.status())
+    # ---- several servers ----
 
-    def _slice(self) -> Reply:
+    def _stage(self, request: Stage) -> Reply:
+        tensors = self._kept()
+        part = Contribution(tensors) if self._incoming is None else self._incoming.contribution(tensors)
+        return Reply(together.stage(self._store, request, part))
+
+    def _order(self, request: Order) -> Reply:
+        return Reply(together.order(self._store, request, self._wait_s(request.wait_s)))
+
+    def _pause(self, request: Pause) -> Reply:
+        return Reply({"version": self._store.pause(request.on)})
+
+    def _flush(self, request: Flush) -> Reply:
+        done = self._store.flush(self._wait_s(request.wait_s))
+        return Reply({"status": 200 if done else 202, "pending": not done})
+
+    def _slice(self, request: Slice) -> Reply:
         slices = self._store.slices
-        layout = slices.layout.packed() if slices is not None and self._fields.get("layout") else None
+        layout = slices.layout.packed() if slices is not None and request.layout else None
         return Reply({**together.about(self._store), "layout": layout})
 
+    # ---- people ----
 
-_ACTIONS: dict[str, Callable[[Call], Reply]] = {
-    "register": Call._register,
-    "leave": Call._leave,
-    "put": Call._put,
-    "get": Call._get,
-    "update": Call._update,
-    "wait": Call._wait,
-    "changed": Call._changed,
-    "status": Call._status,
-    "slice": Call._slice,
-    "stage": Call._stage,
-    "order": Call._order,
-    "pause": Call._pause,
-    "meet": Call._meet,
-    "flush": Call._flush,
+    def _status(self, request: Status) -> Reply:
+        del request
+        return Reply(self._service.status())
+
+
+_ACTIONS: dict[type[Request], Callable[[Call, Any], Reply]] = {
+    Register: Call._register,
+    Leave: Call._leave,
+    Meet: Call._meet,
+    Put: Call._put,
+    Get: Call._get,
+    Update: Call._update,
+    Wait: Call._wait,
+    Changed: Call._changed,
+    Stage: Call._stage,
+    Order: Call._order,
+    Pause: Call._pause,
+    Flush: Call._flush,
+    Slice: Call._slice,
+    Status: Call._status,
 }
-VERBS = tuple(_ACTIONS)

@@ -45,7 +45,6 @@ class SingleServer:
         place: Which of several servers it is; then it serves pieces of the model, which stays as it is.
         ports: Those that it had before, by transport.
         name: Of its shared memory, if it had one before.
-        store: What it serves, instead of one that is made from the origin.
 
     Raises:
         CheckpointError: The directory holds a snapshot that is torn, or of another model.
@@ -59,19 +58,24 @@ class SingleServer:
         place: Place = Place(),  # noqa: B008  # a frozen value
         ports: Mapping[str, int] | None = None,
         name: str | None = None,
-        store: Store | None = None,
     ) -> None:
         self.config, self.token, self._place = config, token, place
         optimizer = origin[1]
         made = (lambda _: optimizer) if isinstance(optimizer, Optimizer) else optimizer
-        self.store = store or (Follower if place.follows else Store)(config.options(), made, place=place)
+        self.store = (Follower if place.follows else Store)(config.options(), made, place=place)
         self._keeper = None
         if config.directory is not None:
-            self._keeper = Keeper(self.store, Path(config.directory), config.snapshot_every, config.durable)
-        if origin[0] is not None:
-            self._put(origin[0], optimizer)
-        if self._keeper is not None:
-            self._keeper.restore()
+            self._keeper = Keeper(
+                self.store, Path(config.directory), config.snapshot_every, config.durable, set_aside=config.set_aside
+            )
+        try:
+            if origin[0] is not None:
+                self._put(origin[0], optimizer)
+            if self._keeper is not None:
+                self._keeper.restore()
+        except BaseException:
+            self._let_go()
+            raise
         self._service = Service(self.store, config.limits, token)
         self._transports: list[_Transport] = []
         self.ports: dict[str, int] = dict(ports or {})
@@ -194,7 +198,12 @@ class SingleServer:
 
     def close(self) -> None:
         """Stop for good: the model's parameters become ordinary memory again."""
-        self.stop()
+        try:
+            self.stop()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
         if self._keeper is not None:
             self._keeper.close()
         self.store.close()

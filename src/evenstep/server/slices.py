@@ -20,7 +20,7 @@ from torch import Tensor
 from evenstep.core.errors import ConfigError, RefusedError
 from evenstep.plan.placement import cut
 from evenstep.server.incoming import INDICES, VALUES
-from evenstep.server.wire import DTYPES, Layout, Spec
+from evenstep.server.wire import Layout, Spec, read_json
 
 __all__ = ["ALIGNMENT", "LAYOUT", "Piece", "Place", "Slices", "check_places"]
 
@@ -140,23 +140,22 @@ class Slices:
         Raises:
             RefusedError: It is none.
         """
-        try:
-            packed = json.loads(text)
-        except (ValueError, RecursionError):
-            packed = None
-        return cls(Layout(cls.unpack(packed)), count, split=split)
+        data = text.encode() if isinstance(text, str) else text
+        return cls(Layout(cls.unpack(read_json(data, "the layout of all parameters"))), count, split=split)
 
     @staticmethod
-    def unpack(packed: Any) -> dict[str, Spec]:
+    def unpack(packed: Mapping[str, Any]) -> dict[str, Spec]:
         """What the parameters are, from `Layout.packed`.
 
         Raises:
             RefusedError: It is none.
         """
-        try:
-            return {str(n): Spec(DTYPES[d], tuple(int(size) for size in shape)) for n, (d, shape) in packed.items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise RefusedError("the layout of all parameters is no JSON of {name: [dtype, shape]}") from None
+        found = {}
+        for name, entry in packed.items():
+            if not isinstance(entry, list) or len(entry) != 2:
+                raise RefusedError(f"the layout of all parameters says '{name[:200]}' badly, expected [dtype, shape]")
+            found[name] = Spec.parse(name, *entry)
+        return found
 
     @property
     def text(self) -> bytes:

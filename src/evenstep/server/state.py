@@ -4,6 +4,7 @@ Values lie in *images* (`images.py`). What changes them is an `Applied`: the sam
 read back from a log, so that to read a log back is to have the same state.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evenstep.server.hyperparameters import set_options
+from evenstep.server.hyperparameters import Hyperparameters, is_torchs, set_hyperparameters, try_out
 from evenstep.server.images import Image, Images
 from evenstep.server.recipes import Recipe, build
 from evenstep.server.rounds import Tensors
 from evenstep.server.stepping import Stepper
-from evenstep.server.wire import Layout, Spec
+from evenstep.server.wire import Layout, Spec, fresh
 
-__all__ = ["Applied", "MakeOptimizer", "State"]
+__all__ = ["Applied", "Before", "MakeOptimizer", "State"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -45,7 +46,7 @@ class Applied:
     buffers: Tensors
     sequences: Mapping[str, int]
     notes: list[Any]
-    options: Any = None
+    options: Hyperparameters | None = None
     sessions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -73,6 +74,8 @@ class State:
         self.optimizer: Optimizer | None = None
         self._stepper: Stepper | None = None
         self._bound: Image | None = None
+        self._proven: set[str] = set()  # what the optimizer has stepped on with the options that it has
+        self._options: Hyperparameters | None = None  # those that came last
         self.buffers: frozenset[str] = frozenset()
         self.version = 0
         self.versions: dict[str, int] = {}
@@ -112,17 +115,48 @@ class State:
         }
         for name, parameter in trained.items():
             parameter.data = images.current.tensors[name]
+        optimizer = None
         if recipe is not None:
-            self.optimizer = build(recipe, trained)
+            optimizer = build(recipe, trained)
+            try_out(optimizer)
         elif self.make_optimizer is not None:
             trainable = [p for p in trained.values() if p.requires_grad]
-            self.optimizer = self.make_optimizer(
-                trainable or [nn.Parameter(torch.zeros(1))]
-            )  # none wants an empty list
-        self._stepper = Stepper(self.optimizer) if self.optimizer is not None else None
+            optimizer = self.make_optimizer(trainable or [nn.Parameter(torch.zeros(1))])  # none wants an empty list
+        self.optimizer = optimizer
+        self._stepper = Stepper(optimizer) if optimizer is not None else None
         self.images, self.layout, self.parameters, self.buffers = images, Layout(specs), trained, untrained
         self.versions = dict.fromkeys(specs, 0)
         self.owner = owner
+
+    def forget(self) -> None:
+        """Be as before anything was put."""
+        images, self.images, self.layout, self.optimizer, self._stepper = self.images, None, None, None, None
+        self.parameters, self.buffers, self.versions, self.owner = {}, frozenset(), {}, None
+        self._bound, self._proven, self._options = None, set(), None
+        if images is not None:
+            images.close()
+
+    def is_proven(self, applied: Applied) -> bool:
+        """Whether the like of an update has been applied before, so that nothing can be wrong with it.
+
+        To change values by what was checked cannot fail. A step can, for reasons that only the optimizer knows: so the
+        first step on a parameter, and the first one with other options, are not proven.
+        """
+        if applied.kind != "gradient":
+            return True
+        return self.has_options(applied.options) and applied.tensors.keys() <= self._proven
+
+    def has_options(self, options: Hyperparameters | None) -> bool:
+        """Whether the optimizer steps with these options already; None: with those that it has."""
+        return options is None or options == self._options
+
+    def doubt(self) -> None:
+        """Nothing is proven any more."""
+        self._proven, self._options = set(), None
+
+    def before(self, applied: Applied) -> "Before":
+        """What an update is about to change."""
+        return Before(self, applied)
 
     def apply(self, applied: Applied, *, locked: bool) -> None:
         """Change the parameters.
@@ -160,8 +194,11 @@ class State:
         else:
             assert self.optimizer is not None, "it was checked"
             assert self._stepper is not None, "it came with the optimizer"
-            if applied.options is not None:
-                set_options(self.optimizer, applied.options)
+            if not self.has_options(applied.options):
+                assert applied.options is not None, "it has its own"
+                set_hyperparameters(self.optimizer, applied.options)
+                self._options = applied.options
+                self._proven.clear()
             for name, gradient in applied.tensors.items():
                 self.parameters[name].grad = gradient
             try:
@@ -169,11 +206,12 @@ class State:
             finally:
                 for name in applied.tensors:
                     self.parameters[name].grad = None
+            self._proven.update(applied.tensors)
 
     @property
     def keeps_no_gradient(self) -> bool:
         """Whether no gradient is held after a step: torch's own optimizers hold none."""
-        return self._stepper is None or self._stepper.is_torchs
+        return self.optimizer is None or is_torchs(self.optimizer)
 
     def tensors(self) -> dict[str, Tensor]:
         """The current values."""
@@ -186,3 +224,53 @@ class State:
                 parameter.data = parameter.data.clone()
             self.images.close()
             self.images = self._bound = None
+
+
+class Before:
+    """All that an update may change, as it was: values, and what the optimizer keeps.
+
+    An optimizer that is not torch's may keep more than its state and options; that is not taken back.
+    """
+
+    def __init__(self, state: State, applied: Applied) -> None:
+        self._state = state
+        values, optimizer = state.tensors(), state.optimizer
+        self._values = {name: _copy(values[name]) for name in (*applied.tensors, *applied.buffers)}
+        self._version, self._versions = state.version, {name: state.versions[name] for name in self._values}
+        self._kept = {
+            name: {key: _copy(value) for key, value in optimizer.state[state.parameters[name]].items()}
+            for name in applied.tensors
+            if optimizer is not None and state.parameters[name] in optimizer.state
+        }
+        self._names = list(applied.tensors)
+        self._groups = [_options_of(group) for group in optimizer.param_groups] if optimizer is not None else []
+
+    def restore(self) -> None:
+        """Bring it back."""
+        state, values = self._state, self._state.tensors()
+        state.doubt()
+        state.version = self._version
+        state.versions.update(self._versions)
+        for name, value in self._values.items():
+            values[name].copy_(value)
+        optimizer = state.optimizer
+        if optimizer is None:
+            return
+        for name in self._names:
+            optimizer.state.pop(state.parameters[name], None)
+            if name in self._kept:
+                optimizer.state[state.parameters[name]] = self._kept[name]
+        for group, options in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(options)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) for key, value in group.items() if key != "params"}
+
+
+def _copy(value: Any) -> Any:
+    """A copy; that of a tensor in memory that is given back at once when it is gone."""
+    if not isinstance(value, Tensor) or not value.nbytes:
+        return copy.deepcopy(value)
+    flat = torch.frombuffer(fresh(value.nbytes), dtype=value.dtype, count=value.numel())
+    return flat.view(value.shape).copy_(value)

@@ -6,6 +6,8 @@ For a small model that is most of the time of a step. What is computed is the sa
 from torch.optim import Optimizer
 from torch.optim import optimizer as internals
 
+from evenstep.server.hyperparameters import is_torchs
+
 __all__ = ["Stepper"]
 
 
@@ -19,10 +21,9 @@ class Stepper:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        kind = type(optimizer)
-        self.is_torchs = kind.__module__.startswith("torch.optim.")
-        self._plain = getattr(kind.step, "__wrapped__", None) if self.is_torchs else None
-        for group in optimizer.param_groups if self.is_torchs else ():
+        known = is_torchs(optimizer)
+        self._plain = getattr(type(optimizer).step, "__wrapped__", None) if known else None
+        for group in optimizer.param_groups if known else ():
             if group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = False
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evenstep.core.errors import RefusedError, ServerError
+from evenstep.core.errors import CheckpointError, RefusedError, ServerError
 from evenstep.server import status
 from evenstep.server.attended import HISTORY, Attended
 from evenstep.server.checks import check_contribution
@@ -56,10 +56,24 @@ class Pending:
 
 
 class Journal(Protocol):
-    """Where updates are written down before they count."""
+    """Where updates are written down before they count.
+
+    What raises OSError or CheckpointError has written nothing.
+    """
 
     def append(self, applied: Applied) -> None:
         """Write one down so that it survives the process."""
+
+    def retract(self) -> None:
+        """What was written down last does not count."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """Why an update that was taken in did not come about."""
+
+    sequence: int
+    error: RefusedError
 
 
 class Store(Attended):
@@ -95,6 +109,8 @@ class Store(Attended):
         self._round = Round()
         self._sequences: dict[str, int] = {}  # of the contributions to the round
         self._sessions: dict[str, str] = {}  # who sent them
+        self._failed: dict[str, _Failed] = {}  # the last one of each worker
+        self._unwritable = False
         self._form: object = None  # of the last contribution that was looked at
         self._writing = 0
         self._paused_until = 0.0
@@ -164,7 +180,7 @@ class Store(Attended):
                     raise RefusedError("this server has an optimizer, or keeps snapshots: it takes no recipe", 409)
                 self._initialise(tensors, worker, dict(parameters or {}), buffers, slices, recipe)
                 self.decisions.add(0, sequences, sessions)
-                self.after_put()
+                self._keep_first()
                 return 0
             if not force:
                 raise RefusedError(
@@ -194,6 +210,16 @@ class Store(Attended):
         assert self.layout is not None, "it was just made"
         self._tell(f"'{worker}' put {len(self.layout.specs)} parameters, {self.layout.num_bytes} bytes", worker)
         self._changed.notify_all()
+
+    def _keep_first(self) -> None:
+        """Have the first values written down; if they cannot be, nothing was put."""
+        try:
+            self.after_put()
+        except CheckpointError as error:
+            self.state.forget()
+            self.slices = None
+            self.decisions.forget()
+            raise RefusedError(f"{error}; nothing was put, try again", 503) from error
 
     def get(
         self, names: Iterable[str] | None = None, *, min_version: int = 0, since: int | None = None, wait_s: float = 0.0
@@ -276,6 +302,7 @@ class Store(Attended):
                 self.workers.see(worker, self._clock())
                 self._check_part(kind, part)
                 self._check_turn(worker, kind, part, base)
+                self._failed.pop(worker, None)
                 self._take(worker, sequence, kind, part, session)
             return self._settle(worker, sequence, wait_s)
 
@@ -309,6 +336,9 @@ class Store(Attended):
         with self._changed:
             self._expire()
             if self._repeated(worker, sequence) is None:
+                failed = self._failed.get(worker)
+                if failed is not None and failed.sequence == sequence and failed.error.status != 503:
+                    raise failed.error
                 raise RefusedError(f"there is no update {sequence} of worker '{worker}' here; send it again", 404)
             return self._settle(worker, sequence, wait_s)
 
@@ -384,42 +414,100 @@ class Store(Attended):
         kind = round_.kind or "gradient"
         total, buffers = round_.total(), round_.buffers()
         notes, options = round_.notes(), round_.options()
-        self._commit(Applied(kind, self.version + 1, total, buffers, sequences, notes, options, sessions=sessions))
+        try:
+            self._commit(Applied(kind, self.version + 1, total, buffers, sequences, notes, options, sessions=sessions))
+        except RefusedError as error:  # whoever took part hears of it, not whoever came by
+            self._failed |= {worker: _Failed(sequence, error) for worker, sequence in sequences.items()}
+            self._changed.notify_all()
 
     def _settle(self, worker: str, sequence: int, wait_s: float) -> Acknowledged | Pending:
         """Wait until an update that was taken in counts."""
 
+        def failed() -> bool:
+            return worker in self._failed and self._failed[worker].sequence == sequence
+
         def done() -> bool:
             last = self.workers.acknowledged.get(worker)
-            return last is not None and last.sequence >= sequence
+            return (last is not None and last.sequence >= sequence) or failed()
 
         if not self._wait(done, wait_s, worker):
             return Pending(self.version)
+        if failed():
+            raise self._failed[worker].error
         return self.workers.acknowledged[worker]
 
-    def _commit(self, applied: Applied) -> None:
-        """Write an update down, then make it count."""
-        self._write_down(lambda journal: journal.append(applied))
-        self.apply(applied)
+    def _commit(self, applied: Applied, write: Callable[[Any], None] | None = None) -> None:
+        """Write an update down and make it count: both, or neither.
+
+        Args:
+            applied: The update.
+            write: What to tell the journal; None: the update itself.
+
+        Raises:
+            RefusedError: It cannot be applied (422), or not be written down now (503); nothing has changed.
+        """
+        write = write or (lambda journal: journal.append(applied))
+        if self.state.is_proven(applied):
+            self._write_down(write)
+            self._change(applied)
+        else:
+            self._prove(applied, write)
+        self._count(applied)
         self.after_update()
 
-    def _write_down(self, write: Callable[[Any], None]) -> None:
-        if self.journal is not None:
-            try:
-                write(self.journal)
-            except OSError as error:
-                self._broken = f"the log cannot be written: {error.strerror}"
-                self._changed.notify_all()
-                raise ServerError(self._broken) from error
-
-    def apply(self, applied: Applied) -> None:
-        """Change the parameters. For the store itself, and for what reads a log back before anybody is served."""
+    def _change(self, applied: Applied) -> None:
+        """Change the parameters by an update the like of which there was; if it fails all the same, that is the end."""
         try:
             self.state.apply(applied, locked=self.options.lock)
         except Exception as error:
             self._broken = f"the optimizer failed at version {self.version}: {error}"
+            if self.journal is not None:
+                self.journal.retract()
+                self._broken += "; start it again: it goes on from its directory, without this update"
             self._changed.notify_all()
             raise ServerError(self._broken) from error
+
+    def _prove(self, applied: Applied, write: Callable[[Any], None]) -> None:
+        """Change the parameters by an update that is the first of its kind; write it down when it has worked."""
+        before = self.state.before(applied)
+        try:
+            self.state.apply(applied, locked=self.options.lock)
+        except Exception as error:
+            before.restore()
+            raise RefusedError(f"the optimizer cannot make this update: {error}", 422) from error
+        try:
+            self._write_down(write)
+        except BaseException:
+            before.restore()
+            raise
+
+    def _write_down(self, write: Callable[[Any], None]) -> None:
+        """Tell the journal something.
+
+        Raises:
+            RefusedError: It cannot be written now; it will be possible again by itself.
+        """
+        if self.journal is None:
+            return
+        try:
+            write(self.journal)
+        except (OSError, CheckpointError) as error:
+            why = f"the log cannot be written ({error})"
+            if not self._unwritable:
+                self._unwritable = True
+                self._tell(f"{why}: updates are refused until it can")
+            raise RefusedError(f"{why}, so the update was not applied; try again", 503) from error
+        if self._unwritable:
+            self._unwritable = False
+            self._tell("the log can be written again")
+
+    def replay(self, applied: Applied) -> None:
+        """Apply what was written down, before anybody is served."""
+        self.state.apply(applied, locked=self.options.lock)
+        self._count(applied)
+
+    def _count(self, applied: Applied) -> None:
+        """An update was made."""
         for worker, sequence in applied.sequences.items():
             self.workers.acknowledge(worker, sequence, self.version, applied.notes, counts=applied.kind != "put")
         self.decisions.add(self.version, applied.sequences, applied.sessions)
@@ -480,6 +568,7 @@ class Store(Attended):
     def leave(self, worker: str) -> None:
         """A worker goes: nobody waits for it any more."""
         with self._changed:
+            self._failed.pop(worker, None)
             if self.workers.leave(worker):
                 self._depart(worker, self._clock(), "left")
                 self._tell(f"worker '{worker}' left", worker)
@@ -510,6 +599,11 @@ class Store(Attended):
         if len(self.history) > 1 and now - self.history[-2][0] < _HISTORY_S:
             self.history.pop()
         self.history.append((now, self.version))
+
+    @property
+    def looks_once(self) -> bool:
+        """Whether what an update holds is neither checked nor written down before it is made."""
+        return self.journal is None and not self.options.reject_nonfinite
 
     @property
     def keeps_no_update(self) -> bool:

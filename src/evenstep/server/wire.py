@@ -32,6 +32,7 @@ __all__ = [
     "fresh",
     "head_length",
     "read_json",
+    "read_value",
     "write_json",
 ]
 
@@ -79,6 +80,21 @@ class Spec:
     def of(cls, tensor: Tensor) -> "Spec":
         """That of a tensor."""
         return cls(tensor.dtype, tuple(tensor.shape))
+
+    @classmethod
+    def parse(cls, name: str, dtype: Any, shape: Any) -> "Spec":
+        """That of a tensor as a stranger describes it.
+
+        Raises:
+            RefusedError: There is no such dtype, or this is no shape.
+        """
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise RefusedError(
+                f"tensor '{name[:200]}' has dtype {str(dtype)[:40]!r}, expected one of {', '.join(DTYPES)}"
+            )
+        if not _sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+            raise RefusedError(f"tensor '{name[:200]}' has a bad shape, expected a list of sizes")
+        return cls(DTYPES[dtype], tuple(shape))
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -265,14 +281,32 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
     """Read a JSON object from a stranger.
 
     Raises:
-        RefusedError: It is none, or names something twice.
+        RefusedError: It is none, or holds what `read_value` refuses.
     """
     try:
-        value = _decode(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{what} is no JSON: {str(error)[:200]}") from None
+        decoded = text.decode()
+    except UnicodeDecodeError as error:
+        raise RefusedError(f"{what} is no JSON: {error.reason}") from None
+    value = read_value(decoded, what)
     if not isinstance(value, dict):
         raise RefusedError(f"{what} is a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def read_value(text: str, what: str) -> Any:
+    """Read JSON from a stranger.
+
+    Raises:
+        RefusedError: It is none, names something twice, or holds a number that is not finite or half a character.
+    """
+    try:
+        value = _decode(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RefusedError(f"{what} is no JSON: it holds half of a character") from None
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"{what} is no JSON: {str(error)[:200]}") from None
     return value
 
 
@@ -295,6 +329,13 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is no number")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
+
+
 def _encoder() -> Callable[[Any, int], Iterable[str]]:
     """What json.dumps makes anew for every call."""
     plain = json.JSONEncoder(separators=(",", ":"))
@@ -308,21 +349,17 @@ def _encoder() -> Callable[[Any, int], Iterable[str]]:
 
 
 _ENCODE = _encoder()
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
 
 
 def _entry(name: str, entry: Any) -> tuple[str, Spec, int, int]:
     shown = name[:200]
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise RefusedError(f"tensor '{shown}' is described badly; expected dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise RefusedError(f"tensor '{shown}' has dtype {str(dtype)[:40]!r}, expected one of {', '.join(DTYPES)}")
-    if not _sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise RefusedError(f"tensor '{shown}' has a bad shape, expected a list of sizes")
+    spec, offsets = Spec.parse(name, entry["dtype"], entry["shape"]), entry["data_offsets"]
     if not _sizes(offsets) or len(offsets) != 2:
         raise RefusedError(f"tensor '{shown}' has bad data_offsets, expected [begin, end]")
-    return name, Spec(DTYPES[dtype], tuple(shape)), offsets[0], offsets[1]
+    return name, spec, offsets[0], offsets[1]
 
 
 def _sizes(value: Any) -> bool:

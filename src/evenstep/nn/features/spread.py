@@ -19,8 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from evenstep.core.errors import UnsupportedError
 from evenstep.exchange.surroundings import Workers, current
-from evenstep.nn.features import parcel
+from evenstep.nn import parcel
 from evenstep.nn.features.cuts import Cut
+from evenstep.nn.treesum import TreeSum
 from evenstep.plan import tree
 from evenstep.plan.placement import cut
 
@@ -146,7 +147,7 @@ def _differentiate(call: _Call, dys: dict[int, Tensor | None]) -> tuple[list[Ten
             dws += [None for _ in part.parameters()]
             continue
         leaves = call.leaves[p]
-        sums = [_TreeSum(call.around.num_shards) for _ in leaves]
+        sums = [TreeSum(tree.leaf_program(call.around.num_shards)) for _ in leaves]
         for k in range(call.around.num_shards):
             piece, dy = call.pieces.pop((p, k), None), dys.get(k)
             found: list[Tensor | None] = [None] * (1 + len(leaves))
@@ -158,29 +159,6 @@ def _differentiate(call: _Call, dys: dict[int, Tensor | None]) -> tuple[list[Ten
                 total.push(dw)
         dws += [total.result for total in sums]
     return dxs, dws
-
-
-class _TreeSum:
-    """The sum over shards in the order of the tree, as they come: only some of them are kept at a time."""
-
-    def __init__(self, num_shards: int) -> None:
-        self._merges = iter(tree.leaf_program(num_shards))
-        self._stack: list[Tensor | None] = []
-
-    def push(self, gradient: Tensor | None) -> None:
-        """Take the next shard's over; None: it has none, and its neighbour stays as it is."""
-        self._stack.append(gradient)
-        for _ in range(next(self._merges)):
-            right, left = self._stack.pop(), self._stack.pop()
-            self._stack.append(
-                left.add_(right) if left is not None and right is not None else left if right is None else right
-            )
-
-    @property
-    def result(self) -> Tensor | None:
-        """The sum, when all have come."""
-        (total,) = self._stack
-        return total
 
 
 def _backward(piece: _Piece, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:

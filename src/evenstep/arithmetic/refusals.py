@@ -1,0 +1,98 @@
+"""Operations that nothing here makes equal: refused or warned about by name, while a portable run is open."""
+
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.library import Library
+
+from evenstep.core.errors import NondeterminismError
+
+__all__ = ["REFUSED", "Refusals"]
+
+REFUSED = {"linalg_lstsq": "its result changes from call to call; use torch.linalg.solve or torch.linalg.qr"}
+"""Operations of torch, and why."""
+
+_HOME = str(Path(torch.__file__).parent)
+
+
+class Refusals:
+    """Stands in for operations until it is closed.
+
+    Args:
+        on_nondeterminism: Whether what is refused raises, or only warns and is computed nevertheless.
+    """
+
+    def __init__(self, on_nondeterminism: Literal["error", "warn"]) -> None:
+        self._strict = on_nondeterminism == "error"
+        self._libraries: dict[str, Library] = {}
+        self._said: set[str] = set()
+        self._graphs = _num_compiled_graphs()
+        for name, why in REFUSED.items():
+            self._replace(f"aten::{name}", f"torch's {name} has no portable result: {why}", refused=True)
+
+    def look_around(self) -> None:
+        """Watch the operations of other libraries that have been loaded by now; each says once that it was used."""
+        for name in torch._C._dispatch_get_all_op_names():
+            if not _is_torchs(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+                self._replace(
+                    name, f"{name} is no operation of torch: its bits may be others on another processor", refused=False
+                )
+
+    def check(self) -> None:
+        """Say so if something was compiled for this processor since the run began.
+
+        Raises:
+            NondeterminismError: It was, and the run was not told to only warn.
+        """
+        if _num_compiled_graphs() > self._graphs:
+            self._say(
+                "torch.compile makes kernels for the processor at hand, so their bits may be others on another one; "
+                "leave it out, or use arithmetic='native'",
+                refused=True,
+            )
+
+    def close(self) -> None:
+        """Give all operations back."""
+        for library in self._libraries.values():
+            library._destroy()  # type: ignore[no-untyped-call]
+        self._libraries.clear()
+
+    def _replace(self, name: str, message: str, *, refused: bool) -> None:
+        namespace, _, short = name.partition("::")
+        original = torch.library.get_kernel(name, "CPU")
+
+        def stand_in(keys: Any, *args: Any, **options: Any) -> Any:
+            self._say(message, refused=refused)
+            return original.call_boxed(keys, *args, **options)
+
+        if namespace not in self._libraries:
+            self._libraries[namespace] = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of any replacement
+            self._libraries[namespace].impl(  # type: ignore[no-untyped-call]
+                short, stand_in, "CPU", with_keyset=True, allow_override=True
+            )
+
+    def _say(self, message: str, *, refused: bool) -> None:
+        if refused and self._strict:
+            raise NondeterminismError(message)
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=4)
+
+
+def _is_torchs(name: str) -> bool:
+    """Whether an operation came with torch: in C++, or in one of its Python files."""
+    if name.startswith(("aten::", "prims::", "quantized::")):
+        return True
+    where = re.search(r"^debug: registered at (.*)", torch._C._dispatch_dump(name), re.MULTILINE)
+    return where is not None and ("/pytorch/" in where[1] or where[1].startswith(_HOME))
+
+
+def _num_compiled_graphs() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not there: nothing was compiled
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

@@ -1,0 +1,442 @@
+"""Who is a worker: what happens to workers goes in, what is to be done comes out. It knows no process and no clock.
+
+A roster is a value. Every event gives the next one, and decisions, which whoever holds it carries out in their order.
+`tests/model/protocol.py` goes through all orders of events with this very code.
+"""
+
+import signal
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from evenstep.core.errors import ConfigError, Stopped
+
+__all__ = [
+    "Announce",
+    "Decision",
+    "Ending",
+    "Fail",
+    "Fault",
+    "LeaveOut",
+    "Lose",
+    "Regroup",
+    "Roster",
+    "Script",
+    "Signal",
+    "Stage",
+    "Start",
+    "Worker",
+]
+
+_CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS}
+MAX_CRASHES = 4
+"""So many in one place without a committed step in between, and the next one would crash too."""
+_BACKOFF_S = (0.1, 30.0)  # before the second start of a worker since the last committed step, doubled each time; most
+
+
+class Stage(Enum):
+    """Where a worker stands."""
+
+    BEGINS = "one of the first, before there is a generation"
+    CATCHES_UP = "started later, and not where the others are yet"
+    READY = "has caught up, and waits to be let in"
+    WORKS = "in the present generation"
+    WAITS = "was in the present generation, and waits for the next"
+    LEAVES = "told to go"
+    LEFT = "told to go, and its process has ended"
+    GONE = "its process has ended"
+    MISSING = "its process has ended as it should, but without the run that the others are in"
+
+
+class Script(Enum):
+    """How far a worker's script is."""
+
+    OUTSIDE = "in no run"
+    INSIDE = "in a run"
+    CLOSED = "has left its last run as it should"
+    ENDED = "at its end, without having left its run"
+
+
+class Fault(Enum):
+    """What a worker has said of its end."""
+
+    NONE = "nothing"
+    ERROR = "an error"
+    MISTAKE = "a sentence to the user, who needs no traceback"
+    HOPELESS = "an error that would come again"
+
+
+class Ending(Enum):
+    """Whether the run is about to end."""
+
+    NONE = "it goes on"
+    STOPS = "it was asked to stop after this step"
+    FAILED = "a worker has failed for good"
+    KILLED = "everyone is told to end now"
+
+
+_MEMBERS = {Stage.BEGINS, Stage.WORKS, Stage.WAITS}
+_LATE = {Stage.CATCHES_UP, Stage.READY}
+_WAITING = {Stage.READY, Stage.WAITS}
+_WITHOUT_PROCESS = {Stage.LEFT, Stage.GONE, Stage.MISSING}
+
+
+class Worker(NamedTuple):
+    """The worker of a place, from its start to its end.
+
+    Attributes:
+        place: Its number; a worker that replaces it has the same.
+        stage: Where it stands.
+        script: How far its script is.
+        fault: What it has said of its end.
+        final: Without it the others cannot go on either.
+        given_up: Whether it is about to be killed because it does nothing any more.
+        code: Its exit code, or minus the signal that killed it.
+    """
+
+    place: int
+    stage: Stage
+    script: Script = Script.OUTSIDE
+    fault: Fault = Fault.NONE
+    final: bool = False
+    given_up: bool = False
+    code: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has a process."""
+        return self.stage not in _WITHOUT_PROCESS
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the others wait for it."""
+        return self.stage in _MEMBERS
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it was started later than the others and is not with them yet."""
+        return self.stage in _LATE
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for the next generation."""
+        return self.stage in _WAITING
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has left its last run as it should."""
+        return self.script is Script.CLOSED
+
+
+class Start(NamedTuple):
+    """Start a worker in a place, after a while."""
+
+    place: int
+    delay_s: float
+
+
+class Lose(NamedTuple):
+    """Say that a worker is lost; if it was a member, let nobody wait for it.
+
+    Attributes:
+        place: Which.
+        was_member: Whether the others may wait for it.
+        delay_s: When it is replaced; None: it is not.
+        left: How many go on.
+    """
+
+    place: int
+    was_member: bool
+    delay_s: float | None
+    left: int
+
+
+class LeaveOut(NamedTuple):
+    """Say that a worker ended before it had caught up, and that the others go on without it."""
+
+    place: int
+
+
+class Fail(NamedTuple):
+    """The run is over, and this worker is why: let nobody wait for it."""
+
+    place: int
+
+
+class Signal(NamedTuple):
+    """Send a signal to a worker."""
+
+    place: int
+    number: int
+
+
+class Regroup(NamedTuple):
+    """Ask the workers to come and wait for a generation."""
+
+    generation: int
+
+
+class Announce(NamedTuple):
+    """Begin a generation: these are its members, and these shall go."""
+
+    generation: int
+    members: tuple[int, ...]
+    leaving: tuple[int, ...]
+
+
+Decision: TypeAlias = Start | Lose | LeaveOut | Fail | Signal | Regroup | Announce
+Turn: TypeAlias = "tuple[Roster, list[Decision]]"
+
+
+class Roster(NamedTuple):
+    """All workers of a run, and what was decided so far.
+
+    Attributes:
+        wanted: How many workers there are to be.
+        workers: The present or last one of every place, by place.
+        generation: The number of the present generation; 0 before the first.
+        starts: Which places are about to get a worker.
+        max_restarts: How many workers may be replaced; None: any number.
+        restarts: How many were.
+        failures: Of workers that replaced others, by place, since the last committed step.
+        failed_at: How much was committed when a script last failed by itself.
+        stepped: Whether any step has been committed.
+        ending: Whether the run is about to end.
+        has_stopped: Whether the workers have stopped after a step, as they were asked to.
+    """
+
+    wanted: int
+    workers: tuple[Worker, ...] = ()
+    generation: int = 0
+    starts: tuple[int, ...] = ()
+    max_restarts: int | None = None
+    restarts: int = 0
+    failures: tuple[tuple[int, int], ...] = ()
+    failed_at: int | None = None
+    stepped: bool = False
+    ending: Ending = Ending.NONE
+    has_stopped: bool = False
+
+    # ---- looking ----
+
+    def of(self, place: int) -> Worker | None:
+        """The present or last worker of a place, if it ever had one."""
+        return next((worker for worker in self.workers if worker.place == place), None)
+
+    @property
+    def alive(self) -> list[Worker]:
+        """Those that have a process."""
+        return [worker for worker in self.workers if worker.alive]
+
+    @property
+    def staying(self) -> list[Worker]:
+        """Those that have a process and were not told to go."""
+        return [worker for worker in self.workers if worker.alive and worker.stage is not Stage.LEAVES]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether some worker has come to the end of the run, so that all that counts is committed."""
+        return any(worker.closed for worker in self.workers)
+
+    @property
+    def stragglers(self) -> list[Worker]:
+        """Those that still catch up with a run that is over for everyone else; none if there is anybody else."""
+        if self.starts or not self.is_over or any(w.closed or not w.is_late for w in self.alive):
+            return []
+        return self.alive
+
+    def crashes_always(self, worker: Worker) -> bool:
+        """Whether a worker crashed, and so did those before it in its place since the last committed step."""
+        crashed = worker.code is not None and -worker.code in _CRASHES and not worker.given_up
+        return crashed and self._failures_in(worker.place) + 2 >= MAX_CRASHES
+
+    def _failures_in(self, place: int) -> int:
+        return dict(self.failures).get(place, -1)
+
+    # ---- changing ----
+
+    def _put(self, worker: Worker) -> "Roster":
+        others = [other for other in self.workers if other.place != worker.place]
+        return self._replace(workers=tuple(sorted((*others, worker))))
+
+    def _set(self, place: int, **changes: object) -> "Roster":
+        worker = self.of(place)
+        assert worker is not None, f"there is a worker in place {place}"
+        return self._put(worker._replace(**changes))  # type: ignore[arg-type]  # the caller names its fields
+
+    # ---- what happens: workers come and speak ----
+
+    def started(self, place: int) -> "Roster":
+        """A process was started in a place: one of the first, or one that was decided on."""
+        stage = Stage.CATCHES_UP if place in self.starts else Stage.BEGINS
+        starts = tuple(other for other in self.starts if other != place)
+        return self._replace(starts=starts)._put(Worker(place, stage))
+
+    def waits(self, place: int) -> Turn:
+        """A worker has nothing to do before the next generation."""
+        worker = self.of(place)
+        if worker is None or not worker.alive or worker.stage is Stage.LEAVES:
+            return self, []
+        return self._set(place, stage=Stage.READY if worker.is_late else Stage.WAITS).form()
+
+    def speaks(self, place: int, script: Script) -> "Roster":
+        """A worker's script has come somewhere."""
+        worker = self.of(place)
+        if script is Script.ENDED and worker is not None and worker.script is not Script.INSIDE:
+            return self  # it has ended as it should
+        return self._set(place, script=script)
+
+    def faults(self, place: int, fault: Fault, *, final: bool = False) -> "Roster":
+        """A worker says why it is about to end."""
+        worker = self.of(place)
+        assert worker is not None, "it speaks"
+        return self._set(place, fault=fault, final=final or worker.final)
+
+    def committed(self) -> "Roster":
+        """A step is committed: whatever failed before it, the run gets on."""
+        return self._replace(stepped=True, failures=())
+
+    def gives_up(self, place: int, *, leaves: bool = False) -> "Roster":
+        """A worker does nothing any more, and will be killed; perhaps nobody is to take its place."""
+        roster = self._set(place, given_up=True)
+        return roster._set(place, stage=Stage.LEAVES) if leaves else roster
+
+    # ---- what happens: workers end ----
+
+    def ended(self, place: int, code: int, committed: int) -> Turn:
+        """A worker's process has ended.
+
+        Args:
+            place: Whose.
+            code: Its exit code, or minus the signal that killed it.
+            committed: How many operations are committed.
+        """
+        worker = self.of(place)
+        assert worker is not None, "it was started"
+        dismissed = worker.stage is Stage.LEAVES
+        told = dismissed or (self.ending is Ending.STOPS and code == Stopped.exit_code)
+        well = code == 0 and worker.script is not Script.INSIDE
+        missing = well and worker.is_member and not worker.closed
+        stage = Stage.LEFT if dismissed else Stage.MISSING if missing else Stage.GONE
+        roster = self._set(place, stage=stage, code=code)
+        if self.ending in (Ending.FAILED, Ending.KILLED):
+            return roster, []  # all are ending
+        if well or told:
+            return roster.form()
+        if self.ending is Ending.STOPS:
+            return roster._lose(worker, code)
+        if worker.is_late and not (worker.closed or worker.final) and code >= 0 and roster.alive:
+            return roster._replace(wanted=min(self.wanted, len(roster.alive))), [LeaveOut(place)]
+        return roster._fall(worker, code, committed)
+
+    def _fall(self, worker: Worker, code: int, committed: int) -> Turn:
+        """A worker has failed: either the script is at fault, and would be again, or another worker takes its place."""
+        if code < 0 or worker.given_up:
+            final, roster = self.crashes_always(worker._replace(code=code)), self
+        else:
+            again, roster = self.failed_at == committed, self._replace(failed_at=committed)
+            fatal = worker.fault in (Fault.MISTAKE, Fault.HOPELESS) or worker.final or worker.closed
+            final = fatal or again or not self.stepped
+        return roster._fail(worker.place) if final else roster._lose(worker, code)
+
+    def _lose(self, worker: Worker, code: int) -> Turn:
+        """Go on without a worker, and have another one started in its place."""
+        needed = code < 0 and not self.has_stopped and not any(w.is_member for w in self.alive)
+        most = 0 if self.ending is Ending.STOPS and not needed else self.max_restarts
+        crowd = len(self.staying) + len(self.starts)
+        roster, delay_s, decisions = self, None, []
+        if (most is None or self.restarts < most) and crowd < self.wanted:
+            failures = self._failures_in(worker.place) + 1
+            delay_s = min(_BACKOFF_S[0] * 2 ** (failures - 1), _BACKOFF_S[1]) if failures else 0.0
+            roster = roster._replace(
+                restarts=self.restarts + 1,
+                failures=tuple(sorted({**dict(self.failures), worker.place: failures}.items())),
+                starts=tuple(sorted((*self.starts, worker.place))),
+            )
+            decisions = [Start(worker.place, delay_s)]
+        lost: list[Decision] = [Lose(worker.place, worker.is_member, delay_s, crowd), *decisions]
+        if not roster.starts and not roster.alive and self.ending is not Ending.STOPS:
+            roster, more = roster._fail(worker.place)
+        else:
+            roster, more = roster.form()
+        return roster, lost + more
+
+    def _fail(self, place: int) -> Turn:
+        decisions: list[Decision] = [Fail(place)]
+        for other in self.alive:
+            if other.is_late:  # it has nothing to say, and may be so young that it would take a SIGTERM for ours
+                decisions.append(Signal(other.place, signal.SIGKILL))
+            elif other.waits:  # nobody will call it any more
+                decisions.append(Signal(other.place, signal.SIGTERM))
+        return self._replace(ending=Ending.FAILED, starts=()), decisions
+
+    # ---- what happens: the user asks ----
+
+    def scale(self, number: int, places: int) -> Turn:
+        """There are to be more or fewer workers from the next step on.
+
+        Args:
+            number: How many.
+            places: How many there can be.
+
+        Raises:
+            ConfigError: The run is ending.
+        """
+        if self.ending is not Ending.NONE:
+            raise ConfigError("the run is ending: it takes no more workers")
+        short = number - len(self.staying) - len(self.starts)
+        free = [place for place in range(places) if place not in self.starts and self._is_free(place)]
+        added = free[: max(short, 0)]
+        decisions: list[Decision] = [Start(place, 0.0) for place in added]
+        if len(self.staying) > number:
+            decisions.append(Regroup(self.generation + 1))
+        return self._replace(wanted=number, starts=tuple(sorted((*self.starts, *added)))), decisions
+
+    def _is_free(self, place: int) -> bool:
+        """Whether nobody is in a place; one that was told to go may still read there."""
+        worker = self.of(place)
+        return worker is None or not worker.alive
+
+    def stop(self) -> Turn:
+        """The run shall stop after this step."""
+        roster, decisions = self._replace(ending=Ending.STOPS), []
+        if any(w.is_member for w in self.alive):  # else those who come have to stop it
+            roster = roster._replace(starts=())
+            for worker in self.alive:
+                if worker.is_late:
+                    roster = roster._set(worker.place, stage=Stage.LEAVES)
+                    decisions.append(Signal(worker.place, signal.SIGKILL))
+        roster, more = roster.form()
+        return roster, [*decisions, *more]
+
+    def kill(self) -> "Roster":
+        """Everyone is told to end now."""
+        return self._replace(ending=Ending.KILLED, starts=())
+
+    # ---- generations ----
+
+    def form(self) -> Turn:
+        """Begin the next generation if all who are left of the present one wait for it, else ask them to."""
+        waiting = sorted((w for w in self.staying if w.waits), key=lambda w: (not w.is_member, w.place))
+        if self.ending is Ending.STOPS and any(w.is_member for w in self.staying):
+            waiting = [w for w in waiting if w.is_member]  # nobody joins a run that is about to stop
+        if not waiting or self.ending in (Ending.FAILED, Ending.KILLED):
+            return self, []
+        missing = [w for w in self.workers if w.stage is Stage.MISSING]
+        if missing:  # its script came to an end, and those who wait wait for it
+            return self._fail(missing[0].place)
+        if not self._all_wait():
+            asked = any(not w.is_member for w in waiting) or len(self.staying) > self.wanted
+            return self, [Regroup(self.generation + 1)] if asked else []
+        return self._announce(waiting[: self.wanted], waiting[self.wanted :])
+
+    def _all_wait(self) -> bool:
+        return not any(w.is_member and not w.waits for w in self.staying)
+
+    def _announce(self, chosen: Sequence[Worker], dismissed: Sequence[Worker]) -> Turn:
+        stages = {w.place: Stage.WORKS for w in chosen} | {w.place: Stage.LEAVES for w in dismissed}
+        workers = tuple(w._replace(stage=stages.get(w.place, w.stage)) for w in self.workers)
+        roster = self._replace(workers=workers, generation=self.generation + 1)
+        members = tuple(sorted(w.place for w in chosen))
+        leaving = tuple(w.place for w in workers if w.stage is Stage.LEAVES)
+        return roster, [Announce(roster.generation, members, leaving)]

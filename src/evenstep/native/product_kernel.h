@@ -1,0 +1,153 @@
+/* The product for one type and one kind of vector. Included by product.c once for each, with
+ *   T       the type of an element,                V       a vector of them,        LANES  how many it holds,
+ *   ROWS    how many rows a tile has,              TARGET  the instructions,        NAME(x) the name of a function,
+ *   FMA(a, b, c), SPREAD(x), LOAD(p), STORE(p, v)  the operations on vectors (p is not aligned),
+ *   TURN(from, stride, into, width)                a square of LANES x LANES, transposed.
+ * A tile is ROWS rows of two vectors (or one, if no more are wanted), all in registers.
+ */
+#define WIDTH (2 * LANES)
+
+/* One block along k of one tile: into = alpha * sum + into, or without `into` if it is the first. */
+static TARGET INLINE void NAME(tile)(const int rows, const int vectors, const int packed, size_t depth, const T *a,
+                                     ptrdiff_t row, ptrdiff_t column, const T *b, T alpha, T *into, ptrdiff_t stride,
+                                     int first) {
+    V sum[ROWS][2];
+    const ptrdiff_t r = packed ? 1 : row, s = packed ? ROWS : column;
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; ++v) sum[i][v] = SPREAD(0);
+    for (size_t p = 0; p < depth; ++p, a += s, b += WIDTH) {
+        V right[2];
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; ++v) right[v] = LOAD(b + v * LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; ++i) {
+            V left = SPREAD(a[i * r]);
+#pragma GCC unroll 2
+            for (int v = 0; v < vectors; ++v) sum[i][v] = FMA(left, right[v], sum[i][v]);
+        }
+    }
+    V scale = SPREAD(alpha);
+#pragma GCC unroll 16
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; ++v) {
+            T *at = into + i * stride + v * LANES;
+            V total = first ? (V)(sum[i][v] * scale) : (V)FMA(scale, sum[i][v], LOAD(at));
+            STORE(at, total);
+        }
+}
+
+typedef void (*NAME(tile_fn))(size_t, const T *, ptrdiff_t, ptrdiff_t, const T *, T, T *, ptrdiff_t, int);
+
+#define TILE(rows, vectors, packed)                                                                                  \
+    static TARGET void NAME(tile_##rows##_##vectors##_##packed)(size_t depth, const T *a, ptrdiff_t row,             \
+                                                                ptrdiff_t column, const T *b, T alpha, T *into,      \
+                                                                ptrdiff_t stride, int first) {                       \
+        NAME(tile)(rows, vectors, packed, depth, a, row, column, b, alpha, into, stride, first);                     \
+    }
+#define TILES(rows) TILE(rows, 1, 0) TILE(rows, 1, 1) TILE(rows, 2, 0) TILE(rows, 2, 1)
+#define NAMES(rows)                                                                                 \
+    {                                                                                               \
+        {NAME(tile_##rows##_1_0), NAME(tile_##rows##_1_1)}, { NAME(tile_##rows##_2_0), NAME(tile_##rows##_2_1) } \
+    }
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
+#if ROWS > 6
+TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
+#endif
+static const NAME(tile_fn) NAME(tiles)[ROWS][2][2] = {
+    NAMES(1), NAMES(2), NAMES(3), NAMES(4), NAMES(5), NAMES(6),
+#if ROWS > 6
+    NAMES(7), NAMES(8), NAMES(9), NAMES(10), NAMES(11), NAMES(12),
+#endif
+};
+
+/* Panels of WIDTH columns of b, [depth][WIDTH] each, filled up with zeros. */
+static TARGET void NAME(pack_columns)(size_t depth, size_t columns, const T *b, ptrdiff_t row, ptrdiff_t column,
+                                      T *into) {
+    for (size_t j = 0; j < columns; j += WIDTH) {
+        size_t width = columns - j < WIDTH ? columns - j : WIDTH, p = 0;
+        const T *from = b + (ptrdiff_t)j * column;
+        T *to = into + j * depth;
+        if (width == WIDTH && column == 1) {
+            for (; p < depth; ++p)
+                for (int v = 0; v < 2; ++v) STORE(to + p * WIDTH + v * LANES, LOAD(from + (ptrdiff_t)p * row + v * LANES));
+        } else if (width == WIDTH && row == 1) {
+            for (; p + LANES <= depth; p += LANES)
+                for (int v = 0; v < 2; ++v) TURN(from + p + v * LANES * column, column, to + p * WIDTH + v * LANES, WIDTH);
+        }
+        if (width < WIDTH) memset(to, 0, depth * WIDTH * sizeof(T));
+        for (size_t i = 0; i < width && row == 1; ++i)
+            for (size_t q = p; q < depth; ++q) to[q * WIDTH + i] = from[q + i * column];
+        for (; p < depth && row != 1; ++p)
+            for (size_t i = 0; i < width; ++i) to[p * WIDTH + i] = from[(ptrdiff_t)p * row + (ptrdiff_t)i * column];
+    }
+}
+
+/* Strips of ROWS rows of a, [depth][ROWS] each. */
+static TARGET void NAME(pack_rows)(size_t rows, size_t depth, const T *a, ptrdiff_t row, ptrdiff_t column, T *into) {
+    for (size_t i = 0; i < rows; i += ROWS) {
+        size_t height = rows - i < ROWS ? rows - i : ROWS;
+        const T *from = a + (ptrdiff_t)i * row;
+        T *to = into + i * depth;
+        if (height == ROWS && row == 1)
+            for (size_t p = 0; p < depth; ++p) memcpy(to + p * ROWS, from + (ptrdiff_t)p * column, ROWS * sizeof(T));
+        else
+            for (size_t p = 0; p < depth; ++p)
+                for (size_t r = 0; r < height; ++r)
+                    to[p * ROWS + r] = from[(ptrdiff_t)p * column + (ptrdiff_t)r * row];
+    }
+}
+
+/* One panel of b with some rows of a. */
+static TARGET void NAME(panel)(size_t rows, size_t width, size_t depth, T alpha, const T *a, ptrdiff_t row,
+                               ptrdiff_t column, int packed, const T *b, T *c, ptrdiff_t stride, int first) {
+    T edge[ROWS * WIDTH];
+    int vectors = width > LANES ? 2 : 1, whole = width == WIDTH || width == LANES;
+    for (size_t i = 0; i < rows; i += ROWS) {
+        size_t height = rows - i < ROWS ? rows - i : ROWS;
+        const T *from = packed ? a + i * depth : a + (ptrdiff_t)i * row;
+        T *to = c + (ptrdiff_t)i * stride;
+        NAME(tile_fn) tile = NAME(tiles)[height - 1][vectors - 1][packed];
+        if (whole) {
+            tile(depth, from, row, column, b, alpha, to, stride, first);
+            continue;
+        }
+        if (!first)
+            for (size_t r = 0; r < height; ++r) memcpy(edge + r * WIDTH, to + (ptrdiff_t)r * stride, width * sizeof(T));
+        tile(depth, from, row, column, b, alpha, edge, WIDTH, first);
+        for (size_t r = 0; r < height; ++r) memcpy(to + (ptrdiff_t)r * stride, edge + r * WIDTH, width * sizeof(T));
+    }
+}
+
+/* c = alpha * a b + (first ? 0 : c), where c has rows that are contiguous. */
+static TARGET void NAME(product)(size_t m, size_t n, size_t k, T alpha, es_matrix a, es_matrix b, T *c,
+                                 ptrdiff_t stride, int keep, T *space) {
+    const int packed = a.column != 1;
+    const size_t columns = m <= BLOCK_ROWS ? NARROW_COLUMNS : BLOCK_COLUMNS;
+    T *panels = space, *strips = space + DEPTH * BLOCK_COLUMNS;
+    for (size_t j = 0; j < n; j += columns)
+        for (size_t p = 0; p < k; p += DEPTH) {
+            size_t width = n - j < columns ? n - j : columns, depth = k - p < DEPTH ? k - p : DEPTH;
+            const T *right = (const T *)b.at + (ptrdiff_t)p * b.row + (ptrdiff_t)j * b.column;
+            NAME(pack_columns)(depth, width, right, b.row, b.column, panels);
+            for (size_t i = 0; i < m; i += BLOCK_ROWS) {
+                size_t rows = m - i < BLOCK_ROWS ? m - i : BLOCK_ROWS;
+                const T *left = (const T *)a.at + (ptrdiff_t)i * a.row + (ptrdiff_t)p * a.column;
+                if (packed) {
+                    NAME(pack_rows)(rows, depth, left, a.row, a.column, strips);
+                    left = strips;
+                }
+                for (size_t w = 0; w < width; w += WIDTH)
+                    NAME(panel)(rows, width - w < WIDTH ? width - w : WIDTH, depth, alpha, left, a.row, a.column,
+                                packed, panels + w * depth, c + (ptrdiff_t)i * stride + j + w, stride,
+                                !keep && p == 0);
+            }
+        }
+}
+
+#undef NAMES
+#undef TILES
+#undef TILE
+#undef WIDTH

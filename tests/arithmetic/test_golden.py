@@ -1,0 +1,77 @@
+"""Portable arithmetic ends on the fingerprints that are committed, wherever and on how many workers it runs."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from evenstep.arithmetic.cases import cases
+from evenstep.arithmetic.probe import differing, golden
+from evenstep.arithmetic.settings import PORTABLE
+from evenstep.native import arithmetic
+
+HERE = Path(__file__).parent
+DIGITS = HERE.parents[1] / "examples" / "digits.py"
+TRAININGS: dict[str, str] = json.loads((HERE / "trainings.json").read_text())
+
+pytestmark = [
+    pytest.mark.skipif(not arithmetic.bits(), reason="this processor has no AVX2 and FMA"),
+    pytest.mark.skipif(not golden().applies, reason=f"the golden fingerprints belong to torch {golden().torch}"),
+]
+
+
+def output_of(*command: str | Path, **variables: str) -> str:
+    """What a process of its own says: the libraries under torch choose their kernels but once."""
+    environment = {**os.environ, **variables}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@cache
+def different_operations() -> list[str]:
+    """Which operations of the probe give other bits here than in the golden table."""
+    code = (
+        "import json; from evenstep.arithmetic.portable import Portable; from evenstep.arithmetic.probe import probe;"
+        "p = Portable('warn'); print(json.dumps(probe())); p.close()"
+    )
+    return differing(json.loads(output_of("-W", "ignore", "-c", code, **PORTABLE)), golden().operations)
+
+
+def verdict(found: dict[str, str], operations: list[str]) -> str:
+    """What to say where fingerprints differ."""
+    others = {name for name, fingerprint in found.items() if TRAININGS[name] != fingerprint}
+    return f"{sorted(others)} end on other bits here; operations of the probe that differ: {operations or 'none'}"
+
+
+def test_every_operation_of_the_probe_has_its_golden_bits():
+    assert different_operations() == []
+
+
+def test_the_golden_table_has_every_case_and_none_is_an_error():
+    assert list(golden().operations) == [name for name, _ in cases()]
+    assert not [name for name, digest in golden().operations.items() if digest.startswith("error")]
+
+
+def test_trainings_on_three_workers_end_on_their_golden_fingerprints():
+    said = output_of("-m", "evenstep", "run", "-n", "3", "--arithmetic", "portable", HERE / "trainings.py")
+    found = {line["name"]: line["fingerprint"] for line in map(json.loads, said.splitlines())}
+    assert found == {name: TRAININGS[name] for name in found}, verdict(found, different_operations())
+    assert len(found) == 4
+
+
+def test_the_example_on_one_worker_that_python_starts_ends_on_its_golden_fingerprint():
+    said = output_of(DIGITS, EVENSTEP_ARITHMETIC="portable", EVENSTEP_MAX_STEPS="20")
+    found = {"digits": said.split()[-1]}
+    assert found["digits"] == TRAININGS["digits"], verdict(found, different_operations())
+
+
+def test_a_difference_is_told_with_the_operations_behind_it():
+    text = verdict({**TRAININGS, "vae": "0" * 64}, ["exp", "lstm"])
+    assert text == "['vae'] end on other bits here; operations of the probe that differ: ['exp', 'lstm']"
