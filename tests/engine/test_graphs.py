@@ -6,7 +6,6 @@ import torch
 from evenstep.core.errors import NondeterminismError, UnsupportedError
 from evenstep.engine.graphs import Graphs, Products, Task
 
-
 TEXT = "operation not permitted when stream is capturing\nmore of it"
 
 
