@@ -19,13 +19,13 @@ from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.alone import Alone, Meets
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.context import Context
-from evenstep.engine.gradients import Gradients
+from evenstep.engine.flat import FlatGradients
 from evenstep.engine.lanes import Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
-from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import Stream, preserved
 from evenstep.engine.results import ShardResult
+from evenstep.engine.several import Trained
 from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.engine.strangers import Strangers
 from evenstep.exchange.surroundings import inside
@@ -81,7 +81,7 @@ class Work:
     sizes: Sequence[int]
     samples: str
     function: StepFunction
-    prepared: PreparedOptimizer
+    prepared: Trained
     clipping: Clipping
 
     @property
@@ -117,8 +117,7 @@ class Compute:
         self._calling = False
         self._strangers = Strangers()
         self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
-        # lane -> whose gradients, of which shard
-        self._arrivals: dict[int, tuple[PreparedOptimizer, dict[str, int], int]] = {}
+        self._arrivals: dict[int, tuple[Trained, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
 
     def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
         """Compute the shards of this worker; return how to get what each gave. The optimizer has the gradients then.
@@ -219,9 +218,7 @@ class Compute:
         finally:
             self._calling = False
 
-    def _backward(
-        self, losses: list[Tensor], lanes: Sequence[Lane], prepared: PreparedOptimizer, shards: Sequence[int]
-    ) -> None:
+    def _backward(self, losses: list[Tensor], lanes: Sequence[Lane], prepared: Trained, shards: Sequence[int]) -> None:
         """One backward for some shards."""
         leaves = [leaf for lane in lanes for name in prepared.names if (leaf := lane.leaves[name]).requires_grad]
         own = [
@@ -265,7 +262,7 @@ class Compute:
             if found is not None and leaf.grad is not None:
                 prepared, index, shard = found
                 gradient, leaf.grad = leaf.grad, None
-                assert isinstance(prepared.gradients, Gradients), "on the CPU gradients come one by one"
+                assert not isinstance(prepared.gradients, FlatGradients), "in shared memory gradients come one by one"
                 prepared.gradients.arrive(index[name], shard, gradient)
 
         requires_grad = leaf.requires_grad

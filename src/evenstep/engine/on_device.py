@@ -18,7 +18,7 @@ from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.alone import Alone, Meets
 from evenstep.engine.compute import Work
 from evenstep.engine.context import Context
-from evenstep.engine.flat import FlatGradients
+from evenstep.engine.gradients import Gradients
 from evenstep.engine.graphs import Graphs, Products, Task
 from evenstep.engine.guards import Look, Modules, look
 from evenstep.engine.lanes import Lanes
@@ -58,26 +58,25 @@ class DeviceCompute:
         Leaves the random generators of the caller as they were. Where a layer spans the shards of several workers this
         blocks in exchanges with them.
         """
-        gradients = work.prepared.gradients
-        assert isinstance(gradients, FlatGradients), "on a device gradients are flat"
         for parameter in work.prepared.parameters:  # what user code left there is none of this step's
             parameter.grad = None
         self._seen, begin = None, time.perf_counter()
         with preserved():
             if id(work.prepared) not in self._meeting and not spanning_layers(self.models.slots.modules):
                 try:
-                    return self._run_pieces(work, gradients, [[shard] for shard in work.parts], spanning=False)
+                    return self._run_pieces(work, [[shard] for shard in work.parts], spanning=False)
                 except Meets:  # in the first shard: nothing of the step is done yet
                     self._meeting.add(id(work.prepared))
             try:
-                return self._run_pieces(work, gradients, [list(work.parts)], spanning=True)
+                return self._run_pieces(work, [list(work.parts)], spanning=True)
             finally:
                 self.strangers.took(time.perf_counter() - begin)
 
     def _run_pieces(
-        self, work: Work, gradients: FlatGradients, pieces: Sequence[list[int]], *, spanning: bool
+        self, work: Work, pieces: Sequence[list[int]], *, spanning: bool
     ) -> Callable[[], dict[int, ShardResult]]:
-        arrivals = _Arrivals()
+        gradients, arrivals = work.prepared.gradients, _Arrivals()
+        assert not isinstance(gradients, Gradients), "on a device gradients come all at once"
         for shards in pieces:
             products = self._run(work, shards, arrivals, spanning=spanning)
             for shard, found in zip(shards, products.gradients, strict=True):
