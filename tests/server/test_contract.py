@@ -10,7 +10,7 @@ from torch import nn
 import processes
 from evenstep.core.errors import ConfigError, RefusedError, UnreachableError
 from evenstep.server import Limits, ParameterServer, connect
-from evenstep.server.config import TRANSPORTS
+from evenstep.server.hosting.config import TRANSPORTS
 
 
 def model(value=0.0):
@@ -48,8 +48,8 @@ def serve(request):
                 return client.status()["version"]
 
         def each(self, client):
-            """The clients of the single servers."""
-            return client._clients if self.count > 1 else [client]
+            """The connections to the single servers."""
+            return client.connections if self.count > 1 else [client.connection]
 
     yield Serving()
     for client in clients:

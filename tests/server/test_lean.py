@@ -11,9 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evenstep.core.errors import ConfigError, RefusedError
 from evenstep.server import ParameterServer, connect
-from evenstep.server.rounds import Contribution
-from evenstep.server.stepping import Stepper
-from evenstep.server.store import Options, Store
+from evenstep.server.store.optimizers import Stepper
+from evenstep.server.store.rounds import Contribution
+from evenstep.server.store.store import Options, Store
 
 
 @pytest.fixture(params=["http", "tcp", "memory"])

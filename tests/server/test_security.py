@@ -13,10 +13,10 @@ from torch import nn
 
 from evenstep.core.errors import RefusedError, UnreachableError
 from evenstep.server import Limits, ParameterServer, connect
-from evenstep.server.config import ServerConfig
-from evenstep.server.single import SingleServer
-from evenstep.server.slices import Place
-from evenstep.server.wire import Head, encode
+from evenstep.server.hosting.config import ServerConfig
+from evenstep.server.hosting.host import SingleServer
+from evenstep.server.wire.slices import Place
+from evenstep.server.wire.tensors import Head, encode
 
 FUZZ_S = 2.0
 

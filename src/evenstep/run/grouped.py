@@ -41,7 +41,7 @@ from evenstep.run.parts import Parts
 from evenstep.run.refusals import WITH_SERVERS, refuse
 from evenstep.run.servers import Servers
 from evenstep.run.through import options_of
-from evenstep.server.recipes import describe
+from evenstep.server.wire.recipes import describe
 
 __all__ = ["GroupedUpdates"]
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from evenstep.core.errors import MismatchError
 from evenstep.plan.groups import Standing
 from evenstep.run.names import PREFIX, bare, bare_names, full
-from evenstep.server import between
-from evenstep.server.client import Client, connect
-from evenstep.server.recipes import Recipe
+from evenstep.server.client.addresses import connect_whole
+from evenstep.server.client.groups import flush, meet, optimizer_state, put
+from evenstep.server.client.whole import WholeClient
+from evenstep.server.wire.recipes import Recipe
 
 __all__ = ["Servers"]
 
@@ -43,8 +44,8 @@ class Servers:
         self._standing, self._parts, self._server_of, self._buffers = standing, parts, server_of, buffers
         self._timeout_s, self._look = timeout_s, look
         self._lock = threading.Lock()
-        self._clients: dict[int, Client] = {}
-        self._hub: Client | None = None
+        self._clients: dict[int, WholeClient] = {}
+        self._hub: WholeClient | None = None
 
     # ---- one part at a time: the courier ----
 
@@ -61,7 +62,7 @@ class Servers:
         names = bare_names(self._parts[part])
         return full(self._client(part).get_parameters(names, timeout_s=self._timeout_s))
 
-    def _client(self, part: int) -> Client:
+    def _client(self, part: int) -> WholeClient:
         with self._lock:
             if part not in self._clients:
                 server = self._standing.servers[self._standing.server_group][self._server_of[part]]
@@ -82,12 +83,12 @@ class Servers:
         held = [name for part, names in enumerate(self._parts) for name in names if self._server_of[part] == server]
         return held + (self._buffers if server == 0 else [])
 
-    def _reader(self, group: int, server: int) -> Client:
+    def _reader(self, group: int, server: int) -> WholeClient:
         url = self._standing.servers[group][server]["tcp"]
         return self._connect(url, f"group {self._standing.group}", register=False)
 
-    def _connect(self, url: str, name: str, *, register: bool = True) -> Client:
-        return connect(url, worker=name, token=self._standing.token, timeout_s=self._timeout_s, register=register)
+    def _connect(self, url: str, name: str, *, register: bool = True) -> WholeClient:
+        return connect_whole(url, worker=name, token=self._standing.token, timeout_s=self._timeout_s, register=register)
 
     def put(self, state: Mapping[str, Tensor], recipe: Recipe | None) -> None:
         """Give every server of every server group its parts, unless it has them."""
@@ -100,7 +101,7 @@ class Servers:
                 with self._reader(group, server) as client:
                     if client.status()["owner"] is None:
                         held = bare({name: state[name] for name in self._names(server)})
-                        between.put(client, held, buffers=buffers if server == 0 else (), optimizer=recipe)
+                        put(client, held, buffers=buffers if server == 0 else (), optimizer=recipe)
 
     def everything(self, group: int) -> dict[str, Tensor]:
         """What a server group has."""
@@ -116,7 +117,7 @@ class Servers:
         values: dict[str, Any] = {}
         for server in range(len(self._standing.servers[0])):
             with self._reader(0, server) as client:
-                found = between.optimizer_state(client)
+                found = optimizer_state(client)
             tensors |= {_state_name(name): tensor for name, tensor in found[0].items()}
             values |= {_state_name(name): value for name, value in found[1].items()}
         return tensors, values
@@ -134,13 +135,13 @@ class Servers:
         if len(self._standing.servers) > 1:
             for server in range(len(self._standing.servers[self._standing.server_group])):
                 with self._reader(self._standing.server_group, server) as client:
-                    between.flush(client, self._timeout_s)
+                    flush(client, self._timeout_s)
 
     def meet(self, tag: str, value: Any = None) -> dict[str, Any]:
         """Wait for all groups; return what each left."""
         if self._hub is None:
             self._hub = self._reader(0, 0)
-        return between.meet(self._hub, tag, value, self._standing.groups, self._timeout_s, self._look)
+        return meet(self._hub, tag, value, self._standing.groups, self._timeout_s, self._look)
 
     def compare_models(self, state: Mapping[str, Tensor]) -> None:
         """Wait for all groups, and see that they have the same model.

@@ -5,8 +5,8 @@ from typing import Any
 
 from evenstep.core.errors import ConfigError
 from evenstep.engine.prepared import PreparedOptimizer
-from evenstep.server.client import Client
-from evenstep.server.connecting import connect
+from evenstep.server.client.addresses import connect
+from evenstep.server.client.client import Client
 
 __all__ = ["Through", "options_of"]
 
