@@ -59,7 +59,7 @@ class _Watched(defaultdict[Any, Any]):
         super().__init__(dict, values)
         self._touch = touch
 
-    def copy(self) -> defaultdict[Any, Any]:
+    def copy(self) -> Any:
         """As of any dict; whoever has it need not look here again."""
         return defaultdict(dict, self)
 
