@@ -20,9 +20,9 @@ from evenstep.engine.clipping import Clipping
 from evenstep.engine.lanes import Crew, Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
-from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import Stream, derive, preserved
 from evenstep.engine.results import ShardResult
+from evenstep.engine.several import Trained
 from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.engine.strangers import Strangers
 from evenstep.exchange.group import Group
@@ -79,7 +79,7 @@ class Work:
     sizes: Sequence[int]
     samples: str
     function: StepFunction
-    prepared: PreparedOptimizer
+    prepared: Trained
     clipping: Clipping
 
     @property
@@ -116,9 +116,7 @@ class Compute:
         self._calling = False
         self._strangers = Strangers()
         self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
-        self._arrivals: dict[
-            int, tuple[PreparedOptimizer, dict[str, int], int]
-        ] = {}  # lane -> whose gradients, of which shard
+        self._arrivals: dict[int, tuple[Trained, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
 
     def run(self, work: Work) -> dict[int, ShardResult]:
         """Compute the shards of this worker; return what each gave. The optimizer has the gradients then.
@@ -246,9 +244,7 @@ class Compute:
         is_whole = len(present) == sum(map(bool, sizes))
         return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes), is_whole)
 
-    def _backward(
-        self, losses: list[Tensor], lanes: Sequence[Lane], prepared: PreparedOptimizer, shards: Sequence[int]
-    ) -> None:
+    def _backward(self, losses: list[Tensor], lanes: Sequence[Lane], prepared: Trained, shards: Sequence[int]) -> None:
         """One backward for some shards."""
         leaves = [leaf for lane in lanes for name in prepared.names if (leaf := lane.leaves[name]).requires_grad]
         own = [

@@ -12,7 +12,7 @@ Whatever happens before the end of 5, version v can be had back.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -29,6 +29,7 @@ from evenstep.engine.pace import Pace
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
+from evenstep.engine.several import SeveralOptimizers, Trained
 from evenstep.engine.updates import Updates
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
@@ -67,6 +68,7 @@ class Engine:
         self.determinism = Determinism(self.config)
         core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
         self.compute = Compute(self.group, self.models, self.config.seed, self.config.timeout_s)
+        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self._replan()
         self.ledger.holder = self
 
@@ -124,12 +126,20 @@ class Engine:
 
     # ---- between steps ----
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Take a model, and the optimizer that trains it, into the run. All workers must call this alike."""
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, whole: bool = False) -> None:
+        """Take a model, and the optimizer that trains it, into the run. All workers must call this alike.
+
+        Args:
+            model: The model.
+            optimizer: The optimizer, if any.
+            whole: The optimizer looks at all parameters at once: one worker steps them.
+        """
+        if whole:
+            self.updates.refuse("whole optimizer")
         self.updates.admit(model, optimizer)
         added = self.models.add(model)
         self.compute.forget_lanes()
-        prepared = None if optimizer is None else self.holdings.add(optimizer)
+        prepared = None if optimizer is None else self.holdings.add(optimizer, whole=whole)
         if prepared is not None:
             self._lay_out(prepared)
 
@@ -191,9 +201,20 @@ class Engine:
 
     # ---- a step ----
 
-    def step(
-        self, samples: Samples, function: StepFunction, prepared: PreparedOptimizer, clipping: Clipping
-    ) -> Outcome:
+    def several(self, optimizers: Sequence[PreparedOptimizer]) -> Trained:
+        """Some prepared optimizers, to step together.
+
+        Raises:
+            ConfigError: A parameter is in two of them.
+        """
+        if len(optimizers) == 1:
+            return optimizers[0]
+        key = tuple(map(id, optimizers))
+        if key not in self._several:
+            self._several[key] = SeveralOptimizers(optimizers)
+        return self._several[key]
+
+    def step(self, samples: Samples, function: StepFunction, prepared: Trained, clipping: Clipping) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed.
 
         Args:
@@ -223,7 +244,8 @@ class Engine:
         if not self.ledger.catching_up:
             self.models.check_versions()
             prepared.check_untouched()
-        self._take_in(prepared)
+        for each in prepared.optimizers:
+            self._take_in(each)
         outcome = self.ledger.perform(
             Operation(kind, self.version, is_step=True),
             lambda: self._try(kind, samples, function, prepared, clipping),
@@ -232,9 +254,7 @@ class Engine:
         self.updates.settle(prepared, samples)
         return outcome
 
-    def _try(
-        self, kind: str, samples: Samples, function: StepFunction, prepared: PreparedOptimizer, clipping: Clipping
-    ) -> Entry:
+    def _try(self, kind: str, samples: Samples, function: StepFunction, prepared: Trained, clipping: Clipping) -> Entry:
         points.reach("step begins")
         self.models.take_buffers()  # of an attempt that came to nothing
         begun = self.updates.begin(samples, clipping)
@@ -267,8 +287,8 @@ class Engine:
         facts = {
             "batch": list(work.sizes),
             "samples": work.samples,
-            "optimizer": self.optimizers.index(work.prepared),
-            "options": work.prepared.hyperparameters(),
+            "optimizer": [self.optimizers.index(each) for each in work.prepared.optimizers],
+            "options": [each.hyperparameters() for each in work.prepared.optimizers],
             "clipping": [work.clipping.norm, work.clipping.value],
         }
         return Report(self.group.worker, facts, contents, results, busy_s)
