@@ -8,10 +8,14 @@ from torch import nn
 from evenstep.engine.updates import OwnUpdates
 
 
-def trained(holdings, seed=1):
-    """A model and its optimizer, prepared and stepped once."""
+def build(seed=1):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
+def trained(holdings, model=None):
+    """A model and its optimizer, prepared and stepped once."""
+    model = build() if model is None else model
     added = holdings.models.add(model)
     prepared = holdings.add(torch.optim.Adam(model.parameters(), 0.1))
     prepared.gradients.plan, prepared.gradients.delivery = OwnUpdates(holdings.group).lay_out(
@@ -74,10 +78,11 @@ def test_a_checkpoint_is_put_in_place_on_all_workers(holdings_of, num_workers):
     trained(source)
     tensors = {name: t.clone() for name, t in source.state.tensors().items()}
     values, expected = dict(source.state.values), source.state.fingerprint()
-    workers = holdings_of(num_workers)
+    workers = [(holdings, build(seed=2)) for holdings in holdings_of(num_workers)]
 
-    def body(holdings):
-        model = trained(holdings, seed=2)
+    def body(worker):
+        holdings, model = worker
+        trained(holdings, model)
         assert holdings.state.fingerprint() != expected
         holdings.group.barrier("seen")
         holdings.state.operation = 7

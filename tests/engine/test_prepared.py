@@ -32,6 +32,8 @@ class Worker:
         self.holdings, self.model = holdings, build(seed)
         self.added = holdings.models.add(self.model)
         self.prepared = holdings.add(KINDS[kind](self.model.parameters()))
+        spans = [(k, k + 1) for k in range(holdings.group.num_workers)]
+        self.prepared.gradients.plan, self.prepared.gradients.delivery = self.prepared.in_tree(spans)
         holdings.state.operation = 0
 
     def prepare(self):
@@ -63,12 +65,11 @@ def expected(kind, steps):
     return model, optimizer
 
 
-def own_part(worker, num_workers, step):
-    """One step of one of several workers, who own parameters in turn."""
+def own_part(worker, step):
+    """One step of one of several workers, each with the parameters that it owns."""
     prepared, group = worker.prepared, worker.holdings.group
-    owned = [i for i in range(len(prepared.names)) if i % num_workers == group.rank]
     worker.state.operation += 1
-    mine = prepared.update({i: gradient(i, step, prepared.parameters[i]) for i in owned})
+    mine = prepared.update({i: gradient(i, step, prepared.parameters[i]) for i in prepared.gradients.plan.owned})
     news = sorted(each for theirs in group.gather_json(f"news {step}", mine) for each in theirs)
     prepared.settle(news, {i for i, _, _ in mine})
     group.barrier(f"moved {step}")
@@ -84,7 +85,7 @@ def test_owners_that_step_for_each_other_do_what_torch_does(holdings_of, kind, n
     def body(worker):
         worker.prepare()
         for step in range(3):
-            own_part(worker, num_workers, step)
+            own_part(worker, step)
 
     if num_workers > 1:
         with pytest.warns(UserWarning, match="worker 0's are used"):
@@ -118,7 +119,7 @@ def test_an_update_that_comes_to_nothing_is_taken_back_and_done_again_to_the_sam
             holdings.state.operation -= 1
             assert holdings.state.fingerprint() == before
             assert worker.prepared.optimizer.state_dict()["state"].keys() == held["state"].keys()
-        own_part(worker, 1, step)
+        own_part(worker, step)
     model, _ = expected("Adam", 3)
     assert all(torch.equal(p, q) for p, q in zip(worker.model.parameters(), model.parameters(), strict=True))
 
@@ -159,7 +160,7 @@ def test_another_optimizer_on_another_worker_is_named(holdings_of):
 def test_what_user_code_does_to_the_state_between_steps_is_seen(holdings_of):
     (holdings,) = holdings_of()
     worker = Worker(holdings).prepare()
-    own_part(worker, 1, 0)
+    own_part(worker, 0)
     worker.prepared.check_untouched()
     optimizer = worker.prepared.optimizer
     first = next(iter(optimizer.state.values()))
@@ -177,7 +178,7 @@ def test_what_user_code_does_to_the_state_between_steps_is_seen(holdings_of):
 def test_an_edit_is_shared_and_can_be_taken_back(holdings_of):
     (holdings,) = holdings_of()
     worker = Worker(holdings).prepare()
-    own_part(worker, 1, 0)
+    own_part(worker, 0)
     optimizer, p = worker.prepared.optimizer, next(worker.model.parameters())
     before = holdings.state.fingerprint()
     holdings.state.operation += 1
@@ -206,7 +207,7 @@ def test_an_edit_that_leaves_the_optimizer_alone_changes_nothing(holdings_of):
 def test_state_of_another_shape_is_refused(holdings_of):
     (holdings,) = holdings_of()
     worker = Worker(holdings).prepare()
-    own_part(worker, 1, 0)
+    own_part(worker, 0)
     with worker.prepared.edit() as edit:
         next(iter(worker.prepared.optimizer.state.values()))["exp_avg"] = torch.zeros(7)
     with pytest.raises(UnsupportedError, match=r"turned 'exp_avg' of 'model.0.weight' in Adam into"):
@@ -291,7 +292,7 @@ def test_gradients_are_delivered_by_who_is_there(holdings_of):
 def test_the_user_gets_an_ordinary_optimizer_back(holdings_of):
     (holdings,) = holdings_of()
     worker = Worker(holdings).prepare()
-    own_part(worker, 1, 0)
+    own_part(worker, 0)
     holdings.release()
     shared = {entry.live.data_ptr() for entry in holdings.state.entries.values()}
     for p in worker.model.parameters():

@@ -39,6 +39,7 @@ def test_owners_update_by_the_optimizer_that_was_prepared(holdings_of):
     with torch.no_grad():
         model.weight.fill_(1.0)
     prepared = holdings.add(torch.optim.SGD(model.parameters(), 0.5))
+    prepared.gradients.plan, _ = updates.lay_out(prepared, [(0, 4)])
     assert updates.update(work(prepared), {0: torch.tensor([[1.0, 2.0]])}) == []
     assert model.weight.tolist() == [[0.5, 0.0]]
 
