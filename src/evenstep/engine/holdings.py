@@ -50,10 +50,15 @@ class Holdings:
         """The full name of every prepared parameter, by its id."""
         return {id(parameter): name for name, parameter in self.models.slots.parameters.items()}
 
-    def add(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Make room for an optimizer of prepared models. All workers must call this alike; it talks to nobody."""
+    def add(self, optimizer: Optimizer, *, whole: bool = False) -> PreparedOptimizer:
+        """Make room for an optimizer of prepared models. All workers must call this alike; it talks to nobody.
+
+        Args:
+            optimizer: The optimizer.
+            whole: It looks at all parameters at once: one worker steps them.
+        """
         prefix = "optimizer" if not self.optimizers else f"optimizer{len(self.optimizers) + 1}"
-        prepared = PreparedOptimizer(self.group, self.state, optimizer, self.names, prefix)
+        prepared = PreparedOptimizer(self.group, self.state, optimizer, self.names, prefix, whole=whole)
         self.optimizers.append(prepared)
         return prepared
 

@@ -12,7 +12,8 @@ Whatever happens before the end of 5, version v can be had back.
 """
 
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -21,14 +22,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core import points
+from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.clipping import Clipping, norms_of, total_norm
 from evenstep.engine.compute import Compute, Samples, StepFunction, Work
+from evenstep.engine.context import Context
 from evenstep.engine.determinism import Determinism
+from evenstep.engine.graphs import Graphs
 from evenstep.engine.holdings import Holdings
+from evenstep.engine.on_device import DeviceCompute
 from evenstep.engine.pace import Pace
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
+from evenstep.engine.several import SeveralOptimizers, Trained
 from evenstep.engine.updates import Updates
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
@@ -66,9 +72,18 @@ class Engine:
         self.models, self.state, self.optimizers = holdings.models, holdings.state, holdings.optimizers
         self.determinism = Determinism(self.config)
         core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
-        self.compute = Compute(self.group, self.models, self.config.seed, self.config.timeout_s)
+        self.context = Context(self.group, self.config.seed)
+        self.compute = self._make_compute()
+        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self._replan()
         self.ledger.holder = self
+
+    def _make_compute(self) -> Compute | DeviceCompute:
+        memory, timeout_s = self.holdings.memory, self.config.timeout_s
+        if memory.shared:
+            return Compute(self.context, self.models, timeout_s)
+        graphs = Graphs(self.config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
+        return DeviceCompute(self.context, self.models, timeout_s, graphs)
 
     @property
     def version(self) -> int:
@@ -88,12 +103,12 @@ class Engine:
             spans = share(self.config.shards, self.group.weights or self._pace.weights)
         self.spans = spans if self.updates.shards is None else [self.updates.shards]
         self.mine = range(*self.spans[self.group.rank])
-        self.compute.spans = self.spans
+        self.context.spans = self.spans
         for prepared in self.optimizers:
             self._lay_out(prepared)
 
     def _lay_out(self, prepared: PreparedOptimizer) -> None:
-        prepared.gradients.plan, prepared.gradients.delivery = self.updates.lay_out(prepared, self.spans)
+        prepared.gradients.lay_out(*self.updates.lay_out(prepared, self.spans))
 
     # ---- what the ledger asks of who holds the state ----
 
@@ -124,12 +139,20 @@ class Engine:
 
     # ---- between steps ----
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Take a model, and the optimizer that trains it, into the run. All workers must call this alike."""
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, whole: bool = False) -> None:
+        """Take a model, and the optimizer that trains it, into the run. All workers must call this alike.
+
+        Args:
+            model: The model.
+            optimizer: The optimizer, if any.
+            whole: The optimizer looks at all parameters at once: one worker steps them.
+        """
+        if whole:
+            self.updates.refuse("whole optimizer")
         self.updates.admit(model, optimizer)
         added = self.models.add(model)
         self.compute.forget_lanes()
-        prepared = None if optimizer is None else self.holdings.add(optimizer)
+        prepared = None if optimizer is None else self.holdings.add(optimizer, whole=whole)
         if prepared is not None:
             self._lay_out(prepared)
 
@@ -191,9 +214,20 @@ class Engine:
 
     # ---- a step ----
 
-    def step(
-        self, samples: Samples, function: StepFunction, prepared: PreparedOptimizer, clipping: Clipping
-    ) -> Outcome:
+    def several(self, optimizers: Sequence[PreparedOptimizer]) -> Trained:
+        """Some prepared optimizers, to step together.
+
+        Raises:
+            ConfigError: A parameter is in two of them.
+        """
+        if len(optimizers) == 1:
+            return optimizers[0]
+        key = tuple(map(id, optimizers))
+        if key not in self._several:
+            self._several[key] = SeveralOptimizers(optimizers)
+        return self._several[key]
+
+    def step(self, samples: Samples, function: StepFunction, prepared: Trained, clipping: Clipping) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed.
 
         Args:
@@ -223,18 +257,18 @@ class Engine:
         if not self.ledger.catching_up:
             self.models.check_versions()
             prepared.check_untouched()
-        self._take_in(prepared)
-        outcome = self.ledger.perform(
-            Operation(kind, self.version, is_step=True),
-            lambda: self._try(kind, samples, function, prepared, clipping),
-            adopt,
-        )
+        for each in prepared.optimizers:
+            self._take_in(each)
+        with self.holdings.memory.at_work():
+            outcome = self.ledger.perform(
+                Operation(kind, self.version, is_step=True),
+                lambda: self._try(kind, samples, function, prepared, clipping),
+                adopt,
+            )
         self.updates.settle(prepared, samples)
         return outcome
 
-    def _try(
-        self, kind: str, samples: Samples, function: StepFunction, prepared: PreparedOptimizer, clipping: Clipping
-    ) -> Entry:
+    def _try(self, kind: str, samples: Samples, function: StepFunction, prepared: Trained, clipping: Clipping) -> Entry:
         points.reach("step begins")
         self.models.take_buffers()  # of an attempt that came to nothing
         begun = self.updates.begin(samples, clipping)
@@ -253,6 +287,7 @@ class Engine:
         self.models.publish_buffers()
         points.reach("after update")
         news = self._share_news(work, mine)
+        norm = None if norm is None else float(norm)
         return Entry(kind, [results.loss, results.metrics, norm, news, report.contents])
 
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
@@ -261,17 +296,17 @@ class Engine:
         active = [rank for rank, (first, end) in enumerate(self.spans) if any(work.sizes[first:end])]
         gradients.begin(1 + self.group.exchanges, active, list(work.parts))
         begin, waited_s = time.monotonic(), self.group.waited_s
-        results = self.compute.run(work) if work.parts else {}
+        results = self.compute.run(work) if work.parts else dict
         gradients.end_backward()
         busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
         facts = {
             "batch": list(work.sizes),
             "samples": work.samples,
-            "optimizer": self.optimizers.index(work.prepared),
-            "options": work.prepared.hyperparameters(),
+            "optimizer": [self.optimizers.index(each) for each in work.prepared.optimizers],
+            "options": [each.hyperparameters() for each in work.prepared.optimizers],
             "clipping": [work.clipping.norm, work.clipping.value],
         }
-        return Report(self.group.worker, facts, contents, results, busy_s)
+        return Report(self.group.worker, facts, contents, results(), busy_s)
 
     def _share(self, work: Work, report: Report) -> Results:
         """Losses and metrics over all shards; and all workers must be doing the same step."""
@@ -283,9 +318,11 @@ class Engine:
             self.updates.refuse("weighted loss")
         return results
 
-    def _clip(self, work: Work, sums: dict[int, Tensor | None]) -> float | None:
-        """Limit the gradients; return their norm before, if that is limited."""
+    def _clip(self, work: Work, sums: dict[int, Tensor | None]) -> float | Tensor | None:
+        """Limit the gradients; return their norm before, if that is limited, perhaps still on a device."""
         gradients = {i: gradient for i, gradient in sums.items() if gradient is not None}
+        if not self.holdings.memory.shared:  # all sums are here
+            return work.clipping.clip(list(gradients.values()))
         work.clipping.clip_elements(gradients.values())
         if work.clipping.norm is None:
             return None

@@ -17,13 +17,22 @@ from evenstep.engine.delivery import Delivery
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
+from evenstep.engine.several import Trained
 from evenstep.exchange.group import Group
 from evenstep.plan.summing import Span, Summing
 
 __all__ = ["Feature", "OwnUpdates", "Updates", "share_among"]
 
 Feature = Literal[
-    "load", "checkpoint", "edit", "exchange", "stream", "weighted loss", "edited optimizer", "added parameters"
+    "load",
+    "checkpoint",
+    "edit",
+    "exchange",
+    "stream",
+    "weighted loss",
+    "edited optimizer",
+    "added parameters",
+    "whole optimizer",
 ]
 """What not every kind of run can do: methods of `Run`, and what a script may come with."""
 
@@ -91,7 +100,7 @@ class Updates(Protocol):
             sums: The gradients of what it owns, by the number of the parameter.
         """
 
-    def settle(self, prepared: PreparedOptimizer, samples: Samples) -> None:
+    def settle(self, prepared: Trained, samples: Samples) -> None:
         """A step is committed, and counted; perhaps without this worker."""
 
     def edited(self) -> None:
@@ -154,7 +163,7 @@ class OwnUpdates:
         """See `Updates`."""
         return work.prepared.update(sums)
 
-    def settle(self, prepared: PreparedOptimizer, samples: Samples) -> None:
+    def settle(self, prepared: Trained, samples: Samples) -> None:
         """The update is all there is."""
 
     def edited(self) -> None:

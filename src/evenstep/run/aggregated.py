@@ -25,6 +25,7 @@ from evenstep.engine.holdings import Holdings
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
+from evenstep.engine.several import Trained
 from evenstep.engine.updates import Feature, share_among
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
@@ -172,16 +173,16 @@ class AggregatedUpdates:
             more |= {"shards": shards, "spans": [[0, shards]], "base": client.version}
         else:
             more["samples"] = sum(work.sizes)
-        if (options := options_of(work.prepared)) != self._options:
+        if (options := options_of(work.prepared.optimizers[0])) != self._options:
             more["options"] = options
         update = {head + names[i]: self._sums[i] for i in present}
         reply = client.update({**update, **buffers}, timeout_s=self._patience_s, **more)
         points.reach("inside update")
         self._holdings.replace(full(client.get_parameters(names, min_version=reply["version"])))
 
-    def settle(self, prepared: PreparedOptimizer, samples: Samples) -> None:
+    def settle(self, prepared: Trained, samples: Samples) -> None:
         """See `Updates`."""
-        self._options = options_of(prepared)
+        self._options = options_of(prepared.optimizers[0])
 
     def edited(self) -> None:
         """The server gets the result too."""

@@ -29,6 +29,7 @@ from evenstep.engine.holdings import Holdings
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
+from evenstep.engine.several import Trained
 from evenstep.engine.updates import Feature, share_among
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
@@ -241,7 +242,7 @@ class GroupedUpdates:
         work.prepared.stepped_elsewhere()
         return []
 
-    def settle(self, prepared: PreparedOptimizer, samples: Samples) -> None:
+    def settle(self, prepared: Trained, samples: Samples) -> None:
         """See `Updates`."""
         version = self._holdings.version
         self.traffic.arrivals.version = version

@@ -16,6 +16,7 @@ from evenstep.engine.holdings import Holdings
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
+from evenstep.engine.several import Trained
 from evenstep.engine.updates import Feature
 from evenstep.plan.summing import Span, Summing
 from evenstep.run.apart import Apart
@@ -79,7 +80,7 @@ class PeriodicUpdates:
         """See `Updates`."""
         return work.prepared.update(sums)
 
-    def settle(self, prepared: PreparedOptimizer, samples: Samples) -> None:
+    def settle(self, prepared: Trained, samples: Samples) -> None:
         """Send what this worker has changed by itself, if it is time and no earlier life has sent it."""
         self._num_batches += 1
         due = samples.is_last if isinstance(self._every, str) else self._num_batches % self._every == 0

@@ -3,7 +3,7 @@
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -28,11 +28,11 @@ from evenstep.data.sampling import Sampling
 from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
 from evenstep.engine.clipping import Clipping
-from evenstep.engine.determinism import profile
+from evenstep.engine.determinism import device_of, profile
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.models import check_model
-from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import derive, seed_all
+from evenstep.engine.several import Trained
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
@@ -50,6 +50,7 @@ from evenstep.run.kinds import choose
 from evenstep.run.meter import Meter
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
+from evenstep.run.summed import Summed
 from evenstep.run.through import Through
 from evenstep.run.voice import Voice
 
@@ -71,12 +72,14 @@ class Run:
         shards: K, the number of parts of every batch and the unit of arithmetic; default 8. A run with another K is
             another computation.
         seed: Fixes the order of samples and all randomness.
-        device: "cpu", "cuda" or "cuda:N".
+        device: "cpu", "cuda" (worker i takes GPU i modulo their number) or "cuda:N".
         threads: Intra-op threads of every shard's computation; part of the arithmetic.
         timeout_s: How long any wait for another worker may take.
         quiet: No progress display and no closing fingerprint line.
         on_nondeterminism: "error" raises where torch knows an operation to be non-deterministic, or where user code
             changes what the bits rest on; "warn" only says so.
+        graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
+            makes it an error where they cannot; False never does.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
             docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         sync: "exchange": workers add up gradients among themselves. "server": they meet only at a parameter server,
@@ -109,6 +112,7 @@ class Run:
         timeout_s: float = 300.0,
         quiet: bool = False,
         on_nondeterminism: Literal["error", "warn"] = "error",
+        graphs: Literal["auto"] | bool = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
         sync: Literal["exchange", "server"] = "exchange",
         server: str | None = None,
@@ -123,13 +127,13 @@ class Run:
             shards=shards,
             seed=seed,
             threads=threads,
-            device=str(device),
+            device=device_of(str(device), self._env.worker),
             timeout_s=timeout_s if self._env.timeout_s is None else self._env.timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
+            graphs=graphs,
             arithmetic=arithmetic,
         )
-        _check_device(self.config.device)
         through = Through(sync, server, staleness, update_every, token, aggregate)
         through.check()
         standing = Standing.of(self._env.standing) if self._env.standing else None
@@ -311,9 +315,11 @@ class Run:
     def prepare(self, model: M, *, sync_batchnorm: bool = True) -> M: ...
 
     @overload
-    def prepare(self, model: M, optimizer: O, *, sync_batchnorm: bool = True) -> tuple[M, O]: ...
+    def prepare(self, model: M, optimizer: O, *, sync_batchnorm: bool = True, whole: bool = False) -> tuple[M, O]: ...
 
-    def prepare(self, model: M, optimizer: O | None = None, *, sync_batchnorm: bool = True) -> M | tuple[M, O]:
+    def prepare(
+        self, model: M, optimizer: O | None = None, *, sync_batchnorm: bool = True, whole: bool = False
+    ) -> M | tuple[M, O]:
         """Take a model, and the optimizer that trains it, into the run. All workers must call this alike.
 
         The model keeps its identity and its parameters theirs; their memory moves into the shared segment, and worker
@@ -323,6 +329,8 @@ class Run:
             model: The bare module, on any device.
             optimizer: Any optimizer of `torch.optim` over parameters of prepared models.
             sync_batchnorm: Convert `nn.BatchNorm*d` so that statistics span all shards; False leaves them per shard.
+            whole: The optimizer looks at all parameters at once, as Lamb's global norm does, so one worker steps all of
+                them. Otherwise every worker steps some.
 
         Returns:
             The model, or (model, optimizer): the objects that were passed, except that a model that is itself a batch
@@ -337,7 +345,7 @@ class Run:
             check_model(model)
             if sync_batchnorm:
                 model = convert_sync_batchnorm(model)
-            self._engine.prepare(model, optimizer)
+            self._engine.prepare(model, optimizer, whole=whole)
         except BaseException:
             self._tell_others()
             raise
@@ -427,10 +435,11 @@ class Run:
         self,
         batch: Any,
         function: Callable[[Any], Any],
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
     ) -> Any:
         """Do one step on a batch. All workers must call this alike; blocks until all have committed it, or none.
 
@@ -439,9 +448,12 @@ class Run:
                 structure of tensors, arrays and lists of samples (see `data.whole`).
             function: Called once for every part of this worker; returns the mean loss over the part's samples, or
                 (loss, {"metric": per-sample values or their mean}).
-            optimizer: Which of several prepared optimizers steps; with one it need not be said.
+            optimizer: Which of several prepared optimizers steps; with one it need not be said. Or several that step
+                on one backward, in this order, such as [muon, adamw]; then norms are over the parameters of all.
             clip_norm: Scale all gradients down to this global norm, as `torch.nn.utils.clip_grad_norm_` does.
             clip_value: Clip every element of the gradients to this magnitude.
+            reduction: "sum" if the function returns the sum over the part's samples instead of the mean; the loss is
+                then the sum over all samples, and so are gradients.
 
         Returns:
             The mean loss over all samples, the same on every worker, as a tensor with one element; or (loss, metrics)
@@ -458,6 +470,9 @@ class Run:
                 self._saving.say_if_none()
             prepared = self._prepared(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
+            if reduction not in ("mean", "sum"):
+                raise ConfigError(f"reduction={reduction!r}, expected 'mean' or 'sum'")
+            function = function if reduction == "mean" else Summed(function, len(samples))
             self._trace(first=True)
             outcome = self._engine.step(samples, function, prepared, Clipping(clip_norm, clip_value))
             self._trace(first=False)
@@ -469,18 +484,28 @@ class Run:
         self._meter.add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
 
-    def _prepared(self, optimizer: Optimizer | None) -> PreparedOptimizer:
-        optimizers = self._engine.optimizers
-        if not optimizers:
+    def _prepared(self, optimizer: Optimizer | Sequence[Optimizer] | None) -> Trained:
+        prepared = self._engine.optimizers
+        if not prepared:
             raise ConfigError("no optimizer was prepared; call model, optimizer = run.prepare(model, optimizer) first")
-        if optimizer is None and len(optimizers) > 1:
+        if optimizer is None and len(prepared) > 1:
             raise ConfigError(
-                f"{len(optimizers)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
+                f"{len(prepared)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
             )
-        for prepared in optimizers:
-            if optimizer is None or prepared.optimizer is optimizer:
-                return prepared
-        raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
+        wanted = [each.optimizer for each in prepared] if optimizer is None else optimizer
+        found = []
+        for each in wanted if isinstance(wanted, Sequence) else [wanted]:
+            known = [one for one in prepared if one.optimizer is each]
+            if not known or known[0] in found:
+                raise ConfigError(
+                    "an optimizer is there twice; pass each once"
+                    if known
+                    else "this optimizer was not prepared; pass the one that run.prepare returned"
+                )
+            found.append(known[0])
+        if not found:
+            raise ConfigError("run.step got no optimizer in its list; pass at least one, or leave it out")
+        return self._engine.several(found)
 
     def _cut(self, batch: Any) -> Batch:
         whole = Whole(batch)
@@ -746,16 +771,3 @@ def _see_to_arithmetic(config: RunConfig, served: bool, env: Environment, caller
             "use sync='exchange', or arithmetic='native'"
         )
     settings.insist(caller, env)
-
-
-def _check_device(device: str) -> None:
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ConfigError(f"device={device!r}, expected 'cpu', 'cuda' or 'cuda:N'") from None
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r}, expected 'cpu', 'cuda' or 'cuda:N'")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device={device!r} but torch sees no CUDA device; use device='cpu', or a CUDA build of torch"
-        )

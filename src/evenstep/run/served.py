@@ -25,6 +25,7 @@ from evenstep.engine.holdings import Holdings
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
+from evenstep.engine.several import Trained
 from evenstep.engine.updates import Feature
 from evenstep.plan.summing import Span, Summing
 from evenstep.run.apart import Apart
@@ -91,7 +92,7 @@ class ServedUpdates:
         note = replace(report, worker=self._apart.worker).pack()
         buffers = bare(self._holdings.models.take_buffers()) if self._apart.shards[0] == 0 else {}
         update, more = self._synchronously(work) if self._synchronous else self._asynchronously(work)
-        if (options := options_of(work.prepared)) != self._options:
+        if (options := options_of(work.prepared.optimizers[0])) != self._options:
             more["options"] = options
         reply = self._apart.client.update(
             {**buffers, **update}, timeout_s=self._holdings.config.timeout_s, note=note, buffers=list(buffers), **more
@@ -101,7 +102,7 @@ class ServedUpdates:
 
     def _synchronously(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The sums over this worker's tree nodes, and what the server must know of them."""
-        names, nodes = bare_names(work.prepared.names), work.prepared.gradients.nodes()
+        names, nodes = bare_names(work.prepared.names), work.prepared.optimizers[0].gradients.nodes()
         update = {f"{first}-{end}/{names[i]}": tensor for (first, end), held in nodes for i, tensor in held.items()}
         spans = [list(span) for span, _ in nodes]
         return update, {"shards": self._holdings.config.shards, "spans": spans, "base": self._apart.client.version}
@@ -117,7 +118,7 @@ class ServedUpdates:
         self._apart.take_over(self._apart.client.get_parameters(min_version=self._made))
         return []
 
-    def settle(self, prepared: PreparedOptimizer, samples: Samples) -> None:
+    def settle(self, prepared: Trained, samples: Samples) -> None:
         """See `Updates`."""
         prepared.stepped_elsewhere()
         if self._apart.leaves_out:
