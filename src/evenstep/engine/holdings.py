@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
+from evenstep.engine.kept import News
 from evenstep.engine.models import Models
-from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.exchange.ledger import Ledger
 from evenstep.transport.memory import DeviceMemory, Memory
 from evenstep.transport.segment import Segment
@@ -79,13 +80,13 @@ class Holdings:
         """No operation is under way on this worker any more: nobody should change anything until the next."""
         for prepared in self.optimizers:
             prepared.gradients.clear()
-            prepared.remember()
+            prepared.kept.remember()
         self.models.slots.bind_base()
         self.models.remember_versions()
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> list[News]:
         """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation."""
-        news = [prepared.news_of(tensors, values) for prepared in self.optimizers]
+        news = [prepared.kept.news_of(tensors, values) for prepared in self.optimizers]
         with torch.no_grad():
             for prepared, theirs in zip(self.optimizers, news, strict=True):
                 prepared.settle(theirs, set())
