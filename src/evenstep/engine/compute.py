@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.engine.alone import Alone, Meets
 from evenstep.engine.clipping import Clipping
-from evenstep.engine.lanes import Crew, Lanes
+from evenstep.engine.context import Context
+from evenstep.engine.flat import FlatGradients
+from evenstep.engine.lanes import Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
-from evenstep.engine.randomness import Stream, derive, preserved
+from evenstep.engine.randomness import Stream, preserved
 from evenstep.engine.results import ShardResult
 from evenstep.engine.several import Trained
 from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.engine.strangers import Strangers
-from evenstep.exchange.group import Group
 from evenstep.exchange.surroundings import inside
 
 __all__ = ["Compute", "Samples", "StepFunction", "Work"]
@@ -106,9 +108,8 @@ class Work:
 class Compute:
     """Runs the step function for every part, and backward."""
 
-    def __init__(self, group: Group, models: Models, seed: int, timeout_s: float) -> None:
-        self._group, self._models, self._seed = group, models, seed
-        self.spans: Sequence[tuple[int, int]] = ()  # the shards of each worker
+    def __init__(self, context: Context, models: Models, timeout_s: float) -> None:
+        self.context, self._models = context, models
         self._stream = Stream()
         self._lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
@@ -118,8 +119,8 @@ class Compute:
         self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
         self._arrivals: dict[int, tuple[Trained, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
 
-    def run(self, work: Work) -> dict[int, ShardResult]:
-        """Compute the shards of this worker; return what each gave. The optimizer has the gradients then.
+    def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
+        """Compute the shards of this worker; return how to get what each gave. The optimizer has the gradients then.
 
         Leaves the random generators of the caller as they were. In models whose layers span shards this blocks in
         exchanges with the other workers that have samples.
@@ -134,23 +135,24 @@ class Compute:
             else:
                 try:
                     values = self._one_after_the_other(work, buffers)
-                except _Meets:  # in the first shard: nothing of the step is done yet
+                except Meets:  # in the first shard: nothing of the step is done yet
                     self._meeting.add(id(work.prepared))
                     values = self._side_by_side(work, buffers)
         self._strangers.took(time.perf_counter() - begin)
-        return {shard: ShardResult.of(loss, metrics, work.sizes[shard]) for shard, (loss, metrics) in values.items()}
+        results = {k: ShardResult.of(loss, metrics, work.sizes[k]) for k, (loss, metrics) in values.items()}
+        return lambda: results
 
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
         values: dict[int, Any] = {}
         for shard, part in work.parts.items():
-            self._begins(shard)
+            self.context.begins(shard)
             lane.begin(buffers)
             lane.resume()
-            self._stream.reseed(self._seed_of(work, shard))
+            self._stream.reseed(self.context.seed_of(work.number, shard))
             self._stream.resume()
             try:
-                with inside(_Alone(work.rows(shard), None if not values else next(iter(values)))):
+                with inside(Alone(work.rows(shard), None if not values else next(iter(values)))):
                     with self._user_code():
                         value = work.function(part)
                     loss, metrics = split(value)
@@ -158,7 +160,7 @@ class Compute:
                     self._look_for_strangers(work, losses, [lane])
                     self._backward(losses, [lane], work.prepared, [shard])
             except Exception as error:
-                error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
+                error.add_note(f"in shard {shard} of worker {self.context.worker}, step {work.version}")
                 raise
             lane.pause()
             if shard == work.first:
@@ -174,17 +176,19 @@ class Compute:
 
         def function_of(shard: int, part: Any) -> Callable[[], Any]:
             def function() -> Any:
-                self._begins(shard)
+                self.context.begins(shard)
                 return split(work.function(part))
 
             return function
 
         functions = [function_of(shard, part) for shard, part in work.parts.items()]
-        seeds = [self._seed_of(work, shard) for shard in shards]
+        streams = [Stream() for _ in shards]
+        for stream, shard in zip(streams, shards, strict=True):
+            stream.reseed(self.context.seed_of(work.number, shard))
         try:
             with self._user_code():
-                rows = [work.rows(shard) for shard in shards]
-                values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), rows, functions)
+                crew, rows = self.context.crew(work.sizes), [work.rows(shard) for shard in shards]
+                values = self._lanes.run(shards, lanes, streams, work.where, crew, rows, functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
             if (
@@ -194,7 +198,7 @@ class Compute:
             self._look_for_strangers(work, losses, lanes)
             self._backward(losses, lanes, work.prepared, shards)
         except Exception as error:
-            error.add_note(f"in worker {self._group.worker}, step {work.version}")
+            error.add_note(f"in worker {self.context.worker}, step {work.version}")
             raise
         if shards[0] == work.first:
             self._models.keep_buffers(lanes[0].buffers_after())
@@ -205,9 +209,6 @@ class Compute:
             known = [*self._models.slots.parameters.values(), *(p for lane in lanes for p in lane.leaves.values())]
             self._strangers.look(work.function, losses, known)
 
-    def _seed_of(self, work: Work, shard: int) -> int:
-        return derive("step", self._seed, work.number, shard)
-
     @contextmanager
     def _user_code(self) -> Iterator[None]:
         """While this is open, step functions run: a gradient that arrives is not of our backward."""
@@ -216,33 +217,6 @@ class Compute:
             yield
         finally:
             self._calling = False
-
-    def _begins(self, shard: int) -> None:
-        self._group.board.computes(self._group.worker, shard)
-        points.reach("forward")
-
-    def _crew(self, sizes: Sequence[int]) -> Crew:
-        """How a layer reaches the other workers: only those with samples take part; other shards are rows of zeros."""
-        shards = [[k for k in range(first, end) if sizes[k]] for first, end in self.spans]
-        shares = [len(theirs) for theirs in shards]
-        present = [k for theirs in shards for k in theirs]
-
-        def gather(tag: str, rows: Tensor) -> Tensor:
-            if len(rows) == len(sizes) and rows.device.type != "cpu":  # nobody else: no need to wait for the device
-                return rows
-            found = self._group.gather(tag, rows.cpu(), shares)
-            if len(present) == len(sizes):
-                return found.to(rows.device)
-            every = found.new_zeros((len(sizes), found.shape[1]))
-            every[present] = found
-            return every.to(rows.device)
-
-        def swap(tag: str, mine: Tensor) -> list[Tensor]:
-            return self._group.gather_blobs(tag, mine, [bool(share) for share in shares])
-
-        me = sum(1 for share in shares[: self._group.rank] if share)
-        is_whole = len(present) == sum(map(bool, sizes))
-        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes), is_whole)
 
     def _backward(self, losses: list[Tensor], lanes: Sequence[Lane], prepared: Trained, shards: Sequence[int]) -> None:
         """One backward for some shards."""
@@ -288,6 +262,7 @@ class Compute:
             if found is not None and leaf.grad is not None:
                 prepared, index, shard = found
                 gradient, leaf.grad = leaf.grad, None
+                assert not isinstance(prepared.gradients, FlatGradients), "in shared memory gradients come one by one"
                 prepared.gradients.arrive(index[name], shard, gradient)
 
         requires_grad = leaf.requires_grad
@@ -305,31 +280,3 @@ class Compute:
         """End the threads and take the hooks off the user's parameters."""
         self._lanes.close()
         self.forget_lanes()
-
-
-class _Meets(BaseException):
-    """A shard that is computed by itself wants to meet the others. No error: no `except` of a script may take it."""
-
-
-class _Alone:
-    """The surroundings of a shard that is computed by itself, as long as it does not want to meet others.
-
-    Args:
-        rows: Those of its part.
-        before: A shard that was computed before it without meeting anybody, if any.
-    """
-
-    token: Tensor | None = None
-
-    def __init__(self, rows: range, before: int | None) -> None:
-        self.rows, self._before = rows, before
-
-    def _meet(self, *_: Any) -> Any:
-        if self._before is None:
-            raise _Meets
-        raise UnsupportedError(
-            f"this shard wants to meet all others (in a batch norm, or run.gather), but shard {self._before} ended "
-            "without that; the step function must do the same for every part, and model.train() comes before run.step"
-        )
-
-    meet = gather = call_number = _meet

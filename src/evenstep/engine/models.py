@@ -105,7 +105,8 @@ class Models:
 
     def keep_buffers(self, buffers: dict[str, Tensor]) -> None:
         """Remember the buffers as the first shard with samples left them; they are what the step will commit."""
-        self._kept = {name: buffer.clone() for name, buffer in buffers.items()}
+        self._kept = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
+        copy_into(buffers, self._kept)
 
     @property
     def kept_buffers(self) -> dict[str, Tensor]:
@@ -128,9 +129,8 @@ class Models:
 
     def pull(self) -> None:
         """Bring this worker's own copies to the committed version."""
-        with torch.no_grad():
-            for name in self.slots.buffers:
-                self.state.entries[name].pull()
+        entries = self.state.entries
+        copy_into({name: entries[name].live for name in self.slots.buffers}, self.slots.buffers)
 
     def remember_versions(self) -> None:
         """Note torch's version of each parameter and where it lies, now that nobody should change it but a step."""

@@ -17,6 +17,7 @@ from evenstep.core import points
 from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
 from evenstep.engine.delivery import Delivery, Local, SharedAreas
 from evenstep.engine.edits import Edit
+from evenstep.engine.flat import FlatGradients
 from evenstep.engine.form import Form
 from evenstep.engine.gradients import Gradients
 from evenstep.engine.state import Entry, State
@@ -82,7 +83,10 @@ class PreparedOptimizer:
         return (self,)
 
     def _make_gradients(self) -> None:
-        self.gradients = Gradients(self.names)
+        memory = self._state.memory
+        self.gradients: Gradients | FlatGradients = (
+            Gradients(self.names) if memory.shared else FlatGradients(self.names, self.parameters)
+        )
         shape = (self._group.segment.num_workers, max(len(self.names), 1))
         self._words = self._state.memory.words(shape[0] * shape[1]).view(shape)
 
@@ -155,9 +159,9 @@ class PreparedOptimizer:
         """Save what the owned parameters are now, then step. Returns what is new in the optimizer's state."""
         touched = [i for i, gradient in sums.items() if gradient is not None]
         self._undo = {i: dict(self.optimizer.state.get(self.parameters[i], {})) for i in touched}
+        entries = [self._state.entries[self.names[i]] for i in touched]
+        self._state.save(entries + [entry for i in touched for entry in self._entries.get(i, {}).values()])
         for i in touched:
-            entries = [self._state.entries[self.names[i]], *self._entries.get(i, {}).values()]
-            self._state.save(entries)
             self.parameters[i].grad = sums[i]
         points.reach("inside update")
         options, attributes = self.hyperparameters(), self._attributes()

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import Tensor, nn
 
 from evenstep.core.errors import ConfigError
+from evenstep.engine.flat import FlatGradients
 from evenstep.engine.gradients import Gradients
 from evenstep.engine.prepared import News, PreparedOptimizer
 
@@ -95,7 +96,7 @@ class SeveralGradients:
 
     def __init__(self, several: SeveralOptimizers) -> None:
         self._several = several
-        self._place: list[tuple[Gradients, int]] = []  # of each parameter: whose it is, and its number there
+        self._place: list[tuple[Gradients | FlatGradients, int]] = []  # whose each parameter is, and its number there
 
     def begin(self, token: int, active: Sequence[int], shards: Sequence[int]) -> None:
         """Start a step."""
@@ -107,7 +108,14 @@ class SeveralGradients:
     def arrive(self, i: int, shard: int, gradient: Tensor) -> None:
         """Take in a gradient."""
         gradients, number = self._place[i]
+        assert isinstance(gradients, Gradients), "in shared memory gradients come one by one"
         gradients.arrive(number, shard, gradient)
+
+    def take(self, shard: int, gradients: Sequence[Tensor | None]) -> None:
+        """Take in all gradients of a shard; see `FlatGradients`."""
+        for span, each in self._several.spans():
+            assert isinstance(each.gradients, FlatGradients), "on a device gradients come all at once"
+            each.gradients.take(shard, gradients[span.start : span.stop])
 
     def end_backward(self) -> None:
         """Backward is over on this worker."""

@@ -169,6 +169,7 @@ def spanning_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
 @torch.no_grad()
 def copy_into(tensors: dict[str, Tensor], to: dict[str, Tensor]) -> None:
     """Copy each tensor into its namesake, in place."""
-    for name, tensor in tensors.items():
-        if to[name] is not tensor:
-            to[name].copy_(tensor)
+    pairs = [(to[name], tensor) for name, tensor in tensors.items() if to[name] is not tensor]
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)

@@ -12,6 +12,7 @@ Whatever happens before the end of 5, version v can be had back.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,10 +22,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core import points
+from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.clipping import Clipping, norms_of, total_norm
 from evenstep.engine.compute import Compute, Samples, StepFunction, Work
+from evenstep.engine.context import Context
 from evenstep.engine.determinism import Determinism
+from evenstep.engine.graphs import Graphs
 from evenstep.engine.holdings import Holdings
+from evenstep.engine.on_device import DeviceCompute
 from evenstep.engine.pace import Pace
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.reports import Report, compare, compare_contents
@@ -67,10 +72,18 @@ class Engine:
         self.models, self.state, self.optimizers = holdings.models, holdings.state, holdings.optimizers
         self.determinism = Determinism(self.config)
         core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
-        self.compute = Compute(self.group, self.models, self.config.seed, self.config.timeout_s)
+        self.context = Context(self.group, self.config.seed)
+        self.compute = self._make_compute()
         self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self._replan()
         self.ledger.holder = self
+
+    def _make_compute(self) -> Compute | DeviceCompute:
+        memory, timeout_s = self.holdings.memory, self.config.timeout_s
+        if memory.shared:
+            return Compute(self.context, self.models, timeout_s)
+        graphs = Graphs(self.config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
+        return DeviceCompute(self.context, self.models, timeout_s, graphs)
 
     @property
     def version(self) -> int:
@@ -90,12 +103,12 @@ class Engine:
             spans = share(self.config.shards, self.group.weights or self._pace.weights)
         self.spans = spans if self.updates.shards is None else [self.updates.shards]
         self.mine = range(*self.spans[self.group.rank])
-        self.compute.spans = self.spans
+        self.context.spans = self.spans
         for prepared in self.optimizers:
             self._lay_out(prepared)
 
     def _lay_out(self, prepared: PreparedOptimizer) -> None:
-        prepared.gradients.plan, prepared.gradients.delivery = self.updates.lay_out(prepared, self.spans)
+        prepared.gradients.lay_out(*self.updates.lay_out(prepared, self.spans))
 
     # ---- what the ledger asks of who holds the state ----
 
@@ -246,11 +259,12 @@ class Engine:
             prepared.check_untouched()
         for each in prepared.optimizers:
             self._take_in(each)
-        outcome = self.ledger.perform(
-            Operation(kind, self.version, is_step=True),
-            lambda: self._try(kind, samples, function, prepared, clipping),
-            adopt,
-        )
+        with self.holdings.memory.at_work():
+            outcome = self.ledger.perform(
+                Operation(kind, self.version, is_step=True),
+                lambda: self._try(kind, samples, function, prepared, clipping),
+                adopt,
+            )
         self.updates.settle(prepared, samples)
         return outcome
 
@@ -273,6 +287,7 @@ class Engine:
         self.models.publish_buffers()
         points.reach("after update")
         news = self._share_news(work, mine)
+        norm = None if norm is None else float(norm)
         return Entry(kind, [results.loss, results.metrics, norm, news, report.contents])
 
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
@@ -281,7 +296,7 @@ class Engine:
         active = [rank for rank, (first, end) in enumerate(self.spans) if any(work.sizes[first:end])]
         gradients.begin(1 + self.group.exchanges, active, list(work.parts))
         begin, waited_s = time.monotonic(), self.group.waited_s
-        results = self.compute.run(work) if work.parts else {}
+        results = self.compute.run(work) if work.parts else dict
         gradients.end_backward()
         busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
         facts = {
@@ -291,7 +306,7 @@ class Engine:
             "options": [each.hyperparameters() for each in work.prepared.optimizers],
             "clipping": [work.clipping.norm, work.clipping.value],
         }
-        return Report(self.group.worker, facts, contents, results, busy_s)
+        return Report(self.group.worker, facts, contents, results(), busy_s)
 
     def _share(self, work: Work, report: Report) -> Results:
         """Losses and metrics over all shards; and all workers must be doing the same step."""
@@ -303,9 +318,11 @@ class Engine:
             self.updates.refuse("weighted loss")
         return results
 
-    def _clip(self, work: Work, sums: dict[int, Tensor | None]) -> float | None:
-        """Limit the gradients; return their norm before, if that is limited."""
+    def _clip(self, work: Work, sums: dict[int, Tensor | None]) -> float | Tensor | None:
+        """Limit the gradients; return their norm before, if that is limited, perhaps still on a device."""
         gradients = {i: gradient for i, gradient in sums.items() if gradient is not None}
+        if not self.holdings.memory.shared:  # all sums are here
+            return work.clipping.clip(list(gradients.values()))
         work.clipping.clip_elements(gradients.values())
         if work.clipping.norm is None:
             return None

@@ -28,7 +28,7 @@ from evenstep.data.sampling import Sampling
 from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
 from evenstep.engine.clipping import Clipping
-from evenstep.engine.determinism import profile
+from evenstep.engine.determinism import device_of, profile
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.models import check_model
 from evenstep.engine.randomness import derive, seed_all
@@ -72,12 +72,14 @@ class Run:
         shards: K, the number of parts of every batch and the unit of arithmetic; default 8. A run with another K is
             another computation.
         seed: Fixes the order of samples and all randomness.
-        device: "cpu", "cuda" or "cuda:N".
+        device: "cpu", "cuda" (worker i takes GPU i modulo their number) or "cuda:N".
         threads: Intra-op threads of every shard's computation; part of the arithmetic.
         timeout_s: How long any wait for another worker may take.
         quiet: No progress display and no closing fingerprint line.
         on_nondeterminism: "error" raises where torch knows an operation to be non-deterministic, or where user code
             changes what the bits rest on; "warn" only says so.
+        graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
+            makes it an error where they cannot; False never does.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
             docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         sync: "exchange": workers add up gradients among themselves. "server": they meet only at a parameter server,
@@ -110,6 +112,7 @@ class Run:
         timeout_s: float = 300.0,
         quiet: bool = False,
         on_nondeterminism: Literal["error", "warn"] = "error",
+        graphs: Literal["auto"] | bool = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
         sync: Literal["exchange", "server"] = "exchange",
         server: str | None = None,
@@ -124,13 +127,13 @@ class Run:
             shards=shards,
             seed=seed,
             threads=threads,
-            device=str(device),
+            device=device_of(str(device), self._env.worker),
             timeout_s=timeout_s if self._env.timeout_s is None else self._env.timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
+            graphs=graphs,
             arithmetic=arithmetic,
         )
-        _check_device(self.config.device)
         through = Through(sync, server, staleness, update_every, token, aggregate)
         through.check()
         standing = Standing.of(self._env.standing) if self._env.standing else None
@@ -768,16 +771,3 @@ def _see_to_arithmetic(config: RunConfig, served: bool, env: Environment, caller
             "use sync='exchange', or arithmetic='native'"
         )
     settings.insist(caller, env)
-
-
-def _check_device(device: str) -> None:
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ConfigError(f"device={device!r}, expected 'cpu', 'cuda' or 'cuda:N'") from None
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r}, expected 'cpu', 'cuda' or 'cuda:N'")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device={device!r} but torch sees no CUDA device; use device='cpu', or a CUDA build of torch"
-        )

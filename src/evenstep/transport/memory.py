@@ -5,6 +5,8 @@ prepared and trained), so nobody has to agree on where they are, and a worker th
 """
 
 import mmap
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -59,6 +61,9 @@ class Memory(Protocol):
     def fence(self) -> None:
         """What was written before this is there before what is written after it, for whoever can see both."""
 
+    def at_work(self) -> AbstractContextManager[None]:
+        """While this is open, what is launched is launched where steps are; what was launched before it comes first."""
+
 
 class HostMemory:
     """The areas of a shared segment, mapped as they are needed.
@@ -104,6 +109,10 @@ class HostMemory:
                 return place
         raise AssertionError("the tensor lies in this memory")
 
+    def at_work(self) -> AbstractContextManager[None]:
+        """Nothing to do: what is called is done."""
+        return nullcontext()
+
 
 class DeviceMemory:
     """Memory of a GPU, which this process alone uses: what is written on its stream comes in its order.
@@ -116,6 +125,20 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # The default stream is everybody's, and cannot be captured.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """See `Memory`; what is launched afterwards elsewhere comes after what was launched inside."""
+        if self._stream is None:
+            yield
+            return
+        around = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(around)
+        with torch.cuda.stream(self._stream):
+            yield
+        around.wait_stream(self._stream)
 
     def reserve(self, num_bytes: int) -> Region:
         """See `Memory`."""

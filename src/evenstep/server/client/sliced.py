@@ -24,7 +24,7 @@ from evenstep.server.client.client import Client
 from evenstep.server.client.compress import Compressor
 from evenstep.server.client.connection import Connection, Registration, patience
 from evenstep.server.wire.slices import LAYOUT, Slices, check_places
-from evenstep.server.wire.tensors import Layout, Spec
+from evenstep.server.wire.tensors import ParameterLayout, Spec
 
 __all__ = ["SlicedClient"]
 
@@ -85,7 +85,7 @@ class SlicedClient(Client):
                     raise UnreachableError(f"nothing was put to {self.url} in time")
             about = self._leader.ask("slice", {"layout": True}, deadline)
             specs = Slices.unpack(about["layout"])
-            self._slices = Slices(Layout(specs), len(self.connections), split=self._split)
+            self._slices = Slices(ParameterLayout(specs), len(self.connections), split=self._split)
             if self._slices.fingerprint != about["fingerprint"]:
                 raise ServerError(f"{self.url} cut the parameters otherwise than this client; use the same version")
         return self._slices
@@ -202,7 +202,9 @@ class SlicedClient(Client):
         tensors = {name: updates.sendable(value) for name, value in parameters.items()}
         untrained = set(buffers)
         slices = Slices(
-            Layout({name: Spec.of(value) for name, value in tensors.items()}), len(self.connections), split=self._split
+            ParameterLayout({name: Spec.of(value) for name, value in tensors.items()}),
+            len(self.connections),
+            split=self._split,
         )
         text = torch.frombuffer(bytearray(slices.text), dtype=torch.uint8)
         with self._lock:

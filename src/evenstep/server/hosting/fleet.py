@@ -23,7 +23,7 @@ from evenstep.server.hosting.host import Origin
 from evenstep.server.hosting.processes import Line, become, live
 from evenstep.server.store.optimizers import can_split
 from evenstep.server.store.status import without_lists
-from evenstep.server.wire.slices import Place
+from evenstep.server.wire.slices import ServerPlace
 
 __all__ = ["Fleet", "check_directory"]
 
@@ -51,7 +51,7 @@ class Fleet:
         name = secrets.token_hex(8)
         if config.directory is not None:
             name = _name_in(Path(config.directory), config.servers)
-        self._set = Place(0, config.servers, name, can_split(origin[1]))
+        self._set = ServerPlace(0, config.servers, name, can_split(origin[1]))
         self._line: Line | None = None
         self._pid = 0
         self._inside = ""  # how this process reaches them

@@ -24,7 +24,7 @@ from evenstep.core.errors import EvenstepError
 from evenstep.native import core
 from evenstep.server.hosting.config import ServerConfig
 from evenstep.server.hosting.host import Origin, SingleServer
-from evenstep.server.wire.slices import Place
+from evenstep.server.wire.slices import ServerPlace
 
 __all__ = ["Line", "become", "live"]
 
@@ -114,7 +114,7 @@ class _Server:
 
 class _Nursery:
     def __init__(
-        self, line: Line, parent: int, config: ServerConfig, token: str | None, origin: Origin, set_: Place
+        self, line: Line, parent: int, config: ServerConfig, token: str | None, origin: Origin, set_: ServerPlace
     ) -> None:
         self._line, self._parent, self._config, self._token = line, parent, config, token
         self._origin, self._set = origin, set_
@@ -205,7 +205,7 @@ class _Nursery:
                 os.waitpid(server.pid, 0)
 
 
-def live(line: Line, parent: int, config: ServerConfig, token: str | None, origin: Origin, set_: Place) -> None:
+def live(line: Line, parent: int, config: ServerConfig, token: str | None, origin: Origin, set_: ServerPlace) -> None:
     """Be the nursery, until the user's process says that it is over, or ends.
 
     Args:
@@ -230,7 +230,7 @@ def _serve(
     config: ServerConfig,
     token: str | None,
     origin: Origin,
-    place: Place,
+    place: ServerPlace,
     known: dict[str, Any],
     wanted: str,
 ) -> None:

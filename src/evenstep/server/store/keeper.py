@@ -26,9 +26,10 @@ from torch import Tensor
 
 from evenstep.core.errors import CheckpointError, RefusedError
 from evenstep.server.store import records
+from evenstep.server.store.commits import First
 from evenstep.server.store.decisions import Decided
-from evenstep.server.store.follower import Follower, Staged
-from evenstep.server.store.log import Found, Log, Record, open_regular, read
+from evenstep.server.store.following import Follower, Staged
+from evenstep.server.store.log import Log, LogEntry, Record, open_regular, read
 from evenstep.server.store.optimizers import state_of
 from evenstep.server.store.state import Applied
 from evenstep.server.store.store import Store
@@ -74,8 +75,8 @@ class Keeper:
             raise CheckpointError(f"the directory {directory} cannot be made: {error.strerror}") from error
         self._lock = _lock(directory)
         store.takes_recipes = False  # a snapshot does not hold one
-        store.after_put = self._write_first
-        store.after_update = self._write_if_due
+        store.commits.after_put = self._write_first
+        store.commits.after_update = self._write_if_due
 
     def restore(self) -> None:
         """Go on from what the directory holds, if anything; then begin to write.
@@ -92,10 +93,10 @@ class Keeper:
             self._quiet = False
             if self._store.layout is not None:
                 self._write()
-            elif isinstance(self._store, Follower):
+            elif isinstance(self._store.way, Follower):
                 self._log = self._fresh_log(self._directory / _BEFORE)
             if self._durable or self._store.place.count > 1:
-                self._store.journal = self
+                self._store.commits.journal = self
 
     def snapshot(self) -> None:
         """Write one now, if there is anything new.
@@ -155,7 +156,7 @@ class Keeper:
     def _write_state(self, path: Path) -> tuple[dict[str, Any], int]:
         """Write the tensors; returns what else the optimizer keeps, and the checksum of the file."""
         store = self._store
-        tensors, values = state_of(store.optimizer, store.state.parameters)
+        tensors, values = state_of(store.state.optimizer, store.state.parameters)
         tensors |= {f"parameter.{name}": tensor for name, tensor in store.tensors().items()}
         partial = path.with_suffix(".partial")
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial)
@@ -170,16 +171,17 @@ class Keeper:
             "format": _FORMAT,
             "version": store.version,
             "versions": store.state.versions,
-            "owner": store.owner,
+            "owner": store.state.owner,
             "buffers": sorted(store.state.buffers),
             "acknowledged": {
-                worker: [last.sequence, last.version, last.notes] for worker, last in store.workers.acknowledged.items()
+                worker: [last.sequence, last.version, last.notes]
+                for worker, last in store.attendance.workers.acknowledged.items()
             },
             "values": values,
             "groups": _groups(store),
             "place": [store.place.index, store.place.count, store.place.name],
-            "layout": store.slices.text.decode() if store.slices is not None else None,
-            "decided": store.decisions.since(-1),
+            "layout": store.commits.slices.text.decode() if store.commits.slices is not None else None,
+            "decided": store.commits.decisions.since(-1),
         }
 
     def _tidy(self) -> None:
@@ -198,7 +200,7 @@ class Keeper:
         partial = path.with_suffix(".partial")  # one that waits for its first values is replaced by its like
         fresh = Log(os.open(partial, _APPEND, 0o600), sync=self._durable)
         try:
-            waiting = self._store.staged if isinstance(self._store, Follower) else {}
+            waiting = self._store.way.staged if isinstance(self._store.way, Follower) else {}
             for (worker, session), staged in waiting.items():
                 fresh.append(records.of_staged(worker, session, staged))
             os.replace(partial, path)
@@ -244,7 +246,7 @@ class Keeper:
         if store.layout is None:
             place = store.place
             slices = Slices.read(facts["layout"], place.count, split=place.split) if facts.get("layout") else None
-            store._initialise(parameters, facts["owner"], {}, facts["buffers"], slices)
+            store.commits.initialise(First(parameters, facts["owner"], facts["buffers"], slices))
         try:
             assert store.layout is not None, "it was put"
             store.layout.check_whole({name: Spec.of(tensor) for name, tensor in parameters.items()})
@@ -256,11 +258,13 @@ class Keeper:
         state = store.state
         state.version, state.versions, state.owner = facts["version"], facts["versions"], facts["owner"]
         state.doubt()
-        store.decisions.forget()
-        store.decisions.extend(records.to_decided({"version": v, "who": who}) for v, who in facts.get("decided", []))
-        store.workers.acknowledged.clear()
+        store.commits.decisions.forget()
+        store.commits.decisions.extend(
+            records.to_decided({"version": v, "who": who}) for v, who in facts.get("decided", [])
+        )
+        store.attendance.workers.acknowledged.clear()
         for worker, (sequence, version, notes) in facts["acknowledged"].items():
-            store.workers.acknowledged[worker] = Acknowledged(sequence, version, notes)
+            store.attendance.workers.acknowledged[worker] = Acknowledged(sequence, version, notes)
 
     # ---- the log ----
 
@@ -300,8 +304,8 @@ class Keeper:
         """
         if facts is not None:
             self._load(facts)
-        elif isinstance(self._store, Follower):
-            self._store.staged.clear()
+        elif isinstance(self._store.way, Follower):
+            self._store.way.staged.clear()
         for found in read(path):
             if found.number == before:
                 return None
@@ -319,14 +323,14 @@ class Keeper:
         if record is None:
             raise CheckpointError("it was altered, and whole ones follow it")
         facts = record[0]
-        if isinstance(store, Follower) and facts["kind"] == "staged":
+        if isinstance(store.way, Follower) and facts["kind"] == "staged":
             who, staged = records.to_staged(record, store.place)
-            store.staged[who] = staged
+            store.way.staged[who] = staged
         elif facts["version"] > store.version:
-            if isinstance(store, Follower) and facts["kind"] == "decided":
-                store.carry_out(records.to_decided(facts))
+            if isinstance(store.way, Follower) and facts["kind"] == "decided":
+                store.way.carry_out(records.to_decided(facts))
             else:
-                store.replay(records.to_applied(record))
+                store.commits.replay(records.to_applied(record))
 
     def _go_round(self, stuck: "_Stuck", facts: dict[str, Any] | None, path: Path) -> None:
         """Go on without a record that cannot be applied and all that follow it, if that is wanted.
@@ -357,7 +361,7 @@ class Keeper:
 class _Stuck:
     """Where replaying a log has ended, and why."""
 
-    found: Found
+    found: LogEntry
     why: str
 
 
@@ -399,7 +403,7 @@ def _checksum_of(facts: dict[str, Any]) -> int:
 
 
 def _groups(store: Store) -> list[dict[str, Any]]:
-    groups = store.optimizer.param_groups if store.optimizer is not None else []
+    groups = store.state.optimizer.param_groups if store.state.optimizer is not None else []
     return [
         {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} for group in groups
     ]
@@ -408,16 +412,16 @@ def _groups(store: Store) -> list[dict[str, Any]]:
 def _restore_optimizer(
     store: Store, tensors: dict[str, Tensor], values: dict[str, Any], groups: list[dict[str, Any]]
 ) -> None:
-    if store.optimizer is None:
+    if store.state.optimizer is None:
         return
-    store.optimizer.state.clear()
+    store.state.optimizer.state.clear()
     for name, parameter in store.state.parameters.items():
         head = f"optimizer.{name}."
         state = {k.removeprefix(head): v for k, v in {**tensors, **values}.items() if k.startswith(head)}
         state = {key: value for key, value in state.items() if "." not in key}
         if state:
-            store.optimizer.state[parameter] = state
-    for group, options in zip(store.optimizer.param_groups, groups, strict=True):
+            store.state.optimizer.state[parameter] = state
+    for group, options in zip(store.state.optimizer.param_groups, groups, strict=True):
         for key, value in options.items():
             if isinstance(group[key], Tensor):
                 group[key] = torch.tensor(value, dtype=group[key].dtype)

@@ -21,7 +21,7 @@ from evenstep.core.errors import CheckpointError, RefusedError
 from evenstep.server.wire.tensors import LENGTH_BYTES, Head, encode, head_length
 from evenstep.server.wire.text import write_json
 
-__all__ = ["Found", "Log", "Record", "open_regular", "read"]
+__all__ = ["Log", "LogEntry", "Record", "open_regular", "read"]
 
 Record = tuple[dict[str, Any], dict[str, Tensor]]
 """Facts and tensors."""
@@ -110,7 +110,7 @@ def _write(fd: int, record: Record) -> int:
 
 
 @dataclass(frozen=True)
-class Found:
+class LogEntry:
     """What there is in a log at one place.
 
     Attributes:
@@ -126,7 +126,7 @@ class Found:
     is_last: bool = False
 
 
-def read(path: Path) -> Iterator[Found]:
+def read(path: Path) -> Iterator[LogEntry]:
     """The records of a log, up to the first that cannot be read. None if there is no such file.
 
     Raises:
@@ -145,15 +145,15 @@ def read(path: Path) -> Iterator[Found]:
         os.close(fd)
 
 
-def _records(data: mmap.mmap) -> Iterator[Found]:
+def _records(data: mmap.mmap) -> Iterator[LogEntry]:
     at, number = 0, 1
     while at < len(data):
         end = _whole_until(data, at)
         if end is None:
-            yield Found(number, at, None, is_last=not _any_whole_after(data, at + 1))
+            yield LogEntry(number, at, None, is_last=not _any_whole_after(data, at + 1))
             return
         record = _record(data, at, end)
-        yield Found(number, at, record)
+        yield LogEntry(number, at, record)
         if record is None:
             return
         at, number = end, number + 1
