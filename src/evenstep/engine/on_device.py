@@ -128,6 +128,7 @@ class DeviceCompute:
             tuple(work.sizes) if spanning else (),
             tuple(trained),
             id(work.prepared),
+            work.scale,  # a replay would repeat that of the capture
         )
         return Task(signature, inputs, seeds, partial(self._look, work.function), make, arrivals.take)
 
