@@ -136,7 +136,7 @@ def test_a_pause_lets_a_reader_in_when_updates_come_too_fast(monkeypatch):
         for version in range(1, 4):
             client.update_parameters(filled(-1), kind="delta")
             assert value_of(reader.get_parameters()) == version
-        reader._pause(True, time.monotonic() + 9)  # and is gone: the others wait no longer than a moment
+        reader.servers._pause(True, time.monotonic() + 9)  # and is gone: the others wait no longer than a moment
         begin = time.monotonic()
         client.update_parameters(filled(-1), kind="delta")
         assert 0.3 < time.monotonic() - begin < 10
