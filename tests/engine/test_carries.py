@@ -223,7 +223,7 @@ def test_it_survives_deaths_and_is_resumed(script, tmp_path):
     text = SCRIPT.replace("CHECKPOINTS", repr(str(tmp_path / "checkpoints")))
     undisturbed = cli_run("run", "-n", "1", script(text.replace("STOP", "99")))
     assert undisturbed.code == 0, undisturbed.stderr
-    faults = [Fault("kill", "inside update", 3), Fault("kill", "forward", 5, worker=1)]
+    faults = [Fault("kill", "inside update", 3, worker=0), Fault("kill", "forward", 5, worker=1)]
     killed = cli_run("run", "-n", "3", script(text.replace("STOP", "99")), variables=plant(faults, tmp_path / "faults"))
     assert struck(tmp_path / "faults") == [0, 1]
     assert killed.stdout == undisturbed.stdout
