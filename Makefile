@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup browser demo test check bench chaos clean
+.PHONY: setup browser demo test check bench chaos soak clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,10 @@ bench: setup
 SEED ?= 0
 chaos: setup
 	$(BIN)/python -m evenstep.testing.chaos --seed $(SEED) --seeds 3 --faults 150
+
+MINUTES ?= 60
+soak: setup
+	$(BIN)/python -m evenstep.testing.soak --minutes $(MINUTES) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info src/evenstep/native/*.so .pytest_cache .mypy_cache .ruff_cache

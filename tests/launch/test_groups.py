@@ -197,6 +197,20 @@ def test_a_server_that_dies_ends_the_run(script):
     assert not processes.descendants()
 
 
+@pytest.mark.parametrize(("which", "name"), [(min, "server 0"), (max, "the supervisor of group 0")])
+def test_one_that_cannot_be_replaced_and_is_stopped_ends_the_run(script, which, name):
+    after = "print('there', flush=True); import time; time.sleep(0.05)"
+    path = script(training(after).replace("range(2)", "range(99)"))
+    with Cli("run", "--framework", "sandblaster", "-n", "2", path) as cli:
+        cli.until_it_says("there", 4)
+        pid = which(pid for pid in processes.descendants(cli.pid) if parent(pid) == cli.pid)
+        os.kill(pid, signal.SIGSTOP)
+        done = cli.wait(40)
+    assert done.code == 6
+    assert f"evenstep: {name} (pid {pid}) has been stopped; the run cannot go on" in done.stderr.splitlines()
+    assert not processes.descendants()
+
+
 def parent(pid):
     with open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[1])

@@ -143,6 +143,19 @@ def test_a_worker_that_crashes_for_the_fourth_time_in_one_place_ends_the_run(num
     assert roster.crashes_always(roster.of(0))
 
 
+def test_so_does_one_that_starves_but_not_one_that_is_only_killed():
+    roster = killed = working(1)
+    for _ in range(3):
+        roster, decisions = roster.starves(0).ended(0, KILLED, 5)
+        assert not any(isinstance(decision, Fail) for decision in decisions)
+        roster = roster.started(0)
+    assert roster.starves(0).ended(0, KILLED, 5)[1] == [Fail(0)]
+    for _ in range(9):
+        killed, decisions = killed.ended(0, KILLED, 5)
+        assert isinstance(decisions[0], Lose)
+        killed = killed.started(0)
+
+
 def test_a_worker_that_was_given_up_and_killed_did_not_crash():
     roster = working(1)
     for _ in range(5):

@@ -102,7 +102,8 @@ def test_a_layer_waits_for_its_own_values_only(expected, server):
     events = []
 
     def watch(run, model):
-        arrivals, courier = run._engine._arrivals, run._engine._courier
+        traffic = run._engine.updates.traffic
+        arrivals, courier = traffic.arrivals, traffic.courier
         write, held, free = arrivals.write, [], [0]
 
         def hold_back(part, values, version):
@@ -132,7 +133,7 @@ def test_a_layer_waits_for_its_own_values_only(expected, server):
 
 def test_who_takes_a_parameter_out_of_a_module_waits_for_it(server):
     def watch(run, model):
-        run._engine._arrivals.watch = lambda what, part: events.append((what, part))
+        run._engine.updates.traffic.arrivals.watch = lambda what, part: events.append((what, part))
         model.last.register_forward_pre_hook(lambda module, _: events.append("last"))
 
     events = []

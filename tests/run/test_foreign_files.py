@@ -256,6 +256,49 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
 
 
+def test_a_writer_that_is_killed_at_any_moment_leaves_nothing_for_ever(tmp_path, monkeypatch):
+    """After each thing that it does to a file in turn: while it writes, and while it removes what is old."""
+    monkeypatch.setattr(checkpoint, "_BARE_S", -1.0)
+    monkeypatch.setattr(checkpoint, "sync", lambda _: None)  # the machine does not die
+    for moment in range(1, 100):
+        folder = tmp_path / str(moment)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_after(moment)
+                for version in (1, 2, 3):
+                    save(folder, version)
+            finally:
+                os._exit(0)
+        was_killed = os.waitpid(pid, 0)[1] == signal.SIGKILL
+        save(folder, 5)
+        save(folder, 6)
+        left = {path.name: len(list(path.iterdir())) for path in folder.iterdir()}
+        left = {name: num_files for name, num_files in left.items() if num_files}  # an empty one could be anybody's
+        assert left == {"step-000000005": 3, "step-000000006": 3}, (moment, tree(folder))
+        if not was_killed:
+            return
+    raise AssertionError("it never came to its end")
+
+
+def die_after(moment):
+    """Be killed after so many changes to the file system."""
+    left = iter(range(moment, 0, -1))
+
+    def counted(function):
+        def call(*args, **options):
+            result = function(*args, **options)
+            if next(left, 0) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    for owner, name in [(os, "replace"), (os, "unlink"), (Path, "unlink"), (Path, "write_bytes"), (Path, "rmdir")]:
+        setattr(owner, name, counted(getattr(owner, name)))
+    checkpoint.save_file = counted(checkpoint.save_file)
+
+
 def test_what_another_process_is_writing_is_left_alone(tmp_path):
     pid = begin_and_stop(tmp_path, signal.SIGSTOP)
     try:

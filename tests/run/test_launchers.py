@@ -1,10 +1,13 @@
 """The same script by itself, under `evenstep run` and under torchrun."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from workers import script_run
+import evenstep
+from workers import run_outcomes, script_run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 
@@ -28,3 +31,21 @@ def test_python_the_launcher_and_torchrun_end_on_the_same_last_line(tmp_path):
     assert last_line(torchrun.stdout) == expected
     assert "accuracy 0.9" in launched.stdout
     assert "epoch 2/2" in launched.stderr
+
+
+def test_a_worker_whose_first_fellow_does_not_come_says_so():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+
+    def body(_):
+        for name in [name for name in os.environ if name.startswith("EVENSTEP_")]:
+            del os.environ[name]
+        os.environ.update(place)
+        evenstep.Run(timeout_s=1.0)
+
+    (outcome,) = run_outcomes(1, body)
+    assert outcome.kind == "SilenceError"
+    assert "worker 0 did not come within 1 s: worker 1 waits for its word" in outcome.text

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import evenstep
+from evenstep.engine.results import Mean
 from evenstep.testing import Fault, plant
 from evenstep.testing.faults import struck
 from workers import cli_run
@@ -102,4 +103,5 @@ def test_the_loss_of_a_language_model_is_the_mean_over_its_labels():
     inputs = torch.tensor([[0, 1], [2, 0], [1, 1]])
     parts = [names["loss_of"]({"input_ids": inputs[rows], "labels": targets[rows]}) for rows in ([0], [1], [2])]
     mean = F.cross_entropy(names["model"](inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
-    assert sum(part.total for part in parts) / sum(part.weight for part in parts) == pytest.approx(mean.item())
+    means = [Mean.of("loss", part, 1) for part in parts]
+    assert sum(m.total for m in means) / sum(m.weight for m in means) == pytest.approx(mean.item())

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import evenstep
+from evenstep.engine.results import Mean
 from workers import run_workers
 
 IGNORED = -100
@@ -131,8 +132,8 @@ def test_metrics_may_be_weighted_too_in_steps_and_evaluation():
     [
         (lambda: evenstep.Loss(weight=1), "a mean or a total"),
         (lambda: evenstep.Loss(1.0, total=2.0, weight=1), "a mean or a total"),
-        (lambda: evenstep.Loss(1.0, weight=-1).total, "at least 0"),
-        (lambda: evenstep.Loss(1.0, weight=float("nan")).total, "at least 0"),
+        (lambda: Mean.of("a", evenstep.Loss(1.0, weight=-1), 1), "at least 0"),
+        (lambda: Mean.of("a", evenstep.Loss(1.0, weight=float("nan")), 1), "at least 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, sentence):

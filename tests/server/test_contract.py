@@ -10,7 +10,7 @@ from torch import nn
 import processes
 from evenstep.core.errors import ConfigError, RefusedError, UnreachableError
 from evenstep.server import Limits, ParameterServer, connect
-from evenstep.server.config import TRANSPORTS
+from evenstep.server.hosting.config import TRANSPORTS
 
 
 def model(value=0.0):
@@ -48,8 +48,8 @@ def serve(request):
                 return client.status()["version"]
 
         def each(self, client):
-            """The clients of the single servers."""
-            return client._clients if self.count > 1 else [client]
+            """The connections to the single servers."""
+            return client.connections if self.count > 1 else [client.connection]
 
     yield Serving()
     for client in clients:
@@ -361,5 +361,5 @@ def test_stopping_waits_for_nobody_who_waits(serve):
     serve.connect(server).update_parameters(deltas(), kind="delta")
     thread.join()
     if serve.count == 1:
-        with server.store.get() as view:
+        with server.store.readers.get() as view:
             assert processes.until(lambda: view.image.readers == 1), "what the lost request held was let go"

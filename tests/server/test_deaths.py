@@ -15,7 +15,7 @@ import processes
 from evenstep.core.errors import UnreachableError
 from evenstep.native import core
 from evenstep.server import ParameterServer, connect
-from evenstep.server.config import TRANSPORTS
+from evenstep.server.hosting.config import TRANSPORTS
 
 LEASE_S = 0.5
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from evenstep.server import Limits, ParameterServer
-from evenstep.server.config import ServerConfig
-from evenstep.server.requests import VERBS
-from evenstep.server.single import SingleServer
-from evenstep.server.slices import Place
-from evenstep.server.wire import encode
+from evenstep.server.hosting.config import ServerConfig
+from evenstep.server.hosting.host import SingleServer
+from evenstep.server.service.requests import VERBS
+from evenstep.server.wire.slices import ServerPlace
+from evenstep.server.wire.tensors import encode
 
 ANYTHING = [
     "true", "0", "1", "-1", "-7", "1.5", "1e308", "1e999", "-1e999", "NaN", "Infinity", str(10**30), str(10**400),
@@ -66,7 +66,7 @@ def servers():
         ParameterServer(nn.Linear(4, 3), staleness=None, lock=False, limits=limits, transports=("tcp",)) as free,
     ):
         config = ServerConfig(transports=("http", "tcp"), staleness=None, limits=limits)
-        follower = SingleServer(config, None, (nn.Linear(4, 3), None), Place(1, 2, "set"))
+        follower = SingleServer(config, None, (nn.Linear(4, 3), None), ServerPlace(1, 2, "set"))
         follower.start()
         try:
             yield Servers(alone, follower, free)

@@ -188,7 +188,7 @@ def test_a_scheduler_of_the_worker_moves_the_servers_learning_rate(aggregate):
     expected, net = train(), build()
     with ParameterServer(net, torch.optim.SGD(net.parameters(), 0.1), transports=("tcp",)) as server:
         assert same(train(sync="server", server=server.url, aggregate=aggregate), expected)
-        assert server.store.optimizer.param_groups[0]["lr"] == 0.1 * 0.5 * 0.5, "that of the last step"
+        assert server.store.state.optimizer.param_groups[0]["lr"] == 0.1 * 0.5 * 0.5, "that of the last step"
 
 
 def test_the_first_worker_puts_the_model_where_the_server_has_none():
@@ -264,7 +264,7 @@ def test_what_would_see_this_worker_only_is_refused(tmp_path):
         saved = load_file(next((tmp_path / "saved").glob("*.safetensors")))
         assert same({name.removeprefix("model."): value for name, value in saved.items()}, model.state_dict())
         with pytest.raises(RefusedError, match="options of 0 groups came, expected those of 1"):
-            run._engine.client.update({}, options=[])
+            run._others.client.update({}, options=[])
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -101,11 +101,11 @@ def test_who_does_not_say_who_he_is_has_to_go(transport, says):
 @pytest.mark.parametrize("transport", ["http", "tcp", "memory"])
 def test_who_is_known_may_be_silent(transport):
     with serve(transport, greeting_s=0.1) as server, connect(server.url) as client:
-        channel = client._channel
+        channel = client.connection._channel
         client.get_parameters()
         time.sleep(0.4)
         client.get_parameters()
-        assert client._channel is channel, "the connection was not lost in between"
+        assert client.connection._channel is channel, "the connection was not lost in between"
 
 
 def resident_bytes():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evenstep.core.errors import ConfigError
-from evenstep.server.server import JsonLines, ParameterServer
+from evenstep.server.hosting.server import JsonLines, ParameterServer
 
 __all__ = ["serve"]
 

@@ -28,6 +28,7 @@ class RunConfig:
         quiet: Keep still: no progress bar and no closing fingerprint line.
         on_nondeterminism: Whether an operation that torch knows to be non-deterministic raises or only warns.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor.
+        graphs: Whether steps on a GPU are replayed from CUDA graphs: "auto" where they can be, True or an error, False.
     """
 
     shards: int
@@ -38,6 +39,7 @@ class RunConfig:
     quiet: bool
     on_nondeterminism: Literal["error", "warn"]
     arithmetic: Literal["native", "portable"] = "native"
+    graphs: Literal["auto"] | bool = "auto"
 
     @classmethod
     def resolve(
@@ -65,6 +67,8 @@ class RunConfig:
             raise ConfigError(f"timeout_s={self.timeout_s!r}, expected a number of seconds above 0")
         if self.on_nondeterminism not in ("error", "warn"):
             raise ConfigError(f"on_nondeterminism={self.on_nondeterminism!r}, expected 'error' or 'warn'")
+        if self.graphs not in ("auto", True, False):
+            raise ConfigError(f"graphs={self.graphs!r}, expected 'auto', True or False")
         self._check_arithmetic()
         if env.num_workers > self.shards:
             raise ConfigError(

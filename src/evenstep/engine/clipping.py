@@ -40,6 +40,19 @@ class Clipping:
             for gradient in gradients:
                 gradient.clamp_(-self.value, self.value)
 
+    def clip(self, gradients: list[Tensor]) -> Tensor | None:
+        """Limit gradients that are all here, without waiting for their device; return their norm before, if limited."""
+        if not gradients:
+            return None if self.norm is None else torch.tensor(0.0)
+        if self.value is not None:
+            torch._foreach_clamp_max_(gradients, self.value)
+            torch._foreach_clamp_min_(gradients, -self.value)
+        if self.norm is None:
+            return None
+        total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        torch._foreach_mul_(gradients, torch.clamp(self.norm / (total + 1e-6), max=1.0))
+        return total
+
     def scale_down(self, gradients: Iterable[Tensor], total: Tensor) -> None:
         """Bring gradients whose norm over all workers is `total` down to the norm."""
         assert self.norm is not None, "gradients are scaled only if a norm limits them"

@@ -5,6 +5,7 @@ time. If one does, each shard has a lane; they go forward in turns, meet in the 
 way hooks on the leaves carry every gradient away as it comes.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,15 +16,18 @@ from torch import Tensor, nn
 
 from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.engine.alone import Alone, Meets
 from evenstep.engine.clipping import Clipping
-from evenstep.engine.lanes import Crew, Lanes
+from evenstep.engine.context import Context
+from evenstep.engine.flat import FlatGradients
+from evenstep.engine.lanes import Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
-from evenstep.engine.prepared import PreparedOptimizer
-from evenstep.engine.randomness import Stream, derive, preserved
+from evenstep.engine.randomness import Stream, preserved
 from evenstep.engine.results import ShardResult
+from evenstep.engine.several import Trained
 from evenstep.engine.slots import Lane, spanning_layers
-from evenstep.exchange.group import Group
+from evenstep.engine.strangers import Strangers
 from evenstep.exchange.surroundings import inside
 
 __all__ = ["Compute", "Samples", "StepFunction", "Work"]
@@ -37,13 +41,17 @@ class Samples(Protocol):
     Attributes:
         name: Which samples these are, in words.
         sizes: The number of samples of every shard of the run.
+        is_last: Whether an epoch ends with it.
     """
 
     @property
     def name(self) -> str: ...  # noqa: D102  # an attribute, documented with the class
 
     @property
-    def sizes(self) -> Sequence[int]: ...  # noqa: D102  # as above
+    def sizes(self) -> Sequence[int]: ...  # noqa: D102  # an attribute too
+
+    @property
+    def is_last(self) -> bool: ...  # noqa: D102  # an attribute too
 
     def part(self, shard: int) -> Any:
         """The samples of a shard, on the device of the run."""
@@ -58,21 +66,25 @@ class Work:
 
     Attributes:
         version: The version that the step reads.
+        number: The step's number among those of all who train the model: its random numbers are seeded by it.
         parts: The samples of this worker's shards, for those that have any.
         sizes: The number of samples of every shard of the run.
         samples: Which samples these are, in words: alike on all workers, and compared.
         function: Called with a part; returns its mean loss or a `Loss`, or (loss, {metric: value}).
         prepared: Whose parameters are trained.
         clipping: What their gradients are limited to.
+        scale: What losses are multiplied by before backward; None: nothing.
     """
 
     version: int
+    number: int
     parts: dict[int, Any]
     sizes: Sequence[int]
     samples: str
     function: StepFunction
-    prepared: PreparedOptimizer
+    prepared: Trained
     clipping: Clipping
+    scale: float | None = None
 
     @property
     def where(self) -> str:
@@ -92,28 +104,27 @@ class Work:
     def share(self, shard: int, loss: PartLoss) -> list[Tensor]:
         """What backward begins from in a shard, if from anything."""
         found = loss.share(self.sizes[shard], sum(self.sizes))
-        return [] if found is None else [found]
+        if found is None:
+            return []
+        return [found if self.scale is None else found * self.scale]
 
 
 class Compute:
     """Runs the step function for every part, and backward."""
 
-    def __init__(self, group: Group, models: Models, seed: int, timeout_s: float) -> None:
-        self._group, self._models, self._seed = group, models, seed
-        self.spans: Sequence[tuple[int, int]] = ()  # the shards of each worker
+    def __init__(self, context: Context, models: Models, timeout_s: float) -> None:
+        self.context, self._models = context, models
         self._stream = Stream()
         self._lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
         self._hooks: list[Any] = []
-        self.number_of: Callable[[int], int] = lambda version: version  # the step whose random numbers a step has
         self._calling = False
+        self._strangers = Strangers()
         self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
-        self._arrivals: dict[
-            int, tuple[PreparedOptimizer, dict[str, int], int]
-        ] = {}  # lane -> whose gradients, of which shard
+        self._arrivals: dict[int, tuple[Trained, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
 
-    def run(self, work: Work) -> dict[int, ShardResult]:
-        """Compute the shards of this worker; return what each gave. The optimizer has the gradients then.
+    def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
+        """Compute the shards of this worker; return how to get what each gave. The optimizer has the gradients then.
 
         Leaves the random generators of the caller as they were. In models whose layers span shards this blocks in
         exchanges with the other workers that have samples.
@@ -121,34 +132,39 @@ class Compute:
         buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
         for parameter in work.prepared.parameters:  # what user code left there is none of this step's
             parameter.grad = None
+        begin = time.perf_counter()
         with preserved():
             if id(work.prepared) in self._meeting or spanning_layers(self._models.slots.modules):
                 values = self._side_by_side(work, buffers)
             else:
                 try:
                     values = self._one_after_the_other(work, buffers)
-                except _Meets:  # in the first shard: nothing of the step is done yet
+                except Meets:  # in the first shard: nothing of the step is done yet
                     self._meeting.add(id(work.prepared))
                     values = self._side_by_side(work, buffers)
-        return {shard: ShardResult.of(loss, metrics, work.sizes[shard]) for shard, (loss, metrics) in values.items()}
+        self._strangers.took(time.perf_counter() - begin)
+        results = {k: ShardResult.of(loss, metrics, work.sizes[k]) for k, (loss, metrics) in values.items()}
+        return lambda: results
 
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
         values: dict[int, Any] = {}
         for shard, part in work.parts.items():
-            self._begins(shard)
+            self.context.begins(shard)
             lane.begin(buffers)
             lane.resume()
-            self._stream.reseed(self._seed_of(work, shard))
+            self._stream.reseed(self.context.seed_of(work.number, shard))
             self._stream.resume()
             try:
-                with inside(_Alone(work.rows(shard), None if not values else next(iter(values)))):
+                with inside(Alone(work.rows(shard), None if not values else next(iter(values)))):
                     with self._user_code():
                         value = work.function(part)
                     loss, metrics = split(value)
-                    self._backward(work.share(shard, loss), [lane], work.prepared, [shard])
+                    losses = work.share(shard, loss)
+                    self._look_for_strangers(work, losses, [lane])
+                    self._backward(losses, [lane], work.prepared, [shard])
             except Exception as error:
-                error.add_note(f"in shard {shard} of worker {self._group.worker}, step {work.version}")
+                error.add_note(f"in shard {shard} of worker {self.context.worker}, step {work.version}")
                 raise
             lane.pause()
             if shard == work.first:
@@ -164,33 +180,38 @@ class Compute:
 
         def function_of(shard: int, part: Any) -> Callable[[], Any]:
             def function() -> Any:
-                self._begins(shard)
+                self.context.begins(shard)
                 return split(work.function(part))
 
             return function
 
         functions = [function_of(shard, part) for shard, part in work.parts.items()]
-        seeds = [self._seed_of(work, shard) for shard in shards]
+        streams = [Stream() for _ in shards]
+        for stream, shard in zip(streams, shards, strict=True):
+            stream.reseed(self.context.seed_of(work.number, shard))
         try:
             with self._user_code():
-                rows = [work.rows(shard) for shard in shards]
-                values = self._lanes.run(shards, lanes, seeds, work.where, self._crew(work.sizes), rows, functions)
+                crew, rows = self.context.crew(work.sizes), [work.rows(shard) for shard in shards]
+                values = self._lanes.run(shards, lanes, streams, work.where, crew, rows, functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
             if (
                 token is not None
             ):  # where no shard here uses a layer's output, other workers still wait for its backward
                 losses.append(token.sum())
+            self._look_for_strangers(work, losses, lanes)
             self._backward(losses, lanes, work.prepared, shards)
         except Exception as error:
-            error.add_note(f"in worker {self._group.worker}, step {work.version}")
+            error.add_note(f"in worker {self.context.worker}, step {work.version}")
             raise
         if shards[0] == work.first:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 
-    def _seed_of(self, work: Work, shard: int) -> int:
-        return derive("step", self._seed, self.number_of(work.version), shard)
+    def _look_for_strangers(self, work: Work, losses: Sequence[Tensor], lanes: Sequence[Lane]) -> None:
+        if self._strangers.is_due(work.function):
+            known = [*self._models.slots.parameters.values(), *(p for lane in lanes for p in lane.leaves.values())]
+            self._strangers.look(work.function, losses, known)
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
@@ -201,36 +222,7 @@ class Compute:
         finally:
             self._calling = False
 
-    def _begins(self, shard: int) -> None:
-        self._group.board.computes(self._group.worker, shard)
-        points.reach("forward")
-
-    def _crew(self, sizes: Sequence[int]) -> Crew:
-        """How a layer reaches the other workers: only those with samples take part; other shards are rows of zeros."""
-        shards = [[k for k in range(first, end) if sizes[k]] for first, end in self.spans]
-        shares = [len(theirs) for theirs in shards]
-        present = [k for theirs in shards for k in theirs]
-
-        def gather(tag: str, rows: Tensor) -> Tensor:
-            if len(rows) == len(sizes) and rows.device.type != "cpu":  # nobody else: no need to wait for the device
-                return rows
-            found = self._group.gather(tag, rows.cpu(), shares)
-            if len(present) == len(sizes):
-                return found.to(rows.device)
-            every = found.new_zeros((len(sizes), found.shape[1]))
-            every[present] = found
-            return every.to(rows.device)
-
-        def swap(tag: str, mine: Tensor) -> list[Tensor]:
-            return self._group.gather_blobs(tag, mine, [bool(share) for share in shares])
-
-        me = sum(1 for share in shares[: self._group.rank] if share)
-        is_whole = len(present) == sum(map(bool, sizes))
-        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes), is_whole)
-
-    def _backward(
-        self, losses: list[Tensor], lanes: Sequence[Lane], prepared: PreparedOptimizer, shards: Sequence[int]
-    ) -> None:
+    def _backward(self, losses: list[Tensor], lanes: Sequence[Lane], prepared: Trained, shards: Sequence[int]) -> None:
         """One backward for some shards."""
         leaves = [leaf for lane in lanes for name in prepared.names if (leaf := lane.leaves[name]).requires_grad]
         own = [
@@ -274,6 +266,7 @@ class Compute:
             if found is not None and leaf.grad is not None:
                 prepared, index, shard = found
                 gradient, leaf.grad = leaf.grad, None
+                assert not isinstance(prepared.gradients, FlatGradients), "in shared memory gradients come one by one"
                 prepared.gradients.arrive(index[name], shard, gradient)
 
         requires_grad = leaf.requires_grad
@@ -291,31 +284,3 @@ class Compute:
         """End the threads and take the hooks off the user's parameters."""
         self._lanes.close()
         self.forget_lanes()
-
-
-class _Meets(BaseException):
-    """A shard that is computed by itself wants to meet the others. No error: no `except` of a script may take it."""
-
-
-class _Alone:
-    """The surroundings of a shard that is computed by itself, as long as it does not want to meet others.
-
-    Args:
-        rows: Those of its part.
-        before: A shard that was computed before it without meeting anybody, if any.
-    """
-
-    token: Tensor | None = None
-
-    def __init__(self, rows: range, before: int | None) -> None:
-        self.rows, self._before = rows, before
-
-    def _meet(self, *_: Any) -> Any:
-        if self._before is None:
-            raise _Meets
-        raise UnsupportedError(
-            f"this shard wants to meet all others (in a batch norm, or run.gather), but shard {self._before} ended "
-            "without that; the step function must do the same for every part, and model.train() comes before run.step"
-        )
-
-    meet = gather = call_number = _meet

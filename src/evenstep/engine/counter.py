@@ -34,14 +34,18 @@ class Counter:
         self._leaves, self._shards, self._place = leaves, set(shards), place
         self._next = [leaves.shards.start] * num_parameters
         self._stacks: list[list[Tensor | None]] = [[] for _ in range(num_parameters)]
-        self._waiting: list[dict[int, Tensor]] = [{} for _ in range(num_parameters)]
+        self._waiting: list[dict[int, Tensor | None]] = [{} for _ in range(num_parameters)]
+
+    def go_on(self, leaf: int, stacks: list[list[Tensor | None]]) -> None:
+        """Begin in the middle: with the sums over what came before a leaf."""
+        self._next, self._stacks = [leaf] * len(stacks), stacks
 
     def nodes(self, i: int) -> list[Tensor | None]:
         """The sums over this worker's nodes, once all shards have come."""
         return self._stacks[i]
 
-    def arrive(self, i: int, shard: int, gradient: Tensor) -> bool:
-        """Take a gradient over; whether the nodes of its parameter are complete now."""
+    def arrive(self, i: int, shard: int, gradient: Tensor | None) -> bool:
+        """Take a gradient over, or know that there is none; whether the nodes of its parameter are complete now."""
         self._waiting[i][shard] = gradient
         return self.advance(i)
 

@@ -10,9 +10,9 @@ import torch
 from evenstep.arithmetic.portable import Portable
 from evenstep.core import env
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import NondeterminismError
+from evenstep.core.errors import ConfigError, NondeterminismError
 
-__all__ = ["Determinism", "profile"]
+__all__ = ["Determinism", "device_of", "profile"]
 
 
 def profile(config: RunConfig) -> dict[str, Any]:
@@ -29,6 +29,30 @@ def profile(config: RunConfig) -> dict[str, Any]:
         "arithmetic": config.arithmetic,
         **({} if portable else here),
     }
+
+
+def device_of(device: str, worker: int) -> str:
+    """The device of a worker: plain "cuda" is GPU `worker` modulo their number.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        where = torch.device("meta")
+    if where.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r}, expected 'cpu', 'cuda' or 'cuda:N'")
+    if where.type == "cpu":
+        return "cpu"
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available() or not count:
+        raise ConfigError(
+            f"device={device!r} but torch sees no CUDA device; use device='cpu', or a CUDA build of torch"
+        )
+    if where.index is not None and where.index >= count:
+        raise ConfigError(f"device={device!r} but torch sees {count} CUDA devices, from cuda:0 to cuda:{count - 1}")
+    return f"cuda:{worker % count if where.index is None else where.index}"
 
 
 @dataclass
@@ -48,8 +72,7 @@ class Determinism:
         if self.config.device.startswith("cuda"):
             env.write({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS sums in a fixed order only with this
             self._device = torch.cuda.current_device()
-            if torch.device(self.config.device).index is not None:  # plain "cuda" is the current one
-                torch.cuda.set_device(self.config.device)  # what is seeded is the current device's generator
+            torch.cuda.set_device(self.config.device)  # what is seeded is the current device's generator
         self._portable = Portable(self.config.on_nondeterminism) if self.config.arithmetic == "portable" else None
         torch.set_num_threads(self.config.threads)
         torch.use_deterministic_algorithms(True, warn_only=self.config.on_nondeterminism == "warn")

@@ -42,6 +42,10 @@ class Gradients:
         self.reduced: Callable[[int, dict[int, Tensor | None]], None] | None = None
         self.expects: Callable[[int], None] | None = None
 
+    def lay_out(self, plan: Summing, delivery: Delivery) -> None:
+        """The workers, or the shards of each, have changed."""
+        self.plan, self.delivery = plan, delivery
+
     def begin(self, token: int, active: Sequence[int], shards: Sequence[int]) -> None:
         """Start a step; see `Delivery.begin`.
 

@@ -31,6 +31,11 @@ class Crew:
     num_shards: int
     is_whole: bool
 
+    @property
+    def alone(self) -> bool:
+        """Whether this worker is the only one."""
+        return len(self.shards) == 1
+
 
 class LaneSurroundings:
     """What a spanning layer sees from one shard's lane."""
@@ -40,6 +45,7 @@ class LaneSurroundings:
         self._participant: Participant | None = participant
         self._prefix, self._crew, self.rows = prefix, crew, rows
         self.shards, self.me, self.num_shards, self.is_whole = crew.shards, crew.me, crew.num_shards, crew.is_whole
+        self.alone = crew.alone
         self._calls: dict[int, int] = {}
 
     def meet(self, tag: str, value: Any, lead: Lead) -> Any:
@@ -76,7 +82,7 @@ class Lanes:
         self._rendezvous = Rendezvous(
             noun="shard", timeout_s=timeout_s, turns=True, resume=self._resume, pause=self._pause
         )
-        self._streams: list[Stream] = []
+        self._streams: Sequence[Stream] = ()
         self._threads = Threads("lane")
         self._lanes: Sequence[Lane] = ()
         self.token: Tensor | None = None  # of the last run: differentiated too, it brings backward to every joint node
@@ -93,7 +99,7 @@ class Lanes:
         self,
         shards: Sequence[int],
         lanes: Sequence[Lane],
-        seeds: Sequence[int],
+        streams: Sequence[Stream],
         prefix: str,
         crew: Crew,
         rows: Sequence[range],
@@ -104,10 +110,7 @@ class Lanes:
         Blocks until all have ended. The first error that is not merely a consequence of another's is raised, with a
         note that names its shard.
         """
-        self._lanes = lanes
-        self._streams += [Stream() for _ in range(len(shards) - len(self._streams))]
-        for stream, seed in zip(self._streams, seeds, strict=False):
-            stream.reseed(seed)
+        self._lanes, self._streams = lanes, streams
 
         def body(me: Participant) -> Any:
             surroundings = LaneSurroundings(me, prefix, crew, rows[me.index])

@@ -23,7 +23,8 @@ class Loss:
         weight: How many there are in this part: a number, or a tensor with one element.
 
     Raises:
-        ConfigError: Neither or both of mean and total are given, or the weight is negative or no number.
+        ConfigError: Neither or both of mean and total are given; or, when it is used, the weight is negative or no
+            number.
     """
 
     def __init__(self, mean: Any = None, *, total: Any = None, weight: float | Tensor) -> None:
@@ -31,28 +32,11 @@ class Loss:
             raise ConfigError("Loss takes a mean or a total, one of them, as in Loss(mean, weight=num_tokens)")
         self.value = total if mean is None else mean
         self.is_total = mean is None
-        self._weight = weight
-
-    @property
-    def weight(self) -> float:
-        """How many there are in this part. If it is on a GPU, this waits for it."""
-        weight = float(self._weight)
-        if not 0 <= weight < float("inf"):
-            raise ConfigError(f"Loss(weight={weight}), expected a finite number of at least 0")
-        return weight
+        self.weight = weight
 
     def of(self, value: Any) -> "Loss":
         """The same kind of loss with another value."""
-        return Loss(**{"total" if self.is_total else "mean": value}, weight=self._weight)
-
-    @property
-    def total(self) -> float:
-        """The sum over what the weight counts; 0 if it counts nothing. May wait, as above."""
-        weight = self.weight
-        if not weight:
-            return 0.0
-        value = float(self.value.detach().double()) if isinstance(self.value, Tensor) else float(self.value)
-        return value if self.is_total else value * weight
+        return Loss(**{"total" if self.is_total else "mean": value}, weight=self.weight)
 
 
 @dataclass(frozen=True)
@@ -82,7 +66,7 @@ class PartLoss:
             return self.value * (num_rows / num_all_rows)
         if self.loss.is_total:
             return self.value / num_all_rows
-        weight = self.loss.weight
+        weight = float(self.loss.weight)  # waits for a device: whether it is 0 decides whether there is a backward
         return self.value * (weight / num_all_rows) if weight else None
 
 

@@ -45,7 +45,7 @@ class Models:
         self.slots = Slots()
         self._roots: list[nn.Module] = []
         self._kept: dict[str, Tensor] | None = None
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
 
     def add(self, model: nn.Module) -> "Added":
         """Make room for a model. All workers must call this alike; it talks to nobody."""
@@ -105,7 +105,8 @@ class Models:
 
     def keep_buffers(self, buffers: dict[str, Tensor]) -> None:
         """Remember the buffers as the first shard with samples left them; they are what the step will commit."""
-        self._kept = {name: buffer.clone() for name, buffer in buffers.items()}
+        self._kept = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
+        copy_into(buffers, self._kept)
 
     @property
     def kept_buffers(self) -> dict[str, Tensor]:
@@ -128,22 +129,29 @@ class Models:
 
     def pull(self) -> None:
         """Bring this worker's own copies to the committed version."""
-        with torch.no_grad():
-            for name in self.slots.buffers:
-                self.state.entries[name].pull()
+        entries = self.state.entries
+        copy_into({name: entries[name].live for name in self.slots.buffers}, self.slots.buffers)
 
     def remember_versions(self) -> None:
-        """Note what torch counts as the version of each parameter, now that nobody should change it but a step."""
-        self._versions = {name: p._version for name, p in self.slots.parameters.items()}
+        """Note torch's version of each parameter and where it lies, now that nobody should change it but a step."""
+        self._versions = {name: (p._version, p.data_ptr()) for name, p in self.slots.parameters.items()}
 
     def check_versions(self) -> None:
         """Say so if user code changed a parameter between steps.
 
         Raises:
-            NondeterminismError: It did. (A change through `.data` goes unseen: torch does not count it.)
+            NondeterminismError: It did. (A change of elements through `.data` goes unseen: torch does not count it.)
+            UnsupportedError: It has replaced a layer or a parameter, or moved one elsewhere.
         """
-        for name, version in self._versions.items():
-            if self.slots.parameters[name]._version != version:
+        self.slots.check()
+        for name, (version, place) in self._versions.items():
+            parameter = self.slots.parameters[name]
+            if parameter.data_ptr() != place:
+                raise UnsupportedError(
+                    f"parameter '{name}' has got other memory since run.prepare, which the other workers do not see "
+                    "(its .data was assigned, or model.to, .half or the like was called); do that before run.prepare"
+                )
+            if parameter._version != version:
                 raise NondeterminismError(
                     f"parameter '{name}' was changed between steps; it is one tensor for all workers, so every worker "
                     "would change it once more. Let one of them do it for all: run.edit(lambda: "

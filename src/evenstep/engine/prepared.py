@@ -6,7 +6,7 @@ parameter gives it a gradient, so `optimizer.step()` changes owned parameters on
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from evenstep.core import points
 from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
 from evenstep.engine.delivery import Delivery, Local, SharedAreas
 from evenstep.engine.edits import Edit
+from evenstep.engine.flat import FlatGradients
 from evenstep.engine.form import Form
 from evenstep.engine.gradients import Gradients
 from evenstep.engine.state import Entry, State
@@ -25,6 +26,8 @@ from evenstep.plan.summing import Leaves, Span, Summing, plan_nodes, plan_summin
 
 __all__ = ["News", "PreparedOptimizer"]
 
+
+_OPTIONS = "options of all groups"  # beside the plain values of the first parameter
 
 News = list[Any]
 """What is new in optimizers' state: [parameter, {key: its form}, {key: plain value}], in order."""
@@ -41,18 +44,27 @@ class PreparedOptimizer:
         optimizer: The user's optimizer; it stays the user's object.
         names: The full name of every prepared parameter, by its id.
         prefix: What the names of the optimizer's state begin with.
+        whole: One worker steps all parameters, for optimizers that look at all of them at once.
 
     Raises:
         UnsupportedError: The optimizer cannot be split by parameter, or holds one that is in no prepared model.
     """
 
-    def __init__(self, group: Group, state: State, optimizer: Optimizer, names: dict[int, str], prefix: str) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self,
+        group: Group,
+        state: State,
+        optimizer: Optimizer,
+        names: dict[int, str],
+        prefix: str,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self.optimizer, self._whole = optimizer, whole
         self._group, self._state, self._prefix = group, state, prefix
         self.parameters = self._listed()
-        _check_kind(optimizer)
+        _check_kind(optimizer, whole=whole)
         self.names = self._names_of(self.parameters, names)
-        self.lay_out: Callable[[Sequence[Span]], tuple[Summing, Delivery]] = self.in_tree
         self._make_gradients()
         self._entries: dict[int, dict[str, Entry]] = {}
         for p in self.parameters:  # an optimizer may make state when it is built, before the model moved to its device
@@ -65,8 +77,16 @@ class PreparedOptimizer:
             tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]
         ] = []  # the state as the last step left it
 
+    @property
+    def optimizers(self) -> "tuple[PreparedOptimizer, ...]":
+        """This one: several may step together."""
+        return (self,)
+
     def _make_gradients(self) -> None:
-        self.gradients = Gradients(self.names)
+        memory = self._state.memory
+        self.gradients: Gradients | FlatGradients = (
+            Gradients(self.names) if memory.shared else FlatGradients(self.names, self.parameters)
+        )
         shape = (self._group.segment.num_workers, max(len(self.names), 1))
         self._words = self._state.memory.words(shape[0] * shape[1]).view(shape)
 
@@ -139,17 +159,57 @@ class PreparedOptimizer:
         """Save what the owned parameters are now, then step. Returns what is new in the optimizer's state."""
         touched = [i for i, gradient in sums.items() if gradient is not None]
         self._undo = {i: dict(self.optimizer.state.get(self.parameters[i], {})) for i in touched}
+        entries = [self._state.entries[self.names[i]] for i in touched]
+        self._state.save(entries + [entry for i in touched for entry in self._entries.get(i, {}).values()])
         for i in touched:
-            entries = [self._state.entries[self.names[i]], *self._entries.get(i, {}).values()]
-            self._state.save(entries)
             self.parameters[i].grad = sums[i]
         points.reach("inside update")
+        options, attributes = self.hyperparameters(), self._attributes()
+        self._undo_options = options if self._whole else None
         try:
-            self.optimizer.step()
+            if self.gradients.plan.owned or not self._whole:
+                self.optimizer.step()
+            else:
+                self.stepped_elsewhere()
         finally:
             for p in self.parameters:
                 p.grad = None
-        return self._news(touched)
+        for name, value in self._attributes().items():
+            if value != attributes.get(name, value):
+                raise UnsupportedError(
+                    f"{type(self.optimizer).__name__} counts in its attribute '{name}', which a worker that replaces "
+                    "another would not have; keep it in the state of a parameter, or in its group with whole=True"
+                )
+        news = self._news(touched)
+        if (changed := self._changed_by_itself(options)) is not None:
+            first = next((item for item in news if item[0] == 0), None)
+            if first is None:
+                news.append(first := [0, {}, {}])
+            first[2][_OPTIONS] = changed
+        return news
+
+    def _attributes(self) -> dict[str, Any]:
+        """What the optimizer holds beside its state and options, as far as it is plain."""
+        plain = self.optimizer.__dict__.items()
+        return {name: v for name, v in plain if name[0] != "_" and isinstance(v, int | float | str)}
+
+    def _changed_by_itself(self, before: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """The options of the groups, if the optimizer's own step has changed them.
+
+        Raises:
+            UnsupportedError: It did, or it keeps state elsewhere, and has seen only some of the parameters.
+        """
+        strange = [key for key in self.optimizer.state if not isinstance(key, Tensor)]
+        now = self.hyperparameters()
+        if now == before and not strange:
+            return None
+        if strange or not self._whole:
+            what = f"keeps state under {strange[0]!r}" if strange else "changes the options of its groups in its step"
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} {what}, so it looks at all parameters at once; "
+                + ("state belongs to a parameter" if strange else "pass prepare(..., whole=True)")
+            )
+        return now
 
     def edit(self) -> "Edit":
         """While it is open, user code may change state and options of the optimizer; see `Edit`. One worker's."""
@@ -276,6 +336,9 @@ class PreparedOptimizer:
             for key in tensors:
                 self._entries[i][key].counts = True
             for key, value in values.items():
+                if key == _OPTIONS:
+                    self.set_hyperparameters(value)
+                    continue
                 held[key] = value
                 self._values.setdefault(i, {})[key] = value
                 self._state.values[f"{self._prefix}.{self.names[i]}.{key}"] = value
@@ -296,10 +359,6 @@ class PreparedOptimizer:
             self.set_hyperparameters(self._undo_options)
         self._undo, self._undo_options = {}, None
 
-    def replan(self, spans: Sequence[Span]) -> None:
-        """The workers, or the shards of each, have changed. All workers must call this alike."""
-        self.gradients.plan, self.gradients.delivery = self.lay_out(spans)
-
     def in_tree(self, spans: Sequence[Span], parts: Sequence[Sequence[int]] | None = None) -> tuple[Summing, Delivery]:
         """How the workers of a run add up gradients among themselves.
 
@@ -308,7 +367,7 @@ class PreparedOptimizer:
             parts: Which parameters are added up together, where that is given.
         """
         sizes = [p.numel() * p.element_size() for p in self.parameters]
-        plan = plan_summing(sizes, spans, self._group.rank, parts)
+        plan = plan_summing(sizes, spans, self._group.rank, parts, whole=self._whole)
         if len(spans) == 1:
             return plan, Local(plan)
         leaves = [Leaves.of(span, spans[-1][1]) for span in spans]
@@ -344,7 +403,11 @@ class PreparedOptimizer:
     def set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
         """Put options of the parameter groups back."""
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+            for key, value in options.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(value, list) else value
 
     def release(self) -> None:
         """Give the optimizer its whole state as ordinary tensors, whoever owned it."""
@@ -376,18 +439,20 @@ class PreparedOptimizer:
         return news
 
 
-def _check_kind(optimizer: Optimizer) -> None:
+def _check_kind(optimizer: Optimizer, *, whole: bool) -> None:
+    name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} calls the model by itself (its step needs a closure) and sees all parameters "
-            "at once, so it cannot be split between owners; use an optimizer that treats each parameter on its own"
+            f"{name} calls the model by itself (its step needs a closure), but a step is computed by all workers; use "
+            "an optimizer that steps on gradients"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError("SparseAdam wants sparse gradients, which evenstep does not add up; use Adam")
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not whole and not type(optimizer).__module__.startswith("torch.optim"):
         warnings.warn(
-            f"{type(optimizer).__name__} is not from torch.optim: the result is the same for every number of workers "
-            "only if it treats each parameter on its own",
+            f"{name} is not from torch.optim: the result is the same for every number of workers only if it treats "
+            "each parameter on its own. If it looks at all of them at once (as Lamb's global norm does), pass "
+            "prepare(model, optimizer, whole=True): one worker then steps them all",
             stacklevel=4,
         )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Stream", "derive", "preserved", "seed_all"]
+__all__ = ["Stream", "derive", "on_host", "preserved", "seed_all"]
 
 
 def derive(purpose: str, *numbers: int) -> int:
@@ -22,10 +22,10 @@ def derive(purpose: str, *numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_all(seed: int) -> None:
-    """Seed the generators as they are now, and the current CUDA device's if CUDA is in use."""
+def seed_all(seed: int, *, device: bool = True) -> None:
+    """Seed the generators as they are now, and (unless told otherwise) the current CUDA device's if CUDA is in use."""
     torch.default_generator.manual_seed(seed)
-    if _cuda_in_use():
+    if device and _cuda_in_use():
         torch.cuda.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
@@ -36,11 +36,18 @@ def _cuda_in_use() -> bool:
 
 
 class Stream:
-    """One run of random numbers that others may interrupt."""
+    """One run of random numbers that others may interrupt.
 
-    def __init__(self, bits: Any = None) -> None:
+    Args:
+        bits: NumPy's part of it, if there is one already.
+        device: While a CUDA graph is captured, the generator whose numbers it has on the device: they are drawn, from
+            a seed that is set then, whenever the graph is replayed.
+    """
+
+    def __init__(self, bits: Any = None, device: torch.Generator | None = None) -> None:
         self._seed: int | None = None
         self._bits = bits if bits is not None else np.random.MT19937(0)
+        self._device = device
         self._state: tuple[Any, ...] | None = None
 
     def reseed(self, seed: int) -> None:
@@ -50,9 +57,11 @@ class Stream:
     def resume(self) -> None:
         """Make this stream the current one of the process."""
         np.random.set_bit_generator(self._bits)  # type: ignore[attr-defined]  # NumPy's stubs lack it
+        if self._device is not None:
+            torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(self._device)
         if self._state is None:
             assert self._seed is not None, "a stream is seeded before it is used"
-            seed_all(self._seed)
+            seed_all(self._seed, device=self._device is None)
             return
         cpu, cuda, python = self._state
         torch.default_generator.set_state(cpu)
@@ -62,8 +71,14 @@ class Stream:
 
     def pause(self) -> None:
         """Remember where this stream, the current one, has come to."""
-        cuda = torch.cuda.get_rng_state() if _cuda_in_use() else None
+        cuda = torch.cuda.get_rng_state() if _cuda_in_use() and self._device is None else None
         self._state = (torch.default_generator.get_state(), cuda, random.getstate())
+
+
+def on_host() -> tuple[Any, ...]:
+    """Where the generators of the host are now; equal only if nothing was drawn from any of them in between."""
+    numpy: Any = np.random.get_state()
+    return torch.default_generator.get_state().numpy().tobytes(), numpy[1].tobytes(), numpy[2:], random.getstate()
 
 
 _spare = np.random.MT19937(0)  # what is seeded while the caller's own is put aside

@@ -4,7 +4,7 @@ Each is a sum over something and the weight of that something. Sums and weights 
 so the mean does not depend on who computed which shard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from evenstep.core.errors import ConfigError
 from evenstep.engine.loss import Loss, PartLoss
 from evenstep.plan import tree
 
-__all__ = ["Mean", "Results", "ShardResult", "add", "merge"]
+__all__ = ["Mean", "Reading", "Results", "ShardResult", "add", "merge"]
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,9 @@ class Mean:
         Raises:
             ConfigError: It has another number of values.
         """
-        if isinstance(metric, Loss):
-            return cls(metric.total, metric.weight)
-        if not isinstance(metric, Tensor):
-            return cls(float(metric) * num_rows, num_rows)
-        metric = metric.detach()
-        if metric.ndim == 0:
-            return cls(float(metric.double()) * num_rows, num_rows)
-        if metric.shape[0] != num_rows:
-            raise ConfigError(
-                f"metric '{name}' has {metric.shape[0]} values for a part of {num_rows} samples; "
-                "expected one value for each sample, or their mean"
-            )
-        return cls(float(metric.reshape(num_rows, -1).double().mean(1).sum()), num_rows)
+        tensors: list[Tensor] = []
+        make = _mean(name, metric, num_rows, tensors)
+        return make([float(t) for t in tensors])
 
     @property
     def value(self) -> float:
@@ -78,11 +68,8 @@ class ShardResult:
     @classmethod
     def of(cls, loss: PartLoss, metrics: Mapping[str, Any], num_rows: int) -> "ShardResult":
         """That of a part with so many rows."""
-        if loss.loss is None:
-            mean = Mean(float(loss.value) * num_rows, num_rows)
-        else:
-            mean = Mean(loss.loss.total, loss.loss.weight)
-        return cls(mean, loss.loss is not None, {name: Mean.of(name, m, num_rows) for name, m in metrics.items()})
+        reading = Reading(loss, metrics, num_rows)
+        return reading.result([float(t) for t in reading.tensors])
 
     def pack(self) -> list[Any]:
         """As JSON."""
@@ -93,6 +80,61 @@ class ShardResult:
         """The inverse of `pack`."""
         loss, weighted, metrics = packed
         return cls(Mean.unpack(loss), weighted, {name: Mean.unpack(mean) for name, mean in metrics.items()})
+
+
+class Reading:
+    """A shard's result while its numbers may still be on a device.
+
+    Args:
+        loss: The loss.
+        metrics: The metrics.
+        num_rows: The number of samples of the part.
+
+    Attributes:
+        tensors: What has to be read, without dimensions, in float64.
+    """
+
+    def __init__(self, loss: PartLoss, metrics: Mapping[str, Any], num_rows: int) -> None:
+        self.tensors: list[Tensor] = []
+        self._weighted = loss.loss is not None
+        self._loss = _mean("loss", loss.value if loss.loss is None else loss.loss, num_rows, self.tensors)
+        self._metrics = {name: _mean(name, metric, num_rows, self.tensors) for name, metric in metrics.items()}
+
+    def result(self, numbers: Sequence[float]) -> ShardResult:
+        """The result, of the numbers in `tensors`."""
+        metrics = {name: make(numbers) for name, make in self._metrics.items()}
+        return ShardResult(self._loss(numbers), self._weighted, metrics)
+
+
+def _mean(name: str, value: Any, num_rows: int, tensors: list[Tensor]) -> Callable[[Sequence[float]], Mean]:
+    """How to make a mean of the numbers in `tensors`, to which what has to be read for it is added."""
+
+    def number(value: Any) -> Callable[[Sequence[float]], float]:
+        if not isinstance(value, Tensor):
+            return lambda _: float(value)
+        place = len(tensors)
+        tensors.append(value.detach().double().reshape(()))
+        return lambda numbers: numbers[place]
+
+    if isinstance(value, Loss):
+        amount, weight = number(value.value), number(value.weight)
+        return lambda numbers: _weighted(amount(numbers), weight(numbers), is_total=value.is_total)
+    if isinstance(value, Tensor) and value.ndim:
+        if value.shape[0] != num_rows:
+            raise ConfigError(
+                f"metric '{name}' has {value.shape[0]} values for a part of {num_rows} samples; "
+                "expected one value for each sample, or their mean"
+            )
+        total = number(value.detach().reshape(num_rows, -1).double().mean(1).sum())
+        return lambda numbers: Mean(total(numbers), num_rows)
+    mean = number(value)
+    return lambda numbers: Mean(mean(numbers) * num_rows, num_rows)
+
+
+def _weighted(amount: float, weight: float, *, is_total: bool) -> Mean:
+    if not 0 <= weight < float("inf"):
+        raise ConfigError(f"Loss(weight={weight}), expected a finite number of at least 0")
+    return Mean((amount if is_total else amount * weight) if weight else 0.0, weight)
 
 
 @dataclass(frozen=True)

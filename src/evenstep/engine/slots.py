@@ -25,6 +25,7 @@ class Slots:
         self._places: list[tuple[dict[str, Any], str]] = []
         self._names: list[str] = []  # what hangs at each place
         self._flat: list[nn.Module] = []
+        self._structure: list[tuple[str, nn.Module, list[nn.Module | None], list[str]]] = []  # children and names
 
     def add(self, model: nn.Module, prefix: str) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
         """Take in a model; return its parameters and buffers that were not known yet, by full name."""
@@ -35,6 +36,7 @@ class Slots:
             if id(module) in known:
                 continue
             self.modules.append(module)
+            self._structure.append((path, module, [*module._modules.values()], [*dict.keys(module._parameters)]))
             if isinstance(module, nn.RNNBase):
                 self._flat.append(module)
             for kind, tensors in ((0, module._parameters), (1, module._buffers)):
@@ -48,6 +50,27 @@ class Slots:
                     self._places.append((tensors, key))
                     self._names.append(name)
         return added
+
+    def check(self) -> None:
+        """See that the models are made of what they were made of when they came.
+
+        Raises:
+            UnsupportedError: A layer or a parameter was replaced, added or taken away.
+        """
+        for path, module, children, names in self._structure:
+            if [*module._modules.values()] != children:
+                _say_children(path, module, children)
+            if [*dict.keys(module._parameters)] != names:
+                raise UnsupportedError(
+                    f"'{path}' ({type(module).__name__}) has parameters {sorted(module._parameters)}, not "
+                    f"{sorted(names)} as in run.prepare; pruning, weight norm and other parametrizations come before it"
+                )
+        for (place, key), name in zip(self._places, self._names, strict=True):
+            if name in self.parameters and dict.__getitem__(place, key) is not self.parameters[name]:
+                raise UnsupportedError(
+                    f"parameter '{name}' was replaced by another after run.prepare, which no step would train; put "
+                    "values into it instead: run.edit(lambda: parameter.copy_(values))"
+                )
 
     def in_place_order(self, tensors: dict[str, Tensor]) -> list[Tensor]:
         """One tensor for every place."""
@@ -74,6 +97,15 @@ class Slots:
     def bind_base(self) -> None:
         """Hang in what the user's model holds between steps."""
         self.bind(self.in_place_order({**self.parameters, **self.buffers}))
+
+
+def _say_children(path: str, module: nn.Module, before: list[nn.Module | None]) -> None:
+    now = dict(module._modules)
+    odd = next((f"'{path}.{name}' is a new {type(m).__name__}" for name, m in now.items() if m not in before), None)
+    raise UnsupportedError(
+        f"the layers of '{path}' are not those of run.prepare: {odd or 'one is missing'}, which steps would neither "
+        "train nor share; build the whole model first, with its adapters and parametrizations, then call run.prepare"
+    )
 
 
 class Lane:
@@ -137,6 +169,7 @@ def spanning_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
 @torch.no_grad()
 def copy_into(tensors: dict[str, Tensor], to: dict[str, Tensor]) -> None:
     """Copy each tensor into its namesake, in place."""
-    for name, tensor in tensors.items():
-        if to[name] is not tensor:
-            to[name].copy_(tensor)
+    pairs = [(to[name], tensor) for name, tensor in tensors.items() if to[name] is not tensor]
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from evenstep.core.fingerprint import digest, fingerprint
@@ -87,8 +88,8 @@ class State:
 
     def save(self, entries: list[Entry]) -> None:
         """Keep the committed version of what is about to be changed by this worker."""
-        for entry in entries:
-            entry.backup.copy_(entry.live)
+        if entries:
+            torch._foreach_copy_([entry.backup for entry in entries], [entry.live for entry in entries])
         self.memory.fence()
         for entry in entries:
             core.store(self._mark(entry), 1 + self.operation)  # a mark always means a whole backup

@@ -21,9 +21,11 @@ class Surroundings(Protocol):
 
     Attributes:
         token: What the last joint autograd node left, for the next one to hang on to; None before the first.
+        alone: Whether all participants are known to be local.
     """
 
     token: Tensor | None
+    alone: bool
 
     def meet(self, tag: str, value: Any, lead: Lead) -> Any:
         """Offer a value to the local participants; the first of them leads and answers each (see `Rendezvous`)."""

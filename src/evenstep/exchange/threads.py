@@ -134,18 +134,18 @@ def _first_cause(failures: dict[Participant, BaseException]) -> tuple[Participan
 
 
 def _thread_modes() -> Callable[[], ExitStack]:
-    """The caller's grad mode, autocast state and number of intra-op threads, to be entered by another thread."""
+    """The caller's grad mode, autocast state, CUDA stream and number of intra-op threads, for another thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache, num_threads = torch.is_autocast_cache_enabled(), torch.get_num_threads()
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
     autocasts = [
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     ]
 
     def enter() -> ExitStack:
         torch.set_num_threads(num_threads)  # OpenMP counts per thread, and oneDNN asks OpenMP: a new one has all cores
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
+        if stream is not None:
+            torch.cuda.set_stream(stream)  # and its device: both belong to a thread
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(inference))
         stack.enter_context(torch.set_grad_enabled(grad))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from evenstep.core.children import Child, Children, signal_name
-from evenstep.core.errors import ServerError, Stopped
+from evenstep.core.errors import ServerError, SilenceError, Stopped
 from evenstep.core.events import Event, send
 from evenstep.core.signals import Signals
 from evenstep.launch.console import Console
@@ -27,6 +27,8 @@ __all__ = ["conduct"]
 
 _END_S = 15.0  # how long the groups may take to end once the run has failed, before they are killed
 _DRAIN_S = 1.0
+_LOOK_S = 0.5  # how often to look whether somebody is stopped
+_STOPPED_S = 1.0  # how long a supervisor or a server may be: everyone else would wait for it
 
 
 @dataclass
@@ -49,6 +51,7 @@ class _Conductor:
         self._code = 0
         self._stop_signal: int | None = None
         self._deadline: float | None = None
+        self._stopped_since: dict[Child, float] = {}
 
     def run(self) -> int:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -62,8 +65,9 @@ class _Conductor:
                 for number in range(self._setup.groups):
                     self._start(number, token)
                 while any(group.child.alive for group in self._groups):
-                    left = 1.0 if self._deadline is None else self._deadline - time.monotonic()
-                    children.turn(min(left, 1.0))
+                    left = _LOOK_S if self._deadline is None else self._deadline - time.monotonic()
+                    children.turn(min(left, _LOOK_S))
+                    self._look_after()
                     if self._deadline is not None and time.monotonic() >= self._deadline:
                         self._signal_all(signal.SIGKILL)
                 children.finish(_DRAIN_S)
@@ -122,6 +126,20 @@ class _Conductor:
                 self._console.say(f"the supervisor of group {group.number} was killed by {signal_name(-code)}")
             self._fail(group, code if code > 0 else 128 - code)
         return None
+
+    def _look_after(self) -> None:
+        """End the run if somebody who cannot be replaced is stopped."""
+        now = time.monotonic()
+        everyone: list[_Group | ServerProcess] = [*self._groups, *self._servers]
+        for who in everyone:
+            child = who.child
+            if self._failed is not None or not child.alive or not child.is_stopped():
+                self._stopped_since.pop(child, None)
+            elif now - self._stopped_since.setdefault(child, now) >= _STOPPED_S:
+                name = "the supervisor of group" if isinstance(who, _Group) else "server"
+                self._console.say(f"{name} {who.number} (pid {child.pid}) has been stopped; the run cannot go on")
+                self._fail(who, SilenceError.exit_code)
+                child.signal(signal.SIGKILL)
 
     def _on_server_end(self, server: ServerProcess) -> None:
         if self._failed is None:

@@ -91,6 +91,7 @@ class Worker(NamedTuple):
         fault: What it has said of its end.
         final: Without it the others cannot go on either.
         given_up: Whether it is about to be killed because it does nothing any more.
+        starved: Whether the system killed it because there was no memory left.
         code: Its exit code, or minus the signal that killed it.
     """
 
@@ -100,6 +101,7 @@ class Worker(NamedTuple):
     fault: Fault = Fault.NONE
     final: bool = False
     given_up: bool = False
+    starved: bool = False
     code: int | None = None
 
     @property
@@ -246,9 +248,9 @@ class Roster(NamedTuple):
         return self.alive
 
     def crashes_always(self, worker: Worker) -> bool:
-        """Whether a worker crashed, and so did those before it in its place since the last committed step."""
+        """Whether a worker crashed or starved, and so did those before it in its place since a step was committed."""
         crashed = worker.code is not None and -worker.code in _CRASHES and not worker.given_up
-        return crashed and self._failures_in(worker.place) + 2 >= MAX_CRASHES
+        return (crashed or worker.starved) and self._failures_in(worker.place) + 2 >= MAX_CRASHES
 
     def _failures_in(self, place: int) -> int:
         return dict(self.failures).get(place, -1)
@@ -300,6 +302,10 @@ class Roster(NamedTuple):
         """A worker does nothing any more, and will be killed; perhaps nobody is to take its place."""
         roster = self._set(place, given_up=True)
         return roster._set(place, stage=Stage.LEAVES) if leaves else roster
+
+    def starves(self, place: int) -> "Roster":
+        """The system has killed a worker because there was no memory left."""
+        return self._set(place, starved=True)
 
     # ---- what happens: workers end ----
 

@@ -13,9 +13,9 @@ import torch
 from evenstep.core.children import Child, default_signals, fork
 from evenstep.core.errors import ServerError
 from evenstep.plan.groups import Setup
-from evenstep.server.limits import Limits
-from evenstep.server.replicas import Replica
-from evenstep.server.server import ParameterServer
+from evenstep.server.hosting.replicas import Replica
+from evenstep.server.hosting.server import ParameterServer
+from evenstep.server.service.limits import Limits
 
 __all__ = ["ServerProcess", "start_servers"]
 

@@ -27,6 +27,7 @@ from evenstep.exchange.board import Asks, Board
 from evenstep.exchange.generations import Generation
 from evenstep.launch.console import Console
 from evenstep.launch.job import Job
+from evenstep.launch.memory import Starvation
 from evenstep.launch.roster import (
     MAX_CRASHES,
     Announce,
@@ -64,6 +65,7 @@ class _Supervisor:
         self._job, self._console, self._segment, self._control = job, console, segment, control
         self._name = secrets.token_hex(4)
         self._board = Board(segment)
+        self._starvation = Starvation()
         self._children = Children(self._on_lines, self._on_end)
         self._roster = Roster(job.num_workers, max_restarts=job.max_restarts)
         self._processes: dict[int, WorkerProcess] = {}  # the present or last one of every place
@@ -343,7 +345,11 @@ class _Supervisor:
 
     def _on_end(self, child: Child) -> None:
         worker = next(p for p in self._processes.values() if p.child is child)
-        self._turn(self._roster.ended(worker.number, child.reap(), self._board.committed))
+        code = child.reap()
+        if code == -signal.SIGKILL and worker.given_up is None and self._starvation.struck():
+            worker.starved = True
+            self._roster = self._roster.starves(worker.number)
+        self._turn(self._roster.ended(worker.number, code, self._board.committed))
 
     def _on_made(self, _: WorkerProcess, __: Event) -> None:
         self._trained = True

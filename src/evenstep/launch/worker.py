@@ -24,6 +24,7 @@ from evenstep.core.errors import (
     UnsupportedError,
 )
 from evenstep.core.events import Event, send
+from evenstep.launch.memory import go_first
 from evenstep.launch.script import run_as_main
 from evenstep.run import unclosed
 
@@ -45,6 +46,7 @@ def run_worker(script: Path | str, args: Sequence[str], variables: dict[str, str
         variables: Environment variables that say our place.
     """
     default_signals()
+    go_first()
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     env.write(variables)
     place = env.read()

@@ -18,6 +18,7 @@ class WorkerProcess:
         given_up: Why it is going to be killed, if it is.
         kill_at: When that will be.
         stopped_since: When it was first seen stopped.
+        starved: Whether the system killed it because there was no memory left.
     """
 
     number: int
@@ -26,6 +27,7 @@ class WorkerProcess:
     given_up: str | None = None
     kill_at: float | None = None
     stopped_since: float | None = None
+    starved: bool = False
 
     def describe(self) -> str:
         """Which one."""
@@ -33,4 +35,4 @@ class WorkerProcess:
 
     def describe_end(self) -> str:
         """How it ended, as a sentence."""
-        return f"{self.describe()} {self.child.describe_end()}"
+        return f"{self.describe()} {self.child.describe_end()}{' for want of memory' if self.starved else ''}"

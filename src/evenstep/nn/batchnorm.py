@@ -358,7 +358,7 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
         local = passes.statistics(parts)
         own = [row.clone() for row in local] if any(offer.checkpointed for offer in offers) else []
         rows = around_us.gather(f"{tag} forward", local)
-        count = _count(parts) if rows is local else float(rows[:, 0].sum())
+        count = _count(parts) if around_us.alone or rows is local else float(rows[:, 0].sum())
         _check_count(count, parts)
         running = offers[0].running
         if count == 0 and running.num_batches_tracked is not None:  # as nn.BatchNorm does with an empty batch
@@ -374,7 +374,7 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
     with torch.set_grad_enabled(any(keeps)):
         token = None
         if any(keeps):
-            token = around_us.token if around_us.token is not None else torch.zeros(0, requires_grad=True)
+            token = around_us.token if around_us.token is not None else _token(parts[0].x, requires_grad=True)
         after, *outputs = _apply(_Joint, call, activations, token, *(o.hold for o in offers), *tensors)
         if token is not None:
             around_us.token = after
@@ -383,6 +383,11 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _token(like: Tensor, *, requires_grad: bool = False) -> Tensor:
+    """Nothing, where everything else is: a graph of one device alone can be captured."""
+    return torch.zeros(0, device=like.device, requires_grad=requires_grad)
 
 
 def _count(parts: Sequence[Part]) -> int:
@@ -409,7 +414,7 @@ class _Joint(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         _, *own = _fifths(tensors)
         parts = [Part(*mine) for mine in zip(*own, activations, strict=True)]
-        return (torch.zeros(0), *passes.outputs(parts, call.whole))
+        return (_token(parts[0].x), *passes.outputs(parts, call.whole))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *dys: Tensor | None) -> tuple[Any, ...]:
@@ -428,7 +433,7 @@ class _Joint(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             sources = [tensor for tensor in (*dys, *chain(*kept)) if tensor is not None]
             gradients = list(_apply(_Once, call.tag, gradients, *sources))
-        return (None, None, torch.zeros(0), *gradients)
+        return (None, None, _token(call.whole.stats.mean), *gradients)
 
 
 def _part(
@@ -454,7 +459,8 @@ def _gradients(
     needed = [Needed(*mine) for mine in zip(*own, strict=True)]
     reduced = passes.reduce(parts, dys, call.whole, needed)
     rows = call.around.gather(f"{call.tag} backward", reduced.rows)
-    used = any(dy is not None for dy in dys) if rows is reduced.rows else float(rows[:, 0].sum()) > 0
+    alone = call.around.alone or rows is reduced.rows
+    used = any(dy is not None for dy in dys) if alone else float(rows[:, 0].sum()) > 0
     if not used:
         return [None] * len(needs)
     dxs = passes.input_gradients(parts, dys, call.whole, reduced, rows, needed)

@@ -12,6 +12,8 @@ class Unchained:
     the graph, which holds the surroundings, from being held by them.
     """
 
+    alone = False
+
     @property
     def token(self) -> Tensor | None:
         """Nothing to hang on to."""

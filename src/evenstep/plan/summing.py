@@ -74,7 +74,12 @@ class Summing:
 
 
 def plan_summing(
-    sizes: Sequence[int], spans: Sequence[Span], rank: int, parts: Sequence[Sequence[int]] | None = None
+    sizes: Sequence[int],
+    spans: Sequence[Span],
+    rank: int,
+    parts: Sequence[Sequence[int]] | None = None,
+    *,
+    whole: bool = False,
 ) -> Summing:
     """Share out parameters among the workers.
 
@@ -83,10 +88,11 @@ def plan_summing(
         spans: The shards of each worker; together all shards.
         rank: Which worker this plan is for.
         parts: Which parameters travel together, where that is given; empty ones do not count.
+        whole: All parameters go to one worker, which must see them together.
     """
     num_shards = spans[-1][1]
     if parts is None:
-        owners = balance(sizes, len(spans))
+        owners = balance(sizes, 1 if whole else len(spans))
         buckets = _buckets(sizes, owners)
     else:
         filled = [tuple(part) for part in parts if part]

@@ -4,11 +4,12 @@ The workers step together as in any run: the same tree, owners, transaction and 
 elsewhere. The owners lay their sums into the segment, the first worker sends them to the server as one contribution,
 and puts the values that come back where everybody reads them. To the server they are one worker.
 
-An update has the number of its step, whoever sends it. If the first worker dies when the server has the update, its
-successor sends it again; the server knows it, and answers with what came of it. So the step is made once.
+An update has the number of its operation, whoever sends it. If the first worker dies when the server has the update,
+its successor sends it again; the server knows it, and answers with what came of it. So the step is made once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,29 +17,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core import points
-from evenstep.core.config import RunConfig
-from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.core.errors import UnsupportedError
 from evenstep.engine.clipping import Clipping
-from evenstep.engine.compute import Samples, StepFunction
+from evenstep.engine.compute import Samples, Work
+from evenstep.engine.delivery import Delivery
+from evenstep.engine.holdings import Holdings
 from evenstep.engine.prepared import News, PreparedOptimizer
-from evenstep.engine.step import Engine, Outcome
+from evenstep.engine.reports import Report
+from evenstep.engine.results import Results
+from evenstep.engine.several import Trained
+from evenstep.engine.updates import Feature, share_among
 from evenstep.exchange.journal import Entry
-from evenstep.exchange.ledger import Ledger, Operation
-from evenstep.run.through import PREFIX, Through, options_of
+from evenstep.exchange.ledger import Operation
+from evenstep.plan.summing import Span, Summing
+from evenstep.run.names import bare, bare_names, compare, full
+from evenstep.run.refusals import WITH_SERVERS, refuse
+from evenstep.run.through import Through, options_of
 from evenstep.server.client import Client
-from evenstep.transport.memory import aligned
+from evenstep.transport.memory import ALIGNMENT, aligned
 
-__all__ = ["AggregatedEngine"]
+__all__ = ["AggregatedUpdates"]
 
 _PATIENCE = 0.8  # of the timeout: who waits for the server gives up before the others give up waiting for him
 
 
-class AggregatedEngine(Engine):
-    """The engine of a worker that reaches the server through the first worker of its machine.
+class AggregatedUpdates:
+    """Those of a worker that reaches the server through the first worker of its machine; see `Updates`.
 
     Args:
-        config: Of the run.
-        ledger: Of the workers of this machine.
+        holdings: Of the workers of this machine.
         through: Which server, and how.
 
     Raises:
@@ -46,161 +53,160 @@ class AggregatedEngine(Engine):
         UnreachableError: Nobody is there.
     """
 
-    has_optimizer = False
+    shards = None
 
-    def __init__(self, config: RunConfig, ledger: Ledger, through: Through) -> None:
-        self._through = through
+    def __init__(self, holdings: Holdings, through: Through) -> None:
+        self._holdings, self._group, self._through = holdings, holdings.group, through
         self._client: Client | None = None
-        self._first = self._sent = 0  # the number of the last update before ours, and how many of ours there were
-        self._options: list[dict[str, Any]] = []
-        self._sums: list[Tensor] = []
-        self._samples = 0
-        self.config = config
-        if ledger.group.worker == 0 and not ledger.catching_up:  # who will be the first says at once what is wrong
+        self._joined_after = 0  # the number of the last update that the server had of us when we joined
+        self._options: list[dict[str, Any]] = []  # as the server knows them
+        self._sums: list[Tensor] = []  # where all owners lay theirs
+        if self._group.worker == 0 and not holdings.ledger.catching_up:  # who will be the first says what is wrong
             self._server()
-        super().__init__(config, ledger)
+
+    def number_of(self, version: int) -> int:
+        """See `Updates`."""
+        return version
+
+    def refuse(self, what: Feature) -> None:
+        """See `Updates`."""
+        if what in ("load", "checkpoint"):
+            raise UnsupportedError(
+                f"run.{what} in a run with sync='server' would need the optimizer's state, which is the server's: it "
+                "keeps and restores it by --directory, --snapshot-every and --durable"
+            )
+        if what != "weighted loss":
+            refuse(what, WITH_SERVERS)
 
     # ---- the server ----
 
     def _server(self) -> Client:
         """The connection; the first worker's."""
         if self._client is None:
-            self._client = self._through.connect("worker-0", _PATIENCE * self.config.timeout_s)
+            self._client = self._through.connect("worker-0", self._patience_s)
         return self._client
 
-    def _drop_client(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+    @property
+    def _patience_s(self) -> float:
+        return _PATIENCE * self._holdings.config.timeout_s
 
-    def recover(self) -> None:
-        """See `Engine.recover`; who is not the first any more lets go of the server."""
-        if self.group.rank:
-            self._drop_client()
-        super().recover()
+    @property
+    def _number(self) -> int:
+        """Of what is sent in the operation that is under way."""
+        return self._joined_after + self._holdings.state.operation
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Take a model into the run; its values are the server's, or if it has none yet, are put there."""
-        if self.models.slots.parameters or optimizer is None:
+    def _here(self) -> dict[str, Tensor]:
+        """Parameters and buffers by the server's names."""
+        slots, entries = self._holdings.models.slots, self._holdings.state.entries
+        return bare({name: entries[name].live for name in (*slots.parameters, *slots.buffers)})
+
+    # ---- joining ----
+
+    def admit(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """See `Updates`."""
+        if self._holdings.models.slots.parameters or optimizer is None:
             raise UnsupportedError("a run through a server trains one model with one optimizer; prepare both, once")
-        super().prepare(model, optimizer)
-        (prepared,) = self.optimizers
+
+    def lay_out(self, prepared: PreparedOptimizer, spans: Sequence[Span]) -> tuple[Summing, Delivery]:
+        """See `Updates`."""
+        return prepared.in_tree(spans)
+
+    def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
+        """The values are the server's, or if it has none yet, are put there."""
+        assert prepared is not None, "a model without an optimizer is not admitted"
         self._options = options_of(prepared)
-        region = self.group.segment.memory.reserve(
-            sum(aligned(p.numel() * p.element_size()) for p in prepared.parameters) + 64
-        )
+        num_bytes = sum(aligned(p.numel() * p.element_size()) for p in prepared.parameters) + ALIGNMENT
+        region = self._group.segment.memory.reserve(num_bytes)
         self._sums = [region.tensor(p.shape, p.dtype) for p in prepared.parameters]
 
         def attempt() -> Entry:
-            first = self._join() if self.group.rank == 0 else None
-            return Entry("join the server", self.group.gather_json("join the server", first)[0])
+            last = self._meet_server() if self._group.rank == 0 else None
+            return Entry("join the server", self._group.gather_json("join the server", last)[0])
 
         def adopt(entry: Entry, took_part: bool) -> None:
-            self._first, self._sent = entry.value, 0
-            self._pull()
-            self._settled()
+            self._joined_after = entry.value
+            self._holdings.pull()
+            self._holdings.settle()
 
-        self.ledger.perform(Operation("join the server", self.version), attempt, adopt)
+        self._holdings.ledger.perform(Operation("join the server", self._holdings.version), attempt, adopt)
 
-    def _join(self) -> int:
+    def _meet_server(self) -> int:
         """Take over what the server has; return the number of the last update under our name."""
-        client = self._server()
-        state = {name.removeprefix(PREFIX): tensor for name, tensor in self._here().items()}
+        client, here = self._server(), self._here()
         if client.status()["owner"] is None:
-            buffers = [name.removeprefix(PREFIX) for name in self.models.slots.buffers]
-            client.put_parameters(state, buffers=buffers)
+            client.put_parameters(here, buffers=bare_names(self._holdings.models.slots.buffers))
         theirs = client.get_parameters()
-        here = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
-        there = {name: (tuple(t.shape), t.dtype) for name, t in theirs.items()}
-        for name in sorted(here.keys() | there.keys()):
-            if here.get(name) != there.get(name):
-                raise MismatchError(f"'{name}' is {there.get(name)} on the server but {here.get(name)} here")
-        self._take_over(theirs)
+        compare(here, theirs)
+        self._holdings.replace(full(theirs))
         return client.sequence
-
-    def _here(self) -> dict[str, Tensor]:
-        return {
-            name: self.state.entries[name].live for name in (*self.models.slots.parameters, *self.models.slots.buffers)
-        }
-
-    def _take_over(self, values: Mapping[str, Tensor]) -> None:
-        """Put the server's values in place of ours, such that they can be taken back."""
-        entries = [self.state.entries[PREFIX + name] for name in values]
-        with torch.no_grad():
-            self.state.save(entries)
-            for entry in entries:
-                entry.live.copy_(values[entry.name.removeprefix(PREFIX)])
 
     # ---- a step ----
 
-    def step(
-        self,
-        samples: Samples,
-        function: StepFunction,
-        prepared: PreparedOptimizer,
-        clipping: Clipping,
-    ) -> Outcome:
-        """See `Engine.step`."""
-        self._samples = sum(samples.sizes)
-        outcome = super().step(samples, function, prepared, clipping)
-        self._sent, self._options = self._sent + 1, options_of(prepared)
-        return outcome
+    def begin(self, samples: Samples, clipping: Clipping) -> Samples | Results:
+        """See `Updates`."""
+        return samples
 
-    def _update(self, prepared: PreparedOptimizer, sums: dict[int, Tensor | None]) -> News:
+    def share(self, work: Work, report: Report) -> list[Report]:
+        """See `Updates`."""
+        return share_among(self._group, work, report)
+
+    def update(self, work: Work, sums: dict[int, Tensor | None]) -> News:
         """Lay the sums into the segment; the first worker sends them, and puts in what comes back."""
-        mine = [i for i, total in sums.items() if total is not None]
+        mine = {i: total for i, total in sums.items() if total is not None}
         with torch.no_grad():
-            for i in mine:
-                self._sums[i].copy_(sums[i])  # type: ignore[arg-type]  # looked above
-        of_all = self.group.gather_json(f"step {self.version}: sums", mine)
-        if self.group.rank == 0:
-            self._send(prepared, sorted(i for theirs in of_all for i in theirs))
-        prepared.stepped_elsewhere()
+            for i, total in mine.items():
+                self._sums[i].copy_(total)
+        of_all = self._group.gather_json(work.where + "sums", list(mine))
+        if self._group.rank == 0:
+            self._send(work, sorted(i for theirs in of_all for i in theirs))
+        work.prepared.stepped_elsewhere()
         return []
 
-    def _send(self, prepared: PreparedOptimizer, present: list[int]) -> None:
-        client = self._server()
-        names = [name.removeprefix(PREFIX) for name in prepared.names]
-        buffers = {name.removeprefix(PREFIX): t for name, t in self.models.kept_buffers.items()}
-        more: dict[str, Any] = {"buffers": list(buffers), "sequence": self._first + self._sent + 1}
+    def _send(self, work: Work, present: list[int]) -> None:
+        client, shards = self._server(), self._holdings.config.shards
+        names = bare_names(work.prepared.names)
+        buffers = bare(self._holdings.models.kept_buffers)
+        more: dict[str, Any] = {"buffers": list(buffers), "sequence": self._number}
         head = ""
         if client.staleness == 0:
-            head = f"0-{self.config.shards}/"
-            more |= {"shards": self.config.shards, "spans": [[0, self.config.shards]], "base": client.version}
+            head = f"0-{shards}/"
+            more |= {"shards": shards, "spans": [[0, shards]], "base": client.version}
         else:
-            more["samples"] = self._samples
-        if (options := options_of(prepared)) != self._options:
+            more["samples"] = sum(work.sizes)
+        if (options := options_of(work.prepared.optimizers[0])) != self._options:
             more["options"] = options
         update = {head + names[i]: self._sums[i] for i in present}
-        reply = client.update({**update, **buffers}, timeout_s=_PATIENCE * self.config.timeout_s, **more)
+        reply = client.update({**update, **buffers}, timeout_s=self._patience_s, **more)
         points.reach("inside update")
-        self._take_over(client.get_parameters(names, min_version=reply["version"]))
+        self._holdings.replace(full(client.get_parameters(names, min_version=reply["version"])))
 
-    def edit(self, function: Callable[[], None], seed: int) -> None:
-        """See `Engine.edit`; the server gets the result too."""
+    def settle(self, prepared: Trained, samples: Samples) -> None:
+        """See `Updates`."""
+        self._options = options_of(prepared.optimizers[0])
 
-        def tell() -> None:
-            function()
-            for entry in (self.state.entries[name] for name in self._here()):
-                entry.publish()
-            client = self._server()
-            values = {name.removeprefix(PREFIX): tensor for name, tensor in self._here().items()}
-            client.put_parameters(values, force=True, sequence=self._first + self._sent + 1)
-            client.get_parameters([])  # and so know its version
+    def edited(self) -> None:
+        """The server gets the result too."""
+        client = self._server()
+        client.put_parameters(self._here(), force=True, sequence=self._number)
+        client.get_parameters([])  # and so know its version
 
-        super().edit(tell, seed)
-        self._sent += 1
+    # ---- trouble, and the end ----
 
-    def refusal(self, what: str) -> str | None:
-        """See `Engine`."""
-        if what not in ("load", "checkpoint"):
-            return None
-        return (
-            f"run.{what} in a run with sync='server' would need the optimizer's state, which is the server's: it "
-            "keeps and restores it by --directory, --snapshot-every and --durable"
-        )
+    def abandon(self) -> None:
+        """What was sent is known by its number."""
+
+    @contextmanager
+    def recovery(self) -> Iterator[None]:
+        """Who is not the first any more lets go of the server, before who is comes to it under the same name."""
+        if self._group.rank:
+            self.close()
+        yield
+
+    def finish(self) -> None:
+        """Parameters are here, and the optimizer's state stays with the server."""
 
     def close(self) -> None:
-        """Leave the server too."""
-        super().close()
-        self._drop_client()
+        """Leave the server."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None

@@ -1,8 +1,8 @@
 """Checkpoints: a directory with one safetensors file and `checkpoint.json`, which names it and its checksum.
 
 The JSON file is replaced last and atomically, so a directory always holds one whole checkpoint. While one is being
-written, `checkpoint.json.partial` says which files it will have: nothing is ever removed but what one of the two names.
-No pickle anywhere.
+written or removed, `checkpoint.json.partial` says which files it has: nothing is ever removed but what one of the two
+names. No pickle anywhere.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = ["check", "discard", "is_abandoned", "read", "read_journal", "remove",
 
 _BEGUN = f"{FACTS}.partial"
 _OVERDUE_S = 86400.0  # of a writer on another machine, who cannot be looked after
+_BARE_S = 60.0  # of one who has only just begun
 _NEW = ".new"  # what is about to replace a file
 _SUFFIXES = (".safetensors", ".partial", ".journal")
 
@@ -125,12 +126,9 @@ def remove(directory: Path) -> None:
         CheckpointError: There is none of ours.
         OSError: It cannot be removed.
     """
-    stems = _finished(directory)
-    if stems:
-        (directory / FACTS).unlink()  # first: from now on it does not count
-        _unlink(directory, stems)
+    if _finished(directory):
+        os.replace(directory / FACTS, directory / _BEGUN)  # now it does not count, and says what is left to remove
     discard(directory)
-    _remove_if_empty(directory)
 
 
 def discard(directory: Path) -> None:
@@ -141,20 +139,30 @@ def discard(directory: Path) -> None:
         OSError: It cannot be removed.
     """
     whole, begun = _finished(directory), _begun(directory)
-    if begun:
-        _unlink(directory, [stem for stem in begun if stem not in whole])
-        for name in (FACTS, _BEGUN):
-            (directory / f"{name}{_NEW}").unlink(missing_ok=True)
-        (directory / _BEGUN).unlink()  # last: it says what the others are
-        _remove_if_empty(directory)
+    if not begun and not _is_bare(directory):
+        return
+    for stem in begun:
+        for suffix in _SUFFIXES if stem not in whole else ():
+            (directory / f"{stem}{suffix}").unlink(missing_ok=True)
+    for name in (f"{FACTS}{_NEW}", f"{_BEGUN}{_NEW}", _BEGUN):  # this one last: it says what the others are
+        (directory / name).unlink(missing_ok=True)
+    try:
+        directory.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def is_abandoned(directory: Path) -> bool:
     """Whether a checkpoint was begun here that nobody will finish: its writer has ended, or is long overdue."""
     try:
-        facts = read_facts(directory / _BEGUN, begun=True)
-    except (OSError, CheckpointError):
+        facts = read_facts(directory / _BEGUN, either=True)
+    except FileNotFoundError:
+        return _is_bare(directory) and time.time() - directory.stat().st_mtime > _BARE_S
+    except CheckpointError:
         return False
+    if "writer" not in facts:
+        return True  # it was being removed
     host, pid = facts["writer"]
     if host == _me()[0]:
         return not os.path.exists(f"/proc/{pid}")
@@ -204,12 +212,9 @@ def _me() -> list[Any]:
     return [socket.gethostname(), os.getpid()]
 
 
-def _remove_if_empty(directory: Path) -> None:
-    try:
-        directory.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
+def _is_bare(directory: Path) -> bool:
+    """Whether nothing is here but the very first thing that a writer makes, which may be torn."""
+    return directory.is_dir() and os.listdir(directory) == [f"{_BEGUN}{_NEW}"]
 
 
 def _finished(directory: Path) -> list[str]:
@@ -227,9 +232,10 @@ def _finished(directory: Path) -> list[str]:
 def _begun(directory: Path) -> list[str]:
     """The names of the files that were begun here, likewise."""
     try:
-        return list(read_facts(directory / _BEGUN, begun=True)["stems"])
+        facts = read_facts(directory / _BEGUN, either=True)
     except FileNotFoundError:
         return []
+    return list(facts["stems"]) if "stems" in facts else [Path(facts["state"]).stem]
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -238,12 +244,6 @@ def _replace(path: Path, data: bytes) -> None:
     new.write_bytes(data)
     sync(new)
     os.replace(new, path)
-
-
-def _unlink(directory: Path, stems: Sequence[str]) -> None:
-    for stem in stems:
-        for suffix in _SUFFIXES:
-            (directory / f"{stem}{suffix}").unlink(missing_ok=True)
 
 
 def _checksum(path: Path) -> str:

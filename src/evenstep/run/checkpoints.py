@@ -206,11 +206,11 @@ class Resumption:
 
         def attempt() -> Entry:
             tensors = checkpoint.read(self._path, tensors=True)[1]
-            engine.restore(tensors, {})
+            engine.holdings.restore(tensors, {})
             return Entry(_RESTORE, str(self._path))
 
         def adopt(entry: Entry, took_part: bool) -> bool:
-            engine.restored([[] for _ in engine.optimizers], engine.version, took_part)
+            engine.holdings.restored([[] for _ in engine.optimizers], engine.version, took_part)
             if took_part and engine.state.fingerprint() != self._facts["fingerprint"]:
                 raise CheckpointError(
                     f"{self._path} was loaded but its fingerprint differs from the one that was saved"

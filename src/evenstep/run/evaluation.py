@@ -38,7 +38,7 @@ def _call(engine: Engine, batch: Batch, function: Function) -> dict[int, Any]:
     """Call the function for every part, each time with the committed buffers and random numbers of its own."""
     values = {}
     with preserved():
-        for shard in engine.mine:
+        for shard in range(*engine.evaluates[engine.group.rank]):
             if batch.sizes[shard]:
                 part = batch.part(shard)
                 engine.models.restore_buffers()
@@ -85,7 +85,7 @@ def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function
     found: list[Any] = []
     for batch in batches:
         values = list(_call(engine, batch, function).values())
-        shares = [sum(batch.sizes[first:end]) for first, end in engine.spans]
+        shares = [sum(batch.sizes[first:end]) for first, end in engine.evaluates]
         found.append(_gather_nested(engine.group, f"predict batch {batch.number}", values, shares))
     leaves: list[Tensor] = []
     shape = _describe(_join(found), leaves)

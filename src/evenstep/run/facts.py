@@ -19,7 +19,7 @@ FACTS = "checkpoint.json"
 """The name of the file."""
 
 _FORMAT = 2
-_MOST_BYTES = 1 << 28
+_MOST_BYTES = 1 << 26
 _CHECKSUM = "checksum"
 _STEM = re.compile(r"state-\d+-[0-9a-f]{8}")
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -41,12 +41,12 @@ def seal(facts: dict[str, Any]) -> bytes:
     return text
 
 
-def read_facts(path: Path, *, begun: bool = False) -> dict[str, Any]:
-    """Read the file, or the one that stands in its place while a checkpoint is being written.
+def read_facts(path: Path, *, either: bool = False) -> dict[str, Any]:
+    """Read the file.
 
     Args:
         path: The file.
-        begun: Whether it is the latter.
+        either: Whether it may also be the one that stands in its place while a checkpoint is being written.
 
     Raises:
         FileNotFoundError: There is none.
@@ -64,7 +64,7 @@ def read_facts(path: Path, *, begun: bool = False) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except RecursionError:
         raise CheckpointError(f"{path} cannot be read: it is nested too deeply") from None
-    for name, (is_right, expected) in (_BEGUN if begun else _FIELDS).items():
+    for name, (is_right, expected) in (_BEGUN if either and "stems" in facts else _FIELDS).items():
         if not is_right(facts.get(name)):
             found = repr(facts[name]) if name in facts else "nothing"
             raise CheckpointError(f"{path} says {found[:60]} as '{name}', expected {expected}")

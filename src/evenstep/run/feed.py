@@ -6,7 +6,7 @@ from typing import Any
 
 from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
-from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.core.errors import ConfigError
 from evenstep.data.batch import Batch, Position
 from evenstep.data.loader import Collate, Loader
 from evenstep.data.order import Order
@@ -91,7 +91,8 @@ class Feed:
 
         def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
             self._saving.begin_data(order.num_samples, order.batch_size, num_workers)
-            loader = self.loader(dataset, "sample", loading, skip=lambda: self._ledger.catching_up)
+            skip, span = lambda: self._ledger.catching_up, lambda: self._engine.mine
+            loader = self._loader(dataset, "sample", span, loading, skip=skip)
             return loader.load(request for epoch, at in coming for request in order.requests(epoch, at["batch"]))
 
         return Batches(
@@ -111,11 +112,7 @@ class Feed:
                 f"loaders={loading.loaders} for a stream, which brings its own: let it return a DataLoader with "
                 f"num_workers={loading.loaders}"
             )
-        if not self._engine.has_optimizer:
-            raise UnsupportedError(
-                "a stream in a run with servers or groups, where workers go on without each other; the streams of the "
-                "shards need not end together, so who steps must know: train without servers, or index the data"
-            )
+        self._engine.updates.refuse("stream")
         loader = StreamLoader(
             source, batch_size, self._config.shards, self._config.seed, collate=loading.collate_fn,
             device=self._config.device, span=lambda: self._engine.mine, share=self._share_sizes,
@@ -190,11 +187,18 @@ class Feed:
         found: int = self._perform("batch per worker", attempt, lambda entry, _: entry.value)
         return found
 
-    def loader(self, dataset: Any, purpose: str, loading: Loading, **options: Any) -> Loader:
-        """A loader of this worker's shards."""
+    def once(self, dataset: Any, order: Order, loading: Loading) -> Iterator[Batch]:
+        """The batches of a data set to be evaluated, each once."""
+        rank = self._ledger.group.rank
+        span = range(*self._engine.evaluates[rank])
+        return self._loader(dataset, "evaluate", lambda: span, loading).load(order.requests(0))
+
+    def _loader(
+        self, dataset: Any, purpose: str, span: Callable[[], range], loading: Loading, **options: Any
+    ) -> Loader:
         return Loader(
             dataset,
-            lambda: self._engine.mine,
+            span,
             self._config.seed,
             purpose,
             device=self._config.device,

@@ -6,7 +6,7 @@ from datetime import timedelta
 from torch import distributed
 
 from evenstep.core.env import Environment
-from evenstep.core.errors import ConfigError
+from evenstep.core.errors import ConfigError, SilenceError
 from evenstep.exchange.group import Group
 from evenstep.exchange.ledger import Ledger
 from evenstep.transport.segment import Segment
@@ -47,13 +47,19 @@ def _inherited(env: Environment) -> Segment:
 def _from_store(env: Environment, timeout_s: float) -> Segment:
     """Worker 0 makes the segment; the others open it through /proc, so that it needs no name."""
     timeout = timedelta(seconds=timeout_s)
-    meeting = distributed.rendezvous("env://", env.worker, env.num_workers, timeout=timeout)  # type: ignore[attr-defined]  # not in __all__
-    store, _, _ = next(iter(meeting))
-    if env.worker == 0:
-        segment = Segment.create(env.num_workers)
-        store.set("evenstep/segment", f"/proc/{os.getpid()}/fd/{segment.fd}")
-        return segment
-    path = store.get("evenstep/segment").decode()
+    try:
+        meeting = distributed.rendezvous("env://", env.worker, env.num_workers, timeout=timeout)  # type: ignore[attr-defined]  # not in __all__
+        store, _, _ = next(iter(meeting))
+        if env.worker == 0:
+            segment = Segment.create(env.num_workers)
+            store.set("evenstep/segment", f"/proc/{os.getpid()}/fd/{segment.fd}")
+            return segment
+        path = store.get("evenstep/segment").decode()
+    except RuntimeError as error:
+        raise SilenceError(
+            f"worker 0 did not come within {timeout_s:g} s: worker {env.worker} waits for its word in torchrun's store "
+            f"({error}); look at what it does, or raise Run(timeout_s=...)"
+        ) from error
     try:
         return _open(env, os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:

@@ -3,7 +3,7 @@
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -28,11 +28,13 @@ from evenstep.data.sampling import Sampling
 from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
 from evenstep.engine.clipping import Clipping
-from evenstep.engine.determinism import profile
+from evenstep.engine.determinism import device_of, profile
+from evenstep.engine.holdings import Holdings
 from evenstep.engine.models import check_model
-from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import derive, seed_all
-from evenstep.engine.step import Engine
+from evenstep.engine.scaling import Scaling
+from evenstep.engine.several import Trained
+from evenstep.engine.step import Engine, Task
 from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
@@ -42,15 +44,14 @@ from evenstep.nn.gather import gather
 from evenstep.plan.groups import Standing
 from evenstep.plan.placement import cut
 from evenstep.run import unclosed
-from evenstep.run.aggregated import AggregatedEngine
 from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
 from evenstep.run.feed import Batches, Feed, Loading
-from evenstep.run.grouped import GroupedEngine
 from evenstep.run.join import alone, join
+from evenstep.run.kinds import choose
 from evenstep.run.meter import Meter
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
-from evenstep.run.served import ServedEngine
+from evenstep.run.summed import Summed
 from evenstep.run.through import Through
 from evenstep.run.voice import Voice
 
@@ -72,12 +73,14 @@ class Run:
         shards: K, the number of parts of every batch and the unit of arithmetic; default 8. A run with another K is
             another computation.
         seed: Fixes the order of samples and all randomness.
-        device: "cpu", "cuda" or "cuda:N".
+        device: "cpu", "cuda" (worker i takes GPU i modulo their number) or "cuda:N".
         threads: Intra-op threads of every shard's computation; part of the arithmetic.
         timeout_s: How long any wait for another worker may take.
         quiet: No progress display and no closing fingerprint line.
         on_nondeterminism: "error" raises where torch knows an operation to be non-deterministic, or where user code
             changes what the bits rest on; "warn" only says so.
+        graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
+            makes it an error where they cannot; False never does.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
             docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         sync: "exchange": workers add up gradients among themselves. "server": they meet only at a parameter server,
@@ -110,6 +113,7 @@ class Run:
         timeout_s: float = 300.0,
         quiet: bool = False,
         on_nondeterminism: Literal["error", "warn"] = "error",
+        graphs: Literal["auto"] | bool = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
         sync: Literal["exchange", "server"] = "exchange",
         server: str | None = None,
@@ -124,13 +128,13 @@ class Run:
             shards=shards,
             seed=seed,
             threads=threads,
-            device=str(device),
+            device=device_of(str(device), self._env.worker),
             timeout_s=timeout_s if self._env.timeout_s is None else self._env.timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
+            graphs=graphs,
             arithmetic=arithmetic,
         )
-        _check_device(self.config.device)
         through = Through(sync, server, staleness, update_every, token, aggregate)
         through.check()
         standing = Standing.of(self._env.standing) if self._env.standing else None
@@ -148,19 +152,14 @@ class Run:
         self._meetings = 0  # how often all groups have met
         self._meter = Meter(lambda: self._group.rank == 0 and self._ledger.took_part)
         self.grad_norm: float | None = None
-        if standing is not None:
-            self._engine: Engine = GroupedEngine(self.config, self._ledger, standing)
-        elif through.server is None:
-            self._engine = Engine(self.config, self._ledger)
-        elif through.together:
-            try:
-                self._engine = AggregatedEngine(self.config, self._ledger, through)
-            except BaseException:
-                self._close_group()
-                raise
-        else:
-            self._engine = ServedEngine(self.config, self._ledger, through, self._env)
-        self._saving = Saving(self.config, self._ledger, self._engine, self._perform, self._env.job)
+        try:
+            holdings = Holdings(self.config, self._ledger)
+            updates, self._others = choose(holdings, through, standing, self._env)
+            self._engine = Engine(holdings, updates)
+        except BaseException:
+            self._close_group()
+            raise
+        self._saving = Saving(self._engine, self._others, self._perform, self._env.job)
         self._feed = Feed(
             self.config, self._env, self._ledger, self._engine, self._saving, self._meter, self._perform
         )  # fmt: skip
@@ -216,7 +215,8 @@ class Run:
             return Entry("end of the run", self.fingerprint() if self._group.rank == 0 else None)
 
         def adopt(entry: Entry, took_part: bool) -> None:
-            self._engine.finish(took_part)
+            if not took_part:  # whoever came here through the journal alone takes over what came of it
+                self._engine.holdings.pull()
             self._meter.close()
             fingerprint = entry.value or self.fingerprint()
             if self._env.trace is not None and self._group.rank == 0:
@@ -239,7 +239,7 @@ class Run:
 
     def _conclude(self) -> None:
         try:
-            self._engine.conclude()
+            self._engine.updates.finish()
             self._saving.conclude()
         except BaseException:
             self._tell_others()
@@ -266,16 +266,6 @@ class Run:
                 "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
                 "`with evenstep.Run(...) as run`, or make another run"
             )
-
-    def _refuse(self, what: str) -> None:
-        """Say that something is not possible here.
-
-        Raises:
-            UnsupportedError: It is not.
-        """
-        why = self._engine.refusal(what)
-        if why is not None:
-            raise UnsupportedError(why)
 
     def _tell_others(self) -> None:
         """Say why this worker stops, unless it stops because of another or was told to."""
@@ -326,9 +316,11 @@ class Run:
     def prepare(self, model: M, *, sync_batchnorm: bool = True) -> M: ...
 
     @overload
-    def prepare(self, model: M, optimizer: O, *, sync_batchnorm: bool = True) -> tuple[M, O]: ...
+    def prepare(self, model: M, optimizer: O, *, sync_batchnorm: bool = True, whole: bool = False) -> tuple[M, O]: ...
 
-    def prepare(self, model: M, optimizer: O | None = None, *, sync_batchnorm: bool = True) -> M | tuple[M, O]:
+    def prepare(
+        self, model: M, optimizer: O | None = None, *, sync_batchnorm: bool = True, whole: bool = False
+    ) -> M | tuple[M, O]:
         """Take a model, and the optimizer that trains it, into the run. All workers must call this alike.
 
         The model keeps its identity and its parameters theirs; their memory moves into the shared segment, and worker
@@ -338,6 +330,8 @@ class Run:
             model: The bare module, on any device.
             optimizer: Any optimizer of `torch.optim` over parameters of prepared models.
             sync_batchnorm: Convert `nn.BatchNorm*d` so that statistics span all shards; False leaves them per shard.
+            whole: The optimizer looks at all parameters at once, as Lamb's global norm does, so one worker steps all of
+                them. Otherwise every worker steps some.
 
         Returns:
             The model, or (model, optimizer): the objects that were passed, except that a model that is itself a batch
@@ -352,7 +346,7 @@ class Run:
             check_model(model)
             if sync_batchnorm:
                 model = convert_sync_batchnorm(model)
-            self._engine.prepare(model, optimizer)
+            self._engine.prepare(model, optimizer, whole=whole)
         except BaseException:
             self._tell_others()
             raise
@@ -430,7 +424,7 @@ class Run:
         tag = f"metrics {self._meetings}"
 
         def attempt() -> Entry:
-            merged = self._engine.merge(tag, self._meter.means(), self._meter.num_samples)
+            merged = self._others.merge(tag, self._meter.means(), self._meter.num_samples)
             self._group.barrier("metrics")
             return Entry("metrics", merged)
 
@@ -442,10 +436,12 @@ class Run:
         self,
         batch: Any,
         function: Callable[[Any], Any],
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
         """Do one step on a batch. All workers must call this alike; blocks until all have committed it, or none.
 
@@ -454,9 +450,15 @@ class Run:
                 structure of tensors, arrays and lists of samples (see `data.whole`).
             function: Called once for every part of this worker; returns the mean loss over the part's samples, or
                 (loss, {"metric": per-sample values or their mean}).
-            optimizer: Which of several prepared optimizers steps; with one it need not be said.
+            optimizer: Which of several prepared optimizers steps; with one it need not be said. Or several that step
+                on one backward, in this order, such as [muon, adamw]; then norms are over the parameters of all.
             clip_norm: Scale all gradients down to this global norm, as `torch.nn.utils.clip_grad_norm_` does.
             clip_value: Clip every element of the gradients to this magnitude.
+            reduction: "sum" if the function returns the sum over the part's samples instead of the mean; the loss is
+                then the sum over all samples, and so are gradients.
+            scaler: For float16: the loss that backward begins from is multiplied by its scale, gradients are divided by
+                it, and where they are not finite the step changes no parameter, on any worker. Its scale moves as by
+                `scaler.update()`; the script calls none of its methods. After such a step `grad_norm` is infinite.
 
         Returns:
             The mean loss over all samples, the same on every worker, as a tensor with one element; or (loss, metrics)
@@ -471,12 +473,14 @@ class Run:
         try:
             if self._env.resume:
                 self._saving.say_if_none()
-            prepared = self._prepared(optimizer)
+            trained = self._trained(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
+            if reduction not in ("mean", "sum"):
+                raise ConfigError(f"reduction={reduction!r}, expected 'mean' or 'sum'")
+            function = function if reduction == "mean" else Summed(function, len(samples))
             self._trace(first=True)
-            outcome = self._engine.step(samples, function, prepared, Clipping(clip_norm, clip_value))
-            if samples.is_last:
-                self._engine.end_of_epoch()
+            clipping = Clipping(clip_norm, clip_value)
+            outcome = self._engine.step(Task(samples, function, trained, clipping, Scaling(scaler)))
             self._trace(first=False)
             self._saving.heed()
         except BaseException:
@@ -486,18 +490,28 @@ class Run:
         self._meter.add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
 
-    def _prepared(self, optimizer: Optimizer | None) -> PreparedOptimizer:
-        optimizers = self._engine.optimizers
-        if not optimizers:
+    def _trained(self, optimizer: Optimizer | Sequence[Optimizer] | None) -> Trained:
+        prepared = self._engine.optimizers
+        if not prepared:
             raise ConfigError("no optimizer was prepared; call model, optimizer = run.prepare(model, optimizer) first")
-        if optimizer is None and len(optimizers) > 1:
+        if optimizer is None and len(prepared) > 1:
             raise ConfigError(
-                f"{len(optimizers)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
+                f"{len(prepared)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
             )
-        for prepared in optimizers:
-            if optimizer is None or prepared.optimizer is optimizer:
-                return prepared
-        raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
+        wanted = [each.optimizer for each in prepared] if optimizer is None else optimizer
+        found = []
+        for each in wanted if isinstance(wanted, Sequence) else [wanted]:
+            known = [one for one in prepared if one.optimizer is each]
+            if not known or known[0] in found:
+                raise ConfigError(
+                    "an optimizer is there twice; pass each once"
+                    if known
+                    else "this optimizer was not prepared; pass the one that run.prepare returned"
+                )
+            found.append(known[0])
+        if not found:
+            raise ConfigError("run.step got no optimizer in its list; pass at least one, or leave it out")
+        return self._engine.several(found)
 
     def _cut(self, batch: Any) -> Batch:
         whole = Whole(batch)
@@ -534,11 +548,11 @@ class Run:
         tag = f"evaluate {self._meetings}"
 
         def attempt() -> Entry:
-            self._engine.level(tag)
-            with evaluating(self._engine.models.slots.modules), self._engine.whole():
-                batches = self._feed.loader(dataset, "evaluate", loading).load(order.requests(0))
+            self._others.level(tag)
+            with evaluating(self._engine.models.slots.modules):
+                batches = self._feed.once(dataset, order, loading)
                 means = mean_metrics(self._engine, batches, metrics)
-            return Entry("evaluate", self._engine.merge(tag, means, order.num_dealt))
+            return Entry("evaluate", self._others.merge(tag, means, order.num_dealt))
 
         found: dict[str, float] = self._perform("evaluate", attempt, lambda entry, _: entry.value)
         self._meetings += 1
@@ -568,9 +582,9 @@ class Run:
         tag = f"predict {self._meetings}"
 
         def attempt() -> Entry:
-            self._engine.level(tag)
-            with evaluating(self._engine.models.slots.modules), self._engine.whole():
-                batches = self._feed.loader(dataset, "evaluate", loading).load(order.requests(0))
+            self._others.level(tag)
+            with evaluating(self._engine.models.slots.modules):
+                batches = self._feed.once(dataset, order, loading)
                 shape, tensors = collect_outputs(self._engine, batches, function)
                 return Entry("predict", shape, safetensors.torch.save(tensors))
 
@@ -588,7 +602,7 @@ class Run:
         numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
         self._check_open()
-        self._refuse("edit")
+        self._engine.updates.refuse("edit")
         try:
             self._engine.edit(function, derive("edit", self.config.seed, self.version))
         except BaseException:
@@ -633,7 +647,7 @@ class Run:
         Returns:
             The sum over all shards in tree order, [n], the same bits on every worker.
         """
-        self._refuse("exchange")
+        self._engine.updates.refuse("exchange")
         generation, kind = self._group.generation, f"exchange {tag}"
         total = torch.empty(0)
 
@@ -685,7 +699,7 @@ class Run:
         Any worker may call this between steps; it talks to nobody. With servers it waits for what is on its way, and
         covers the optimizer's state only when the run is over: until then it is the servers'.
         """
-        self._engine.collect()
+        self._others.collect()
         return self._engine.state.fingerprint()
 
     # ---- checkpoints ----
@@ -711,7 +725,7 @@ class Run:
             CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing
                 changed.
         """
-        self._refuse("load")
+        self._engine.updates.refuse("load")
         self._saving.load(Path(path))
 
     def checkpoint(self, directory: str | Path, *, every: int | str, keep: int = 3, resume: bool | None = None) -> None:
@@ -729,7 +743,7 @@ class Run:
         Raises:
             CheckpointError: The newest good checkpoint belongs to another run.
         """
-        self._refuse("checkpoint")
+        self._engine.updates.refuse("checkpoint")
         self._saving.begin(Path(directory), every, keep, resume=self._env.resume if resume is None else resume)
 
     # ---- for `evenstep verify` ----
@@ -763,16 +777,3 @@ def _see_to_arithmetic(config: RunConfig, served: bool, env: Environment, caller
             "use sync='exchange', or arithmetic='native'"
         )
     settings.insist(caller, env)
-
-
-def _check_device(device: str) -> None:
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ConfigError(f"device={device!r}, expected 'cpu', 'cuda' or 'cuda:N'") from None
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r}, expected 'cpu', 'cuda' or 'cuda:N'")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device={device!r} but torch sees no CUDA device; use device='cpu', or a CUDA build of torch"
-        )

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError, ConfigError, Stopped
 from evenstep.core.output import say
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
-from evenstep.exchange.ledger import Ledger
 from evenstep.run import checkpoint
 from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
 from evenstep.run.claim import Claim
 from evenstep.run.facts import pack, unpack
+from evenstep.run.others import Others
 
 __all__ = ["Perform", "Saving"]
 
@@ -33,9 +32,8 @@ class Saving:
     """The checkpoints of a run.
 
     Args:
-        config: The run's.
-        ledger: The run's.
         engine: Holds the state.
+        others: Who else trains the model.
         perform: Does an operation on all workers.
         job: Tells the job of a launcher from others; None: there is no launcher.
 
@@ -45,8 +43,9 @@ class Saving:
         next: Where batches would go on after the current one.
     """
 
-    def __init__(self, config: RunConfig, ledger: Ledger, engine: Engine, perform: Perform, job: str | None) -> None:
-        self._config, self._ledger, self._group, self._engine = config, ledger, ledger.group, engine
+    def __init__(self, engine: Engine, others: Others, perform: Perform, job: str | None) -> None:
+        self._engine, self._others = engine, others
+        self._config, self._ledger, self._group = engine.config, engine.ledger, engine.group
         self._perform = perform
         self.tracked: dict[str, Any] = {}
         self.position: dict[str, int] | None = None
@@ -101,10 +100,10 @@ class Saving:
 
         def attempt() -> Entry:
             failure = None
-            self._engine.level(tag)
+            self._others.level(tag)
             if self._group.rank == 0 and writes:
                 try:
-                    checkpoint.write(path, self._engine.tensors(), self._facts())
+                    checkpoint.write(path, self._others.tensors(), self._facts())
                 except CheckpointError as error:
                     failure = str(error)
             return Entry("save", self._group.gather_json("save", failure)[0])
@@ -127,14 +126,14 @@ class Saving:
             failures = [text for text in self._group.gather_json("load", failure) if text is not None]
             if failures:  # on any worker: nobody has changed anything yet
                 return Entry("load", {"failure": failures[0]})
-            news = self._engine.restore(tensors, facts["values"])
+            news = self._engine.holdings.restore(tensors, facts["values"])
             return Entry("load", {**facts, "news": news})
 
         def adopt(entry: Entry, took_part: bool) -> str | None:
             facts = entry.value
             if "failure" in facts:
                 return str(facts["failure"])
-            self._engine.restored(facts["news"], facts["version"], took_part)
+            self._engine.holdings.restored(facts["news"], facts["version"], took_part)
             for prepared, groups in zip(self._engine.optimizers, facts["groups"], strict=True):
                 prepared.set_hyperparameters(unpack(groups))
             for name, value in self.tracked.items():

@@ -1,340 +1,142 @@
-"""Training through a parameter server: each worker is a group of its own, and meets the others only there.
+"""Training through a parameter server, each worker for itself: every batch is an update.
 
 A worker computes its share of the shards of every batch, as in any run. What happens then depends:
 
 - synchronous (`staleness=0`): it sends the tree nodes that cover its shards. The server adds up all workers' nodes in
   the fixed tree, as an owner does in a run without a server, and steps: the parameters are equal to the bit.
 - else: it sends the mean gradient over its own samples, and goes on with what the server has then.
-- every so many batches or every epoch: it trains by itself with its own optimizer, and sends what that changed.
 
-A worker that died and is started again by the launcher runs its script from the beginning. Asynchronously, the updates
-that its earlier life has sent are left out: it goes on with the batch after them, from the server's parameters. A
-synchronous update needs what died with the worker, so the run ends with a sentence (`aggregated.py` has none of this).
+Either way losses and metrics travel with the update, as its note.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evenstep.core.config import RunConfig
-from evenstep.core.env import Environment
-from evenstep.core.errors import MismatchError, UnsupportedError
-from evenstep.core.events import send
+from evenstep.core.errors import UnsupportedError
 from evenstep.engine.clipping import Clipping
-from evenstep.engine.compute import Samples, StepFunction, Work
+from evenstep.engine.compute import Samples, Work
 from evenstep.engine.delivery import Delivery
-from evenstep.engine.prepared import PreparedOptimizer
-from evenstep.engine.results import ShardResult, merge
-from evenstep.engine.slots import spanning_layers
-from evenstep.engine.step import Engine
-from evenstep.exchange.journal import Entry
-from evenstep.exchange.ledger import Ledger
-from evenstep.nn.features.layer import Partitioned
-from evenstep.plan.placement import cut
+from evenstep.engine.holdings import Holdings
+from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.reports import Report
+from evenstep.engine.results import Results
+from evenstep.engine.several import Trained
+from evenstep.engine.updates import Feature
 from evenstep.plan.summing import Span, Summing
-from evenstep.run.through import PREFIX, Through, options_of
+from evenstep.run.apart import Apart
+from evenstep.run.names import bare, bare_names
+from evenstep.run.through import options_of
 
-__all__ = ["ServedEngine"]
-
-_sent_before: dict[str, int] = {}  # what earlier lives of this process's workers have sent, by name
+__all__ = ["ServedUpdates"]
 
 
-class ServedEngine(Engine):
-    """The engine of a worker that trains through a server.
+class ServedUpdates:
+    """Those of a worker that sends every update to a server by itself; see `Updates`.
 
     Args:
-        config: Of the run.
-        ledger: Of a group of one.
-        through: Which server, and how.
-        env: Which worker this is, of how many.
-
-    Raises:
-        ConfigError: The server has another staleness.
-        UnreachableError: Nobody is there.
-        UnsupportedError: This worker was started again, and synchronous updates need what it had.
+        holdings: Of a group of one.
+        apart: The worker.
     """
 
-    has_optimizer = False
-
-    def __init__(self, config: RunConfig, ledger: Ledger, through: Through, env: Environment) -> None:
+    def __init__(self, holdings: Holdings, apart: Apart) -> None:
+        self._holdings, self._apart = holdings, apart
+        self.shards: Span | None = apart.shards
+        self._synchronous = apart.client.staleness == 0
         self._options: list[dict[str, Any]] = []  # as the server knows them
-        worker, num_workers = env.worker, env.num_workers
-        self._through, self._worker, self._num_workers = through, worker, num_workers
-        self._local = through.update_every != 1
-        self._own = cut(config.shards, num_workers)[worker]
-        self._since: dict[str, Tensor] = {}  # what the server had when this worker began to train by itself
-        self._steps = 0
-        self._last: list[Any] = [0.0, {}]  # the results of the last step, or of the last that an earlier life has sent
-        try:
-            self.client = through.connect(_name(env), config.timeout_s)
-            self._left_out = self._look_back(env)
-        except BaseException:
-            ledger.group.close()
-            raise
-        super().__init__(config, ledger)
+        self._made = 0  # the server's version that the last update has made
 
-    def _look_back(self, env: Environment) -> int:
-        """How many updates an earlier life of this worker has sent, which the script will come to again."""
-        if env.job is None or env.events_fd is None:  # nobody starts it again
-            return 0
-        before = _sent_before.setdefault(self.client.worker, self.client.sequence)
-        if before and self._through.staleness == 0:
-            self.client.close()
-            send(env.events_fd, {"final": True})
-            raise UnsupportedError(
-                f"worker {env.worker} died after {before} updates and was started again, but synchronous updates need "
-                "what it had; start the run again, or use aggregate=True, where it would have been replaced"
-            )
-        if before:
-            reply = self.client.last_update()
-            self._last = _unpacked(reply["notes"][0]["last"])
-            said = f"worker {env.worker} is back: the {before} updates that it has sent are left out"
-            send(env.events_fd, {"says": said})
-        return before
+    def number_of(self, version: int) -> int:
+        """See `Updates`."""
+        return version
 
-    def _replan(self, spans: list[tuple[int, int]] | None = None) -> None:
-        super()._replan([self._own])
+    def refuse(self, what: Feature) -> None:
+        """See `Updates`."""
+        self._apart.refuse(what)
 
-    def _lay_out(self, prepared: PreparedOptimizer, _: Sequence[Span]) -> tuple[Summing, Delivery]:
-        return prepared.alone(self._own, self.config.shards, add=self._local or self.client.staleness != 0)
+    def admit(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """See `Updates`."""
+        self._apart.admit(model)
 
-    @property
-    def weighs(self) -> bool:  # type: ignore[override]  # decided for each run here
-        """Whether losses can be weighted by something else than rows."""
-        return self._local
+    def lay_out(self, prepared: PreparedOptimizer, spans: Sequence[Span]) -> tuple[Summing, Delivery]:
+        """Nodes are added up by the server if it has those of all workers, else here."""
+        return prepared.alone(self._apart.shards, self._holdings.config.shards, add=not self._synchronous)
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Everything is evaluated here: the others are not there to help."""
-        before = self.spans, self.mine
-        self.spans = self.compute.spans = [(0, self.config.shards)]
-        self.mine = range(self.config.shards)
-        try:
-            yield
-        finally:
-            self.spans, self.mine = before
-            self.compute.spans = self.spans
-
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Take a model into the run; its values are the server's, which worker 0 puts there if it has none yet."""
-        if self.models.slots.parameters:
-            raise UnsupportedError(
-                "a run through a server trains one model with one optimizer; prepare was called twice"
-            )
-        spanning = [type(layer) for layer in spanning_layers(list(model.modules()))]
-        if spanning and self._num_workers > 1:
-            what, remedy = "batch norm", "run.prepare(..., sync_batchnorm=False)"
-            if Partitioned in spanning:
-                what, remedy = "a layer that is partitioned by features", "leave layers whole"
-            raise UnsupportedError(
-                f"{what} spans the shards of all workers, but through a server they share gradients only: {remedy}, "
-                "or train without a server"
-            )
-        super().prepare(model, optimizer)
-        for prepared in self.optimizers:
+    def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
+        """See `Updates`."""
+        if prepared is not None:
             self._options = options_of(prepared)
-            prepared.lay_out = partial(self._lay_out, prepared)
-            prepared.replan([self._own])
-        self._join()
+        self._apart.join()
 
-    def _join(self) -> None:
-        state = {name.removeprefix(PREFIX): tensor for name, tensor in self.state.tensors().items()}
-        state = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer")}
-        if self._worker == 0 and self.client.status()["owner"] is None:
-            buffers = [name.removeprefix(PREFIX) for name in self.models.slots.buffers]
-            self.client.put_parameters(state, buffers=buffers)
-        theirs = self.client.get_parameters()
-        here = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
-        there = {name: (tuple(t.shape), t.dtype) for name, t in theirs.items()}
-        for name in sorted(here.keys() | there.keys()):
-            if here.get(name) != there.get(name):
-                raise MismatchError(f"'{name}' is {there.get(name)} on the server but {here.get(name)} here")
-        self._take_over(theirs)
-        self._settled()
-
-    def _take_over(self, values: dict[str, Tensor]) -> None:
-        """Put the server's values in place of ours."""
-        entries = [self.state.entries[PREFIX + name] for name in values]
-        with torch.no_grad():
-            self.state.save(entries)
-            for entry in entries:
-                entry.live.copy_(values[entry.name.removeprefix(PREFIX)])
-            self._pull()
-        if self._local:
-            self._since = {name: tensor.clone() for name, tensor in values.items()}
-
-    def _try(
-        self,
-        kind: str,
-        samples: Samples,
-        function: StepFunction,
-        prepared: PreparedOptimizer,
-        clipping: Clipping,
-    ) -> Entry:
-        sizes = list(samples.sizes)
-        if self._local or self.client.staleness != 0:  # a mean over this worker's samples
-            sizes = [size if k in self.mine else 0 for k, size in enumerate(sizes)]
-        if self._left_out or (self._local and not any(sizes)):
-            return Entry(kind, [*self._last, None, [], {}])
-        if self._local:
-            mine = _Some(samples, sizes)
-            return super()._try(kind, mine, function, prepared, clipping)
+    def begin(self, samples: Samples, clipping: Clipping) -> Samples | Results:
+        """See `Updates`."""
+        if self._apart.leaves_out:
+            return self._apart.results()
         if clipping:
             raise UnsupportedError(
                 "gradients are added up on the server, so they cannot be clipped here; with aggregate=True they can"
             )
-        parts = {k: samples.part(k) for k in self.mine if sizes[k]}
-        work = Work(self.version, parts, sizes, samples.name, function, prepared, clipping)
-        prepared.gradients.begin(1 + self.group.exchanges, [0], list(parts))
-        results = self.compute.run(work) if parts else {}
-        self._check_weights(any(result.weighted for result in results.values()))
-        prepared.gradients.end_backward()
-        notes = self._send(work, results)
-        prepared.stepped_elsewhere()
-        outcome = list(_means(notes, sizes)) if any(sizes) else self._last  # it may have no sample of a short batch
-        return Entry(kind, [*outcome, None, [], {}])
+        return samples if self._synchronous else self._apart.own(samples)
 
-    def _send(self, work: Work, results: dict[int, ShardResult]) -> list[Any]:
-        """Send the gradients, and take over what the server makes of them."""
-        names = [name.removeprefix(PREFIX) for name in work.prepared.names]
-        packed = {k: r.pack() for k, r in results.items()}
-        note: dict[str, Any] = {"batch": [work.samples, list(work.sizes)], "results": packed}
-        if self.client.staleness != 0:
-            note["last"] = _packed(_means([note], work.sizes) if packed else self._last)
-        buffers = {name.removeprefix(PREFIX): t for name, t in self.models.take_buffers().items()}
-        more: dict[str, Any] = {"note": note, "buffers": list(buffers)}
-        update: dict[str, Tensor] = dict(buffers)
-        if self.client.staleness == 0:
-            nodes = work.prepared.gradients.nodes()
-            more |= {
-                "shards": self.config.shards,
-                "spans": [list(span) for span, _ in nodes],
-                "base": self.client.version,
-            }
-            for (first, end), held in nodes:
-                update |= {f"{first}-{end}/{names[i]}": tensor for i, tensor in held.items()}
-        else:
-            sums = work.prepared.gradients.finish()
-            update |= {names[i]: total for i, total in sums.items() if total is not None}
-            more["samples"] = sum(work.sizes)
-        if (options := options_of(work.prepared)) != self._options:
+    def share(self, work: Work, report: Report) -> list[Report]:
+        """Send the gradients with the report; the server waits for all who take part."""
+        if any(result.weighted for result in report.results.values()):
+            self.refuse("weighted loss")
+        self._apart.last = report.results or self._apart.last  # it may have no sample of a short batch
+        if not self._synchronous:
+            report = replace(report, results=self._apart.last)
+        note = replace(report, worker=self._apart.worker).pack()
+        buffers = bare(self._holdings.models.take_buffers()) if self._apart.shards[0] == 0 else {}
+        update, more = self._synchronously(work) if self._synchronous else self._asynchronously(work)
+        if (options := options_of(work.prepared.optimizers[0])) != self._options:
             more["options"] = options
-        reply = self.client.update(update, timeout_s=self.config.timeout_s, **more)
-        self._options = options
-        notes: list[Any] = reply["notes"]
-        if any(other["batch"] != note["batch"] for other in notes):
-            raise MismatchError(f"workers sent updates of different batches at version {work.version}: {notes}"[:1000])
-        self._take_over(self.client.get_parameters(min_version=reply["version"]))
-        return notes
-
-    def adopted(self) -> None:
-        """A step is committed: send what this worker has changed by itself, if it is time."""
-        self._steps += 1
-        if isinstance(self._through.update_every, int) and self._steps % self._through.update_every == 0:
-            self._updated()
-
-    def end_of_epoch(self) -> None:
-        """As above, at the end of an epoch."""
-        if self._through.update_every == "epoch":
-            self._updated()
-
-    def _updated(self) -> None:
-        """The time of an update has come: it is sent, or was by an earlier life."""
-        if self._left_out:
-            self._left_out -= 1
-            _sent_before[self.client.worker] -= 1
-        elif self._local:
-            self._send_changes()
-
-    def _send_changes(self) -> None:
-        names = [name.removeprefix(PREFIX) for name in self.models.slots.parameters]
-        now = {name: self.state.entries[PREFIX + name].live for name in names}
-        changes = {name: self._since[name] - now[name] for name in names if self._is_trained(name)}
-        buffers = {}
-        if 0 in self.mine:
-            buffers = {n.removeprefix(PREFIX): self.state.entries[n].live for n in self.models.slots.buffers}
-        note = {"last": _packed(self._last)}
-        version = self.client.update_parameters({**changes, **buffers}, kind="delta", buffers=list(buffers), note=note)
-        self._take_over(self.client.get_parameters(min_version=version))
-        self.models.remember_versions()
-
-    def _is_trained(self, name: str) -> bool:
-        return self.models.slots.parameters[PREFIX + name].requires_grad
-
-    def step(
-        self,
-        samples: Samples,
-        function: StepFunction,
-        prepared: PreparedOptimizer,
-        clipping: Clipping,
-    ) -> Any:
-        """See `Engine.step`; the other workers meet this one at the server only."""
-        outcome = super().step(samples, function, prepared, clipping)
-        self._last = [float(outcome.loss), outcome.metrics]
-        self.adopted()
-        return outcome
-
-    def tensors(self) -> dict[str, Tensor]:
-        """See `Engine.tensors`: what the server has now."""
-        return {PREFIX + name: value for name, value in self.client.get_parameters().items()}
-
-    def _keep_pace(self) -> None:
-        """A worker keeps its shards."""
-
-    def refusal(self, what: str) -> str | None:
-        """See `Engine`."""
-        return (
-            f"run.{what} in a run with sync='server' would see this worker only: the parameters are the server's, "
-            "which keeps them by --snapshot-every or --durable; use sync='exchange' for it"
+        reply = self._apart.client.update(
+            {**buffers, **update}, timeout_s=self._holdings.config.timeout_s, note=note, buffers=list(buffers), **more
         )
+        self._options, self._made = options, reply["version"]
+        return [Report.unpack(theirs) for theirs in reply["notes"]]
+
+    def _synchronously(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The sums over this worker's tree nodes, and what the server must know of them."""
+        names, nodes = bare_names(work.prepared.names), work.prepared.optimizers[0].gradients.nodes()
+        update = {f"{first}-{end}/{names[i]}": tensor for (first, end), held in nodes for i, tensor in held.items()}
+        spans = [list(span) for span, _ in nodes]
+        return update, {"shards": self._holdings.config.shards, "spans": spans, "base": self._apart.client.version}
+
+    def _asynchronously(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The mean over this worker's samples, and how many these are."""
+        names, sums = bare_names(work.prepared.names), work.prepared.gradients.finish()
+        update = {names[i]: total for i, total in sums.items() if total is not None}
+        return update, {"samples": sum(work.sizes)}
+
+    def update(self, work: Work, sums: dict[int, Tensor | None]) -> News:
+        """Take over what the server made of it."""
+        self._apart.take_over(self._apart.client.get_parameters(min_version=self._made))
+        return []
+
+    def settle(self, prepared: Trained, samples: Samples) -> None:
+        """See `Updates`."""
+        prepared.stepped_elsewhere()
+        if self._apart.leaves_out:
+            self._apart.leave_out()
+
+    def edited(self) -> None:
+        """Edits are refused."""
+
+    def abandon(self) -> None:
+        """The server knows what it has."""
+
+    def recovery(self) -> AbstractContextManager[None]:
+        """See `Updates`."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """The parameters are here, and the optimizer's state stays with the server."""
 
     def close(self) -> None:
-        """Leave the server too."""
-        super().close()
-        self.client.close()
-
-
-@dataclass(frozen=True)
-class _Some:
-    """A batch of which only some shards count."""
-
-    whole: Samples
-    sizes: Sequence[int]
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
-
-    def part(self, shard: int) -> Any:
-        return self.whole.part(shard)
-
-    def contents(self) -> dict[str, str]:
-        return self.whole.contents()
-
-
-def _name(env: Environment) -> str:
-    """What this worker calls itself: alike for all its lives in one job, and in no other job."""
-    return f"worker-{env.worker}" if env.job is None else f"worker-{env.worker}.{env.job}"
-
-
-def _packed(last: Sequence[Any]) -> list[Any]:
-    """Loss and metrics as JSON, to the bit, whatever the numbers are."""
-    loss, metrics = last
-    return [float(loss).hex(), {name: float(value).hex() for name, value in metrics.items()}]
-
-
-def _unpacked(packed: Sequence[Any]) -> list[Any]:
-    loss, metrics = packed
-    return [float.fromhex(loss), {name: float.fromhex(value) for name, value in metrics.items()}]
-
-
-def _means(notes: Sequence[Any], sizes: Sequence[int]) -> tuple[float, dict[str, float]]:
-    """Loss and metrics over all samples that took part, in tree order."""
-    found = merge({int(k): ShardResult.unpack(v) for note in notes for k, v in note["results"].items()}, sizes)
-    return found.loss, found.metrics
+        """Leave the server."""
+        self._apart.client.close()

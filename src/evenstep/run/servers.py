@@ -11,13 +11,13 @@ from torch import Tensor
 
 from evenstep.core.errors import MismatchError
 from evenstep.plan.groups import Standing
-from evenstep.server import between
-from evenstep.server.client import Client, connect
-from evenstep.server.recipes import Recipe
+from evenstep.run.names import PREFIX, bare, bare_names, full
+from evenstep.server.client.addresses import connect_whole
+from evenstep.server.client.groups import flush, meet, optimizer_state, put
+from evenstep.server.client.whole import WholeClient
+from evenstep.server.wire.recipes import Recipe
 
 __all__ = ["Servers"]
-
-_PREFIX = "model."  # what the run calls its model; the servers know the bare names
 
 
 class Servers:
@@ -44,14 +44,14 @@ class Servers:
         self._standing, self._parts, self._server_of, self._buffers = standing, parts, server_of, buffers
         self._timeout_s, self._look = timeout_s, look
         self._lock = threading.Lock()
-        self._clients: dict[int, Client] = {}
-        self._hub: Client | None = None
+        self._clients: dict[int, WholeClient] = {}
+        self._hub: WholeClient | None = None
 
     # ---- one part at a time: the courier ----
 
     def send(self, part: int, version: int, update: Mapping[str, Tensor], options: list[dict[str, Any]] | None) -> None:
         """Send the update of a part: a gradient with the optimizer's options, or without any a change to subtract."""
-        tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in update.items()}
+        tensors = bare(update)
         if options is None:
             self._client(part).update_parameters(tensors, kind="delta", timeout_s=self._timeout_s)
         else:
@@ -59,10 +59,10 @@ class Servers:
 
     def fetch(self, part: int) -> dict[str, Tensor]:
         """The values of a part as its server has them now."""
-        names = [name.removeprefix(_PREFIX) for name in self._parts[part]]
-        return _named(self._client(part).get_parameters(names, timeout_s=self._timeout_s))
+        names = bare_names(self._parts[part])
+        return full(self._client(part).get_parameters(names, timeout_s=self._timeout_s))
 
-    def _client(self, part: int) -> Client:
+    def _client(self, part: int) -> WholeClient:
         with self._lock:
             if part not in self._clients:
                 server = self._standing.servers[self._standing.server_group][self._server_of[part]]
@@ -83,33 +83,32 @@ class Servers:
         held = [name for part, names in enumerate(self._parts) for name in names if self._server_of[part] == server]
         return held + (self._buffers if server == 0 else [])
 
-    def _reader(self, group: int, server: int) -> Client:
+    def _reader(self, group: int, server: int) -> WholeClient:
         url = self._standing.servers[group][server]["tcp"]
         return self._connect(url, f"group {self._standing.group}", register=False)
 
-    def _connect(self, url: str, name: str, *, register: bool = True) -> Client:
-        return connect(url, worker=name, token=self._standing.token, timeout_s=self._timeout_s, register=register)
+    def _connect(self, url: str, name: str, *, register: bool = True) -> WholeClient:
+        return connect_whole(url, worker=name, token=self._standing.token, timeout_s=self._timeout_s, register=register)
 
     def put(self, state: Mapping[str, Tensor], recipe: Recipe | None) -> None:
         """Give every server of every server group its parts, unless it has them."""
         if recipe is not None:
-            bare = [[name.removeprefix(_PREFIX) for name in group["names"]] for group in recipe["groups"]]
-            groups = [{**group, "names": names} for group, names in zip(recipe["groups"], bare, strict=True)]
+            groups = [{**group, "names": bare_names(group["names"])} for group in recipe["groups"]]
             recipe = {**recipe, "groups": groups}
-        buffers = [name.removeprefix(_PREFIX) for name in self._buffers]
+        buffers = bare_names(self._buffers)
         for group, servers in enumerate(self._standing.servers):
             for server in range(len(servers)):
                 with self._reader(group, server) as client:
                     if client.status()["owner"] is None:
-                        held = {name.removeprefix(_PREFIX): state[name] for name in self._names(server)}
-                        between.put(client, held, buffers=buffers if server == 0 else (), optimizer=recipe)
+                        held = bare({name: state[name] for name in self._names(server)})
+                        put(client, held, buffers=buffers if server == 0 else (), optimizer=recipe)
 
     def everything(self, group: int) -> dict[str, Tensor]:
         """What a server group has."""
         found: dict[str, Tensor] = {}
         for server in range(len(self._standing.servers[group])):
             with self._reader(group, server) as client:
-                found |= _named(client.get_parameters())
+                found |= full(client.get_parameters())
         return found
 
     def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -118,7 +117,7 @@ class Servers:
         values: dict[str, Any] = {}
         for server in range(len(self._standing.servers[0])):
             with self._reader(0, server) as client:
-                found = between.optimizer_state(client)
+                found = optimizer_state(client)
             tensors |= {_state_name(name): tensor for name, tensor in found[0].items()}
             values |= {_state_name(name): value for name, value in found[1].items()}
         return tensors, values
@@ -126,7 +125,7 @@ class Servers:
     def put_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Give the first server of the first group new values of buffers."""
         if buffers:
-            named = {name.removeprefix(_PREFIX): tensor for name, tensor in buffers.items()}
+            named = bare(buffers)
             url = self._standing.servers[0][0]["tcp"]
             with self._connect(url, f"group {self._standing.group}, buffers") as client:
                 client.update_parameters(named, kind="peer", buffers=list(named))  # by the server, lock or not
@@ -136,13 +135,13 @@ class Servers:
         if len(self._standing.servers) > 1:
             for server in range(len(self._standing.servers[self._standing.server_group])):
                 with self._reader(self._standing.server_group, server) as client:
-                    between.flush(client, self._timeout_s)
+                    flush(client, self._timeout_s)
 
     def meet(self, tag: str, value: Any = None) -> dict[str, Any]:
         """Wait for all groups; return what each left."""
         if self._hub is None:
             self._hub = self._reader(0, 0)
-        return between.meet(self._hub, tag, value, self._standing.groups, self._timeout_s, self._look)
+        return meet(self._hub, tag, value, self._standing.groups, self._timeout_s, self._look)
 
     def compare_models(self, state: Mapping[str, Tensor]) -> None:
         """Wait for all groups, and see that they have the same model.
@@ -150,7 +149,7 @@ class Servers:
         Raises:
             MismatchError: They do not.
         """
-        mine = [[name, f"{tuple(t.shape)} {t.dtype}"] for name, t in state.items() if name.startswith(_PREFIX)]
+        mine = [[name, f"{tuple(t.shape)} {t.dtype}"] for name, t in state.items() if name.startswith(PREFIX)]
         for group, theirs in self.meet("all have joined", mine).items():
             for here, there in zip([*mine, None], [*theirs, None], strict=False):
                 if here != there:
@@ -166,10 +165,6 @@ class Servers:
             self._hub = None
 
 
-def _named(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {_PREFIX + name: value for name, value in values.items()}
-
-
 def _state_name(name: str) -> str:
     """optimizer.NAME.KEY -> optimizer.model.NAME.KEY."""
-    return f"optimizer.{_PREFIX}{name.removeprefix('optimizer.')}"
+    return f"optimizer.{PREFIX}{name.removeprefix('optimizer.')}"

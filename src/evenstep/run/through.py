@@ -5,12 +5,10 @@ from typing import Any
 
 from evenstep.core.errors import ConfigError
 from evenstep.engine.prepared import PreparedOptimizer
-from evenstep.server.client import Client
-from evenstep.server.connecting import connect
+from evenstep.server.client.addresses import connect
+from evenstep.server.client.client import Client
 
-__all__ = ["PREFIX", "Through", "options_of"]
-
-PREFIX = "model."  # what the run calls its first model; the server knows the bare names
+__all__ = ["Through", "options_of"]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ prepared and trained), so nobody has to agree on where they are, and a worker th
 """
 
 import mmap
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -59,6 +61,9 @@ class Memory(Protocol):
     def fence(self) -> None:
         """What was written before this is there before what is written after it, for whoever can see both."""
 
+    def at_work(self) -> AbstractContextManager[None]:
+        """While this is open, what is launched is launched where steps are; what was launched before it comes first."""
+
 
 class HostMemory:
     """The areas of a shared segment, mapped as they are needed.
@@ -96,6 +101,18 @@ class HostMemory:
     def fence(self) -> None:
         """Nothing to do: marks are stored by `core.store`, which comes after all that was written before."""
 
+    def locate(self, tensor: Tensor) -> int:
+        """Where in the segment a tensor of a region begins: the same on every machine."""
+        for area in (self._state, self._scratch):
+            place = area.locate(tensor.data_ptr())
+            if place is not None:
+                return place
+        raise AssertionError("the tensor lies in this memory")
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Nothing to do: what is called is done."""
+        return nullcontext()
+
 
 class DeviceMemory:
     """Memory of a GPU, which this process alone uses: what is written on its stream comes in its order.
@@ -108,6 +125,20 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # The default stream is everybody's, and cannot be captured.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """See `Memory`; what is launched afterwards elsewhere comes after what was launched inside."""
+        if self._stream is None:
+            yield
+            return
+        around = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(around)
+        with torch.cuda.stream(self._stream):
+            yield
+        around.wait_stream(self._stream)
 
     def reserve(self, num_bytes: int) -> Region:
         """See `Memory`."""
@@ -155,13 +186,22 @@ class _Area:
         self._fd, self._end = fd, begin
         self._window: mmap.mmap | None = None
         self._window_begin = 0
+        self._mapped: list[tuple[int, int, int]] = []  # address, bytes, place in the segment
 
     def reserve(self, num_bytes: int) -> _Mapped:
         begin, self._end = self._end, self._end + aligned(max(num_bytes, 1), _PAGE)
         if self._window is None or self._end > self._window_begin + len(self._window):
             self._window = mmap.mmap(self._fd, max(self._end - begin, _WINDOW_BYTES), offset=begin)
             self._window_begin = begin
+            address = torch.frombuffer(self._window, dtype=torch.uint8, count=1).data_ptr()
+            self._mapped.append((address, len(self._window), begin))
         return _Mapped(self._window, begin - self._window_begin, self._end - begin)
+
+    def locate(self, address: int) -> int | None:
+        for begin, num_bytes, place in self._mapped:
+            if begin <= address < begin + num_bytes:
+                return place + address - begin
+        return None
 
 
 class _Allocations:

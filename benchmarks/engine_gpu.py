@@ -1,0 +1,130 @@
+"""The engine on a GPU against a plain loop: ms a step, host time and memory, as ratios from one run on one machine.
+
+Run it on a machine with a GPU: ``python benchmarks/engine_gpu.py`` (``--help`` for less than all of it). Every
+configuration runs in a process of its own, one after the other; the batch is on the device already, on both sides. A
+figure is the median over steps after the warm-up. The plain loop is one batch, forward, backward and update, with what
+torch does by default; ours is ``run.step`` with everything that it promises.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import evenstep
+from models_gpu import TASKS
+
+GOALS = {
+    ("resnet50", 1): 0.90, ("resnet50", 2): 0.95, ("resnet50", 8): 1.20,
+    ("gpt2", 1): 1.03, ("gpt2", 2): 1.06, ("gpt2", 8): 1.22,
+}  # fmt: skip
+
+
+def plain(name: str, steps: int, warmup: int) -> dict[str, Any]:
+    """A plain loop."""
+    task = TASKS[name]
+    torch.manual_seed(0)
+    torch.backends.cudnn.benchmark = True
+    model = task.build().cuda()
+    optimizer, batch = task.optimizer(model.parameters()), task.batch("cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+
+    return measure(step, steps, warmup)
+
+
+def ours(name: str, shards: int, graphs: bool, steps: int, warmup: int) -> dict[str, Any]:
+    """`run.step`."""
+    task = TASKS[name]
+    with evenstep.Run(shards=shards, device="cuda", quiet=True, graphs=graphs) as run:
+        model = task.build()
+        model, _ = run.prepare(model, task.optimizer(model.parameters()))
+        batch = task.batch("cuda")
+        found = measure(lambda: run.step(batch, lambda part: task.loss(model, part)), steps, warmup)
+        return {**found, "fingerprint": run.fingerprint()}
+
+
+def measure(step: Any, steps: int, warmup: int) -> dict[str, Any]:
+    """Times of a step: on the clock, and of it on the host (until the call returns, with the device kept busy)."""
+    for _ in range(warmup):
+        step()
+    torch.cuda.synchronize()
+    times = []
+    begin = before = time.perf_counter()
+    busy = time.process_time()
+    for _ in range(steps):
+        step()
+        now = time.perf_counter()
+        times.append(now - before)
+        before = now
+    host_s = time.process_time() - busy
+    torch.cuda.synchronize()
+    return {
+        "ms": 1e3 * (time.perf_counter() - begin) / steps,
+        "median_ms": 1e3 * statistics.median(times),
+        "cpu_ms": 1e3 * host_s / steps,
+        "gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
+
+
+def run_one(args: argparse.Namespace, **options: Any) -> dict[str, Any]:
+    """Measure one configuration in a process of its own."""
+    command = [sys.executable, str(Path(__file__)), "--one", json.dumps(options), "--steps", str(args.steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]}
+    sys.stderr.write(done.stderr)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default="resnet50,gpt2")
+    parser.add_argument("--shards", default="1,2,8")
+    parser.add_argument("--graphs", default="on,off")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=12, help="until graphs are captured and checked")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        options = json.loads(args.one)
+        kind = options.pop("kind")
+        print(json.dumps((plain if kind == "plain" else ours)(steps=args.steps, warmup=args.warmup, **options)))
+        return 0
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16 autocast, {args.steps} steps")
+    print("| model | what | ms | ratio | goal | cpu ms | GiB | fingerprint |")
+    print("| --- | --- | --: | --: | --: | --: | --: | --- |")
+    failed = 0
+    for name in args.models.split(","):
+        base = run_one(args, kind="plain", name=name)
+        print(f"| {name} | plain loop | {show(base)} |", flush=True)
+        for shards in map(int, args.shards.split(",")):
+            for graphs in args.graphs.split(","):
+                found = run_one(args, kind="ours", name=name, shards=shards, graphs=graphs == "on")
+                failed += "error" in found
+                goal = GOALS.get((name, shards)) if graphs == "on" else None
+                print(f"| {name} | K={shards}, graphs {graphs} | {show(found, base, goal)} |", flush=True)
+    return int(bool(failed))
+
+
+def show(found: dict[str, Any], base: dict[str, Any] | None = None, goal: float | None = None) -> str:
+    """The rest of a row."""
+    if "error" in found:
+        return f"failed: {found['error']}"
+    ratio = f"{found['ms'] / base['ms']:.3f}" if base and "ms" in base else "1"
+    fingerprint = found.get("fingerprint", "")[:12]
+    return f"{found['ms']:.1f} | {ratio} | {goal or '-'} | {found['cpu_ms']:.1f} | {found['gib']:.1f} | {fingerprint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

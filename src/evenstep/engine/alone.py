@@ -1,0 +1,38 @@
+"""What a shard that is computed by itself finds around it: nobody, and a way to say that it wants to meet others."""
+
+from typing import Any
+
+from torch import Tensor
+
+from evenstep.core.errors import UnsupportedError
+
+__all__ = ["Alone", "Meets"]
+
+
+class Meets(BaseException):
+    """A shard that is computed by itself wants to meet the others. No error: no `except` of a script may take it."""
+
+
+class Alone:
+    """The surroundings of a shard that is computed by itself, as long as it does not want to meet others.
+
+    Args:
+        rows: Those of its part.
+        before: A shard that was computed before it without meeting anybody, if any.
+    """
+
+    token: Tensor | None = None
+    alone = True
+
+    def __init__(self, rows: range, before: int | None) -> None:
+        self.rows, self._before = rows, before
+
+    def _meet(self, *_: Any) -> Any:
+        if self._before is None:
+            raise Meets
+        raise UnsupportedError(
+            f"this shard wants to meet all others (in a batch norm, or run.gather), but shard {self._before} ended "
+            "without that; the step function must do the same for every part, and model.train() comes before run.step"
+        )
+
+    meet = gather = call_number = _meet

@@ -1,0 +1,91 @@
+"""Pieces of a step captured as CUDA graphs: forward and backward apart, so that results are known before the end."""
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from evenstep.engine.graphs import Products, Task
+
+__all__ = ["CudaRecorder"]
+
+
+class CudaRecorder:
+    """Captures on one device.
+
+    Args:
+        device: Which. What is captured must be launched on a stream of one's own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, task: Task) -> "_Recording":
+        """See `Recorder`."""
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        before = generator.graphsafe_get_state()
+        own = [generator.clone_state() for _ in task.seeds]
+        inputs = [t.detach().clone() for t in task.inputs]
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what was cached while it was computed is needed again, in the graphs' own pool
+        before_bytes = torch.cuda.memory_reserved(self._device)
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        try:
+            # A capture that fails leaves its generators unusable, so none of them may be the one that all others use.
+            generator.graphsafe_set_state(own[0])
+            for graph in (forward, backward):
+                for state in own:
+                    graph.register_generator_state(state)
+            piece = task.piece(inputs, task.seeds, own)
+            self._capture(forward, piece.forward)
+            self._capture(backward, piece.backward)
+        finally:
+            generator.graphsafe_set_state(before)
+        num_bytes = torch.cuda.memory_reserved(self._device) - before_bytes
+        return _Recording(forward, backward, inputs, own, piece.products, num_bytes)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            function()
+        except BaseException:
+            with suppress(RuntimeError):  # it says that the capture is not valid
+                graph.capture_end()
+            raise
+        graph.capture_end()
+
+    def has_room(self, num_bytes: int) -> bool:
+        """See `Recorder`."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free > 1.2 * num_bytes
+
+
+class _Recording:
+    """See `Recording`."""
+
+    def __init__(
+        self,
+        forward: torch.cuda.CUDAGraph,
+        backward: torch.cuda.CUDAGraph,
+        inputs: Sequence[Tensor],
+        generators: Sequence[torch.Generator],
+        products: Products,
+        num_bytes: int,
+    ) -> None:
+        self._forward, self._backward = forward, backward
+        self._inputs, self._generators = inputs, generators
+        self.products, self.num_bytes = products, num_bytes
+
+    def replay(self, inputs: Sequence[Tensor], seeds: Sequence[int], between: Callable[[Tensor], None]) -> None:
+        """See `Recording`."""
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given, non_blocking=True)
+        for generator, seed in zip(self._generators, seeds, strict=True):
+            generator.manual_seed(seed)
+        self._forward.replay()
+        between(self.products.numbers)
+        self._backward.replay()

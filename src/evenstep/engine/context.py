@@ -1,0 +1,67 @@
+"""What a computation of shards knows of the run around it: random numbers, who else computes, who looks on."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evenstep.core import points
+from evenstep.engine.lanes import Crew
+from evenstep.engine.randomness import derive
+from evenstep.exchange.group import Group
+
+__all__ = ["Context"]
+
+
+class Context:
+    """The shards of a run as one worker computes some of them.
+
+    Args:
+        group: The workers.
+        seed: The run's.
+
+    Attributes:
+        spans: The shards of each worker.
+    """
+
+    def __init__(self, group: Group, seed: int) -> None:
+        self._group, self._seed = group, seed
+        self.spans: Sequence[tuple[int, int]] = ()
+
+    @property
+    def worker(self) -> int:
+        """The number of this worker."""
+        return self._group.worker
+
+    def seed_of(self, number: int, shard: int) -> int:
+        """The seed of a shard's random numbers in a step, by the step's number."""
+        return derive("step", self._seed, number, shard)
+
+    def begins(self, shard: int) -> None:
+        """A shard is computed from now on."""
+        self._group.board.computes(self._group.worker, shard)
+        points.reach("forward")
+
+    def crew(self, sizes: Sequence[int]) -> Crew:
+        """How a layer reaches the other workers: only those with samples take part; other shards are rows of zeros."""
+        shards = [[k for k in range(first, end) if sizes[k]] for first, end in self.spans]
+        shares = [len(theirs) for theirs in shards]
+        present = [k for theirs in shards for k in theirs]
+        alone = sum(map(bool, shares)) == 1
+
+        def gather(tag: str, rows: Tensor) -> Tensor:
+            if alone and rows.device.type != "cpu":  # nobody else: no need to wait for the device
+                found = rows
+            else:
+                found = self._group.gather(tag, rows.cpu(), shares).to(rows.device)
+            if len(present) == len(sizes):
+                return found
+            place, nothing = {k: n for n, k in enumerate(present)}, found.new_zeros(found.shape[1])
+            return torch.stack([found[place[k]] if k in place else nothing for k in range(len(sizes))])
+
+        def swap(tag: str, mine: Tensor) -> list[Tensor]:
+            return self._group.gather_blobs(tag, mine, [bool(share) for share in shares])
+
+        me = sum(1 for share in shares[: self._group.rank] if share)
+        is_whole = len(present) == sum(map(bool, sizes))
+        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes), is_whole)

@@ -1,0 +1,233 @@
+"""Gradients on a device: one flat buffer for all parameters of a type, added up in tree order by a few launches.
+
+What `Gradients` does parameter by parameter, while backward runs, is done here for all parameters at once when a shard
+is complete: on a device it is launches that cost, and nobody waits for a single parameter.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from evenstep.core.errors import UnsupportedError
+from evenstep.engine.counter import Counter
+from evenstep.engine.delivery import Delivery
+from evenstep.plan.summing import Summing
+
+__all__ = ["Buffer", "FlatGradients", "Peers"]
+
+_ALIGNMENT = 128  # elements; whole cache lines of every type
+
+
+class Buffer:
+    """Room for one gradient of every parameter.
+
+    Args:
+        like: The parameters.
+
+    Attributes:
+        flats: One tensor for each dtype.
+        views: The place of every parameter in it, laid out as the parameter is.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        used: dict[torch.dtype, int] = {}
+        offsets = []
+        for t in like:
+            offsets.append(used.get(t.dtype, 0))
+            used[t.dtype] = offsets[-1] + -(-t.numel() // _ALIGNMENT) * _ALIGNMENT
+        self.flats = {
+            dtype: torch.empty(max(size, 1), dtype=dtype, device=like[0].device) for dtype, size in used.items()
+        }
+        self.views = [
+            self.flats[t.dtype].as_strided(t.shape, t.stride(), offset) for t, offset in zip(like, offsets, strict=True)
+        ]
+
+    def add_(self, other: "Buffer") -> "Buffer":
+        """Add all gradients of another."""
+        for dtype, flat in self.flats.items():
+            flat.add_(other.flats[dtype])
+        return self
+
+
+Peers = Callable[[Sequence["Buffer | None"], Sequence[bool]], tuple[Sequence[Tensor], Sequence[bool]]]
+"""Adds up the nodes of all sites, given this one's and which parameters they have; gives the sums, and which exist."""
+
+
+class FlatGradients:
+    """The gradients of one optimizer's parameters in one step after the other; see `Gradients`.
+
+    Args:
+        names: Of the parameters.
+        like: The parameters.
+
+    Attributes:
+        plan: How shards become nodes.
+        peers: Adds up the nodes of several sites; None: there is one.
+        reduced: See `Gradients`; called when all sums are there.
+        expects: See `Gradients`.
+    """
+
+    plan: Summing
+    peers: Peers | None = None
+    reduced: Callable[[int, dict[int, Tensor | None]], None] | None = None
+    expects: Callable[[int], None] | None = None
+
+    def __init__(self, names: Sequence[str], like: Sequence[Tensor]) -> None:
+        self._names, self._like = names, like
+        self._free: list[Buffer] = []
+        self._held: list[Buffer | None] = []
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, t in enumerate(like):
+            by_dtype.setdefault(t.dtype, []).append(i)
+        self._by_dtype = list(by_dtype.values())
+
+    def lay_out(self, plan: Summing, delivery: Delivery) -> None:
+        """The workers, or the shards of each, have changed. What is here is added up here."""
+        del delivery
+        self.plan = plan
+
+    def begin(self, token: int, active: Sequence[int], shards: Sequence[int]) -> None:
+        """Start a step; see `Gradients.begin`."""
+        del token
+        self.clear()
+        self.active = active
+        self._shards, self._next = set(shards), self.plan.leaves.shards.start
+        self._present: tuple[bool, ...] | None = None
+        self._singly: Counter | None = None
+
+    def take(self, shard: int, gradients: Sequence[Tensor | None]) -> None:
+        """Take in the gradients of a shard, in the order of the shards. They are copied: their memory is the caller's.
+
+        Raises:
+            UnsupportedError: One of them is sparse.
+        """
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise UnsupportedError(
+                    f"parameter '{self._names[i]}' got a sparse gradient; evenstep adds dense ones only: "
+                    "build the embedding with sparse=False"
+                )
+            if gradient is not None and self.expects is not None:
+                self.expects(i)
+        self._skip_to(shard)
+        present = tuple(gradient is not None for gradient in gradients)
+        if self._present is None and self._singly is None:
+            self._present = present
+        if present != self._present and self._singly is None:
+            self._go_on_singly()
+        self._push(gradients)
+
+    def _skip_to(self, shard: int) -> None:
+        while self._next < shard:
+            self._push(None)
+
+    def _push(self, gradients: Sequence[Tensor | None] | None) -> None:
+        leaf, self._next = self._next, self._next + 1
+        if self._singly is not None:
+            for i in range(len(self._names)):
+                gradient = None if gradients is None else gradients[i]
+                self._singly.arrive(i, leaf, None if gradient is None else gradient.clone())
+            return
+        merges = self.plan.leaves.merges[leaf - self.plan.leaves.shards.start]
+        entry: Buffer | None = None
+        if gradients is not None:
+            if merges and self._held[-1] is not None:
+                entry, merges = self._held.pop(), merges - 1
+                self._each(torch._foreach_add_, entry, gradients)
+            else:
+                entry = self._free.pop() if self._free else Buffer(self._like)
+                self._each(torch._foreach_copy_, entry, gradients)
+        for _ in range(merges):
+            left = self._held.pop()
+            if left is not None and entry is not None:
+                left.add_(entry)
+                self._free.append(entry)
+            entry = entry if left is None else left
+        self._held.append(entry)
+
+    def _each(self, function: Callable[..., object], entry: Buffer | None, gradients: Sequence[Tensor | None]) -> None:
+        assert entry is not None, "there is a buffer for what has come"
+        for indices in self._by_dtype:
+            chosen = [i for i in indices if gradients[i] is not None]
+            if chosen:
+                function([entry.views[i] for i in chosen], [gradients[i] for i in chosen])
+
+    def _go_on_singly(self) -> None:
+        """A parameter has a gradient in some shards only, so its sums are other ones than its neighbours'."""
+        present = self._present or ()
+        stacks = [
+            [buffer.views[i] if buffer is not None and present[i] else None for buffer in self._held]
+            for i in range(len(self._names))
+        ]
+        self._singly = Counter(self.plan.leaves, len(self._names), self._shards, lambda *_: None)
+        self._singly.go_on(self._next, stacks)
+
+    def end_backward(self) -> None:
+        """All shards of this worker have come that will."""
+        self._skip_to(self.plan.leaves.shards.stop)
+        self._next = self.plan.leaves.shards.stop
+
+    def finish(self) -> dict[int, Tensor | None]:
+        """The sums of all parameters over all shards; with several sites, this meets the others."""
+        sums = self._sums()
+        if self.reduced is not None:
+            for bucket in self.plan.owned_buckets:
+                self.reduced(bucket, sums)
+        return sums
+
+    def _sums(self) -> dict[int, Tensor | None]:
+        if self.peers is not None:
+            found, there = self.peers(*self._uniform())
+            return {i: total if here else None for i, (total, here) in enumerate(zip(found, there, strict=True))}
+        if self._singly is not None:
+            return {i: _added(self._singly.nodes(i), self.plan.program) for i in range(len(self._names))}
+        while len(self._held) > 1:  # the nodes of a worker that is alone with some shards, from left to right
+            left, right = self._held[0], self._held.pop(1)
+            if left is not None and right is not None:
+                self._free.append(right)
+                left.add_(right)
+            self._held[0] = right if left is None else left
+        (root,) = self._held
+        present = self._present or (False,) * len(self._names)
+        return {i: root.views[i] if root is not None and here else None for i, here in enumerate(present)}
+
+    def _uniform(self) -> tuple[list[Buffer | None], Sequence[bool]]:
+        if self._singly is not None:
+            raise UnsupportedError(
+                "a parameter has a gradient in some shards only; with several GPUs every shard must use the same "
+                "parameters: compute a zero from the unused ones, or train on one GPU"
+            )
+        return self._held, self._present or (False,) * len(self._names)
+
+    def nodes(self) -> list[tuple[tuple[int, int], dict[int, Tensor]]]:
+        """See `Gradients.nodes`."""
+        found: list[tuple[tuple[int, int], dict[int, Tensor]]] = []
+        for n, span in enumerate(self.plan.leaves.nodes):
+            if self._singly is not None:
+                each = {i: self._singly.nodes(i)[n] for i in range(len(self._names))}
+            else:
+                buffer, present = self._held[n], self._present or ()
+                each = {i: None if buffer is None else buffer.views[i] for i, here in enumerate(present) if here}
+            found.append((span, {i: node for i, node in each.items() if node is not None}))
+        return found
+
+    def clear(self) -> None:
+        """The step is over: its buffers are free again."""
+        self._free += [buffer for buffer in self._held if buffer is not None]
+        self._held = []
+        self._singly = None
+
+
+def _added(nodes: Sequence[Tensor | None], program: bytes) -> Tensor | None:
+    """The sum of the nodes of one parameter, in the order of a stack program."""
+    stack: list[Tensor | None] = []
+    for node, merges in zip(nodes, program, strict=True):
+        stack.append(node)
+        for _ in range(merges):
+            right, left = stack.pop(), stack.pop()
+            stack.append(
+                left.add_(right) if left is not None and right is not None else left if right is None else right
+            )
+    (total,) = stack
+    return total

@@ -1,0 +1,115 @@
+"""What the workers of a run hold together: models, their optimizers, the state of both, and its version.
+
+It changes in operations of the ledger only. Whoever is about to change something saves it first, so that an operation
+that comes to nothing can be taken back.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from evenstep.core.config import RunConfig
+from evenstep.engine.models import Models
+from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.exchange.ledger import Ledger
+from evenstep.transport.memory import DeviceMemory, Memory
+from evenstep.transport.segment import Segment
+
+__all__ = ["Holdings"]
+
+
+class Holdings:
+    """What one worker has of it.
+
+    Args:
+        config: Of the run.
+        ledger: Of the workers.
+
+    Attributes:
+        group: The workers.
+        memory: Where the state lies.
+        models: The prepared models.
+        optimizers: The prepared optimizers.
+        state: The tensors and plain values of both.
+        version: How many steps have been committed.
+    """
+
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self.config, self.ledger, self.group = config, ledger, ledger.group
+        self.memory = _memory_of(config.device, self.group.segment)
+        self.models = Models(config, self.group, self.memory)
+        self.optimizers: list[PreparedOptimizer] = []
+        self.state = self.models.state
+        self.version = 0
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The full name of every prepared parameter, by its id."""
+        return {id(parameter): name for name, parameter in self.models.slots.parameters.items()}
+
+    def add(self, optimizer: Optimizer, *, whole: bool = False) -> PreparedOptimizer:
+        """Make room for an optimizer of prepared models. All workers must call this alike; it talks to nobody.
+
+        Args:
+            optimizer: The optimizer.
+            whole: It looks at all parameters at once: one worker steps them.
+        """
+        prefix = "optimizer" if not self.optimizers else f"optimizer{len(self.optimizers) + 1}"
+        prepared = PreparedOptimizer(self.group, self.state, optimizer, self.names, prefix, whole=whole)
+        self.optimizers.append(prepared)
+        return prepared
+
+    def replace(self, values: Mapping[str, Tensor]) -> None:
+        """Put other values in the place of some of the state. One worker's, inside of an operation."""
+        entries = [self.state.entries[name] for name in values]
+        with torch.no_grad():
+            self.state.save(entries)
+            for entry in entries:
+                entry.live.copy_(values[entry.name])
+
+    def pull(self) -> None:
+        """Bring this worker's own copies to what is committed."""
+        with torch.no_grad():
+            self.state.pull()
+
+    def settle(self) -> None:
+        """No operation is under way on this worker any more: nobody should change anything until the next."""
+        for prepared in self.optimizers:
+            prepared.gradients.clear()
+            prepared.remember()
+        self.models.slots.bind_base()
+        self.models.remember_versions()
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> list[News]:
+        """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation."""
+        news = [prepared.news_of(tensors, values) for prepared in self.optimizers]
+        with torch.no_grad():
+            for prepared, theirs in zip(self.optimizers, news, strict=True):
+                prepared.settle(theirs, set())
+        if self.group.rank == 0:
+            self.replace({name: tensor for name, tensor in tensors.items() if name in self.state.entries})
+        self.group.barrier("checkpoint restored")
+        return news
+
+    def restored(self, news: list[News], version: int, took_part: bool) -> None:
+        """A checkpoint's state is committed."""
+        for prepared, theirs in zip(self.optimizers, news, strict=True):
+            prepared.adopt(theirs, took_part)
+        self.pull()
+        self.settle()
+        self.version = version
+
+    def release(self) -> None:
+        """Give models and optimizers back to the user as ordinary ones."""
+        self.models.release(self.optimizers)
+
+
+def _memory_of(device: str, segment: Segment) -> Memory:
+    """Where a site on this device has its state."""
+    where = torch.device(device)
+    if where.type == "cpu":
+        return segment.memory
+    return DeviceMemory(where)

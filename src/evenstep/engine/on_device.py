@@ -1,0 +1,315 @@
+"""Forward and backward of one worker's shards on a GPU: everything is launched, nothing is waited for.
+
+As on the CPU (`compute.py`), shards run one after the other on the model itself, or side by side in lanes if a layer
+spans them. But gradients leave autograd as a list when a piece has gone backward, and go into flat buffers; and what
+can be is replayed from CUDA graphs (`graphs.py`). A *piece* is one shard, or all of this worker if a layer spans them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.engine.alone import Alone, Meets
+from evenstep.engine.compute import Work
+from evenstep.engine.context import Context
+from evenstep.engine.gradients import Gradients
+from evenstep.engine.graphs import Graphs, Products, Task
+from evenstep.engine.guards import Look, Modules, look
+from evenstep.engine.lanes import Lanes
+from evenstep.engine.loss import PartLoss, split
+from evenstep.engine.models import Models
+from evenstep.engine.randomness import Stream, on_host, preserved
+from evenstep.engine.results import Reading, ShardResult
+from evenstep.engine.slots import Lane, spanning_layers
+from evenstep.engine.strangers import Strangers
+from evenstep.exchange.surroundings import inside
+
+__all__ = ["DeviceCompute"]
+
+
+class DeviceCompute:
+    """Runs the step function for every part, and backward; see `Compute`.
+
+    Args:
+        context: The shards of the run.
+        models: All prepared models.
+        timeout_s: How long lanes wait for each other.
+        graphs: Computes or replays.
+    """
+
+    def __init__(self, context: Context, models: Models, timeout_s: float, graphs: Graphs) -> None:
+        self.context, self.models, self._graphs = context, models, graphs
+        self.lanes = Lanes(timeout_s)
+        self._lane_of: list[Lane] = []
+        self.strangers = Strangers()
+        self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
+        self._modules = Modules(())
+        self._seen: Look | None = None
+
+    def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
+        """Launch the shards of this worker; return how to wait for their results. The gradients are on their way then.
+
+        Leaves the random generators of the caller as they were. Where a layer spans the shards of several workers this
+        blocks in exchanges with them.
+        """
+        for parameter in work.prepared.parameters:  # what user code left there is none of this step's
+            parameter.grad = None
+        self._seen, begin = None, time.perf_counter()
+        with preserved():
+            if id(work.prepared) not in self._meeting and not spanning_layers(self.models.slots.modules):
+                try:
+                    return self._run_pieces(work, [[shard] for shard in work.parts], spanning=False)
+                except Meets:  # in the first shard: nothing of the step is done yet
+                    self._meeting.add(id(work.prepared))
+            try:
+                return self._run_pieces(work, [list(work.parts)], spanning=True)
+            finally:
+                self.strangers.took(time.perf_counter() - begin)
+
+    def _run_pieces(
+        self, work: Work, pieces: Sequence[list[int]], *, spanning: bool
+    ) -> Callable[[], dict[int, ShardResult]]:
+        gradients, arrivals = work.prepared.gradients, _Arrivals()
+        assert not isinstance(gradients, Gradients), "on a device gradients come all at once"
+        for shards in pieces:
+            products = self._run(work, shards, arrivals, spanning=spanning)
+            for shard, found in zip(shards, products.gradients, strict=True):
+                gradients.take(shard, found)
+            if products.buffers is not None:
+                self.models.keep_buffers(products.buffers)
+        return arrivals.wait
+
+    def _run(self, work: Work, shards: list[int], arrivals: "_Arrivals", *, spanning: bool) -> Products:
+        for shard in shards:
+            self.context.begins(shard)
+        task = self._task(work, shards, arrivals, spanning=spanning)
+        captures = not spanning or self.context.crew(work.sizes).alone  # else others have to be met inside
+        try:
+            products = self._graphs.run(task) if captures else self._graphs.compute(task).products
+        except Exception as error:
+            where = f"shard {shards[0]} of worker" if len(shards) == 1 else "worker"
+            error.add_note(f"in {where} {self.context.worker}, step {work.version}")
+            raise
+        arrivals.expect(shards, products.readings)
+        return products
+
+    def _task(self, work: Work, shards: list[int], arrivals: "_Arrivals", *, spanning: bool) -> Task:
+        leaves, spec = pytree.tree_flatten([work.parts[shard] for shard in shards])
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        inputs = [leaves[n] for n in places]
+        trained = [n for n, p in zip(work.prepared.names, work.prepared.parameters, strict=True) if p.requires_grad]
+        seeds = [self.context.seed_of(work.number, shard) for shard in shards]
+        kind: type[_Piece] = _Joint if spanning else _Single
+
+        def make(
+            given: Sequence[Tensor], seeds: Sequence[int], generators: Sequence[torch.Generator] | None
+        ) -> "_Piece":
+            filled = list(leaves)
+            for place, tensor in zip(places, given, strict=True):
+                filled[place] = tensor
+            parts = pytree.tree_unflatten(filled, spec)
+            streams = [Stream(device=None if generators is None else generators[n]) for n in range(len(shards))]
+            for stream, seed in zip(streams, seeds, strict=True):
+                stream.reseed(seed)
+            given_parts = dict(zip(shards, parts, strict=True))
+            return kind(self, work, given_parts, trained, streams, captures=generators is not None)
+
+        signature = (
+            repr(spec),
+            tuple((tuple(t.shape), t.dtype, t.stride(), str(t.device)) for t in inputs),
+            repr([leaf for leaf in leaves if not isinstance(leaf, Tensor)]),
+            tuple(shards) if spanning else (work.first in shards, work.sizes[shards[0]], sum(work.sizes)),
+            tuple(work.sizes) if spanning else (),
+            tuple(trained),
+            id(work.prepared),
+            work.scale,  # a replay would repeat that of the capture
+        )
+        return Task(signature, inputs, seeds, partial(self._look, work.function), make, arrivals.take)
+
+    def _look(self, function: Callable[..., Any], anew: bool) -> Look:
+        """What user code can see. While nothing is computed nothing changes, so one look is enough for many replays."""
+        if anew or self._seen is None:
+            self._seen = look(function, self._modules)
+        return self._seen
+
+    def lane(self, number: int) -> Lane:
+        """A lane: 0 is the model itself, the others have leaves of their own."""
+        while len(self._lane_of) <= number:
+            self._lane_of.append(Lane(self.models.slots, own=bool(self._lane_of)))
+        return self._lane_of[number]
+
+    def committed_buffers(self) -> dict[str, Tensor]:
+        """The buffers that a step begins with."""
+        return {name: self.models.state.entries[name].live for name in self.models.slots.buffers}
+
+    def forget_lanes(self) -> None:
+        """Let go of all leaves and graphs: the models have changed, or the run is over."""
+        self._lane_of = []
+        self._modules, self._seen = Modules(self.models.slots.modules), None
+        self._graphs.forget()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.lanes.close()
+        self.forget_lanes()
+
+
+class _Arrivals:
+    """The numbers of a step's results on their way to the host."""
+
+    def __init__(self) -> None:
+        self._latest: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        self._expected: list[tuple[Tensor, list[int], list[Reading]]] = []
+
+    def take(self, numbers: Tensor) -> None:
+        """Send numbers to the host; a later call replaces what the same piece has sent before."""
+        on_gpu = numbers.device.type == "cuda"
+        self._latest = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_gpu)
+        self._latest.copy_(numbers, non_blocking=True)
+        if on_gpu:
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._event.record()
+
+    def expect(self, shards: list[int], readings: list[Reading]) -> None:
+        """What was sent last are the results of these shards."""
+        assert self._latest is not None, "a piece sends its numbers when it has gone forward"
+        self._expected.append((self._latest, shards, readings))
+
+    def wait(self) -> dict[int, ShardResult]:
+        """Wait for them: for the forward of the last piece, not for its backward."""
+        if self._event is not None:
+            self._event.synchronize()
+        results = {}
+        for numbers, shards, readings in self._expected:
+            values = numbers.tolist()
+            for shard, reading in zip(shards, readings, strict=True):
+                count = len(reading.tensors)
+                results[shard], values = reading.result(values[:count]), values[count:]
+        return results
+
+
+class _Piece:
+    """Some shards, computed from given parts; see `Piece`."""
+
+    def __init__(
+        self,
+        compute: DeviceCompute,
+        work: Work,
+        parts: dict[int, Any],
+        trained: Sequence[str],
+        streams: Sequence[Stream],
+        *,
+        captures: bool,
+    ) -> None:
+        self._compute, self._work, self._parts = compute, work, parts
+        self._trained, self._streams, self._captures = trained, streams, captures
+        self._losses: list[Tensor] = []
+        self.products: Products
+        self.drew = False
+
+    def forward(self) -> None:
+        """See `Piece`."""
+        raise NotImplementedError
+
+    def backward(self) -> None:
+        """See `Piece`."""
+        raise NotImplementedError
+
+    def _call(self, shard: int) -> tuple[PartLoss, dict[str, Any]]:
+        """Call user code for a shard whose lane and random numbers are in place."""
+        before = on_host()
+        value = self._work.function(self._parts[shard])
+        self.drew |= on_host() != before
+        return split(value)
+
+    def _conclude(self, values: Sequence[tuple[PartLoss, dict[str, Any]]], lane: Lane) -> None:
+        """Forward is over: what it gave."""
+        work, shards = self._work, list(self._parts)
+        for shard, (loss, _) in zip(shards, values, strict=True):
+            self._losses += work.share(shard, loss)
+        readings = [
+            Reading(loss.detached(), metrics, work.sizes[shard])
+            for shard, (loss, metrics) in zip(shards, values, strict=True)
+        ]
+        numbers = torch.stack([t for reading in readings for t in reading.tensors])
+        buffers = lane.buffers_after() if shards[0] == work.first else None
+        self.products = Products(numbers, readings, [], buffers)
+
+    def _go_backward(self, lanes: Sequence[Lane]) -> None:
+        """One backward for all shards; the gradients are left in the products."""
+        leaves = [lane.leaves[name] for lane in lanes for name in self._trained]
+        strangers, base = self._compute.strangers, self._compute.models.slots.parameters
+        if not self._captures and strangers.is_due(self._work.function):
+            known = [*base.values(), *(p for lane in lanes for p in lane.leaves.values())]
+            strangers.look(self._work.function, self._losses, known)
+        if any(leaf.grad is not None for leaf in leaves):
+            raise ConfigError(
+                "the step function called backward() by itself; expected that it returns the mean loss of its "
+                "part, from which run.step goes backward (for smaller micro-batches use more shards)"
+            )
+        own = [] if lanes[0].leaves is base else [base[name] for name in self._trained]
+        found: Sequence[Tensor | None] = [None] * (len(leaves) + len(own))
+        if leaves and self._losses:
+            found = torch.autograd.grad(self._losses, leaves + own, allow_unused=True)
+        for name, gradient in zip(self._trained, found[len(leaves) :], strict=False):
+            if gradient is not None:
+                raise UnsupportedError(
+                    f"the step function used parameter '{name}' through a reference kept outside of the model; "
+                    "in a model with synchronized batch norm take it from the module, as in model.layer.weight"
+                )
+        for number in range(len(lanes)):
+            named = dict(zip(self._trained, found[number * len(self._trained) :], strict=False))
+            self.products.gradients.append([named.get(name) for name in self._work.prepared.names])
+        self._losses = []
+
+
+class _Single(_Piece):
+    """One shard, on the model itself."""
+
+    def forward(self) -> None:
+        ((shard, _),) = self._parts.items()
+        lane = self._compute.lane(0)
+        lane.begin(self._compute.committed_buffers())
+        lane.resume()
+        self._streams[0].resume()
+        before = None if shard == next(iter(self._work.parts)) else next(iter(self._work.parts))
+        with inside(Alone(self._work.rows(shard), before)):
+            value = self._call(shard)
+        lane.pause()
+        self._conclude([value], lane)
+
+    def backward(self) -> None:
+        with inside(Alone(range(0), next(iter(self._work.parts)))):
+            self._go_backward([self._compute.lane(0)])
+
+
+class _Joint(_Piece):
+    """All shards of this worker, side by side in lanes."""
+
+    def forward(self) -> None:
+        shards, lanes = list(self._parts), self._lanes()
+        buffers = self._compute.committed_buffers()
+        for lane in lanes:
+            lane.begin(buffers)
+        work = self._work
+        functions = [lambda shard=shard: self._call(shard) for shard in shards]
+        crew = self._compute.context.crew(work.sizes)
+        rows = [work.rows(shard) for shard in shards]
+        values = self._compute.lanes.run(shards, lanes, self._streams, work.where, crew, rows, functions)
+        self._conclude(values, lanes[0])
+        token, self._compute.lanes.token = self._compute.lanes.token, None
+        if token is not None:  # where no shard here uses a layer's output, other workers still wait for its backward
+            self._losses.append(token.sum())
+
+    def backward(self) -> None:
+        self._go_backward(self._lanes())
+
+    def _lanes(self) -> list[Lane]:
+        return [self._compute.lane(1 + n) for n in range(len(self._parts))]

@@ -1,0 +1,82 @@
+"""What workers tell each other of a step when their backward is over: what each has done, and what came of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evenstep.core.errors import MismatchError
+from evenstep.engine.results import ShardResult
+
+__all__ = ["Report", "compare", "compare_contents"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One worker's.
+
+    Attributes:
+        worker: Whose.
+        facts: What must be alike on all workers, by name.
+        contents: What must be alike in their batches, by where it is; nothing where each has loaded its own part.
+        results: What its shards gave.
+        busy_s: How long it computed, without its waits.
+    """
+
+    worker: int
+    facts: dict[str, Any]
+    contents: dict[str, str]
+    results: dict[int, ShardResult]
+    busy_s: float
+
+    def pack(self) -> list[Any]:
+        """As JSON."""
+        results = {str(shard): result.pack() for shard, result in self.results.items()}
+        return [self.worker, self.facts, self.contents, results, self.busy_s]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Any]) -> "Report":
+        """The inverse of `pack`."""
+        worker, facts, contents, results, busy_s = packed
+        by_shard = {int(shard): ShardResult.unpack(result) for shard, result in results.items()}
+        return cls(worker, facts, contents, by_shard, busy_s)
+
+
+def compare(version: int, reports: Sequence[Report]) -> None:
+    """See that all workers do the same step.
+
+    Raises:
+        MismatchError: They do not. All workers see the same reports, so all raise alike.
+    """
+    first = reports[0]
+    for report in reports:
+        for key, value in report.facts.items():
+            if value != (expected := first.facts[key]):
+                raise MismatchError(
+                    f"in step {version} worker {report.worker} has {key} {value} but worker {first.worker} has "
+                    f"{expected}: all workers must do the same step"
+                )
+    compare_contents(version, [(report.worker, report.contents) for report in reports])
+
+
+def compare_contents(version: int, of_workers: Sequence[tuple[int, Mapping[str, str]]]) -> None:
+    """See that all workers came with the same batch.
+
+    Args:
+        version: The version that the step reads.
+        of_workers: Workers, and the contents of their batches.
+
+    Raises:
+        MismatchError: They did not.
+    """
+    (first, expected), *others = of_workers
+    for worker, found in others:
+        for where in [*expected, *found]:
+            here, there = expected.get(where, "nothing"), found.get(where, "nothing")
+            if here != there:
+                raise MismatchError(
+                    f"in step {version} worker {worker} came with another batch than worker {first}: {where} is "
+                    f"{there}, not {here} (type, shape, checksum), but run.step takes the whole global batch, the same "
+                    "on every worker. The usual cause is a branch that only one worker takes and that draws random "
+                    "numbers, such as `if run.worker == 0: evaluate()`: let every worker take it, or draw batches from "
+                    "a torch.Generator of their own"
+                )

@@ -1,0 +1,51 @@
+"""Which kind of run this is: what becomes of its updates, and who else trains its model."""
+
+from typing import NamedTuple
+
+from evenstep.core.env import Environment
+from evenstep.engine.holdings import Holdings
+from evenstep.engine.updates import OwnUpdates, Updates
+from evenstep.plan.groups import Standing
+from evenstep.run.aggregated import AggregatedUpdates
+from evenstep.run.apart import Apart
+from evenstep.run.grouped import GroupedUpdates
+from evenstep.run.others import Nobody, Others
+from evenstep.run.periodic import PeriodicUpdates
+from evenstep.run.served import ServedUpdates
+from evenstep.run.through import Through
+
+__all__ = ["Kind", "choose"]
+
+
+class Kind(NamedTuple):
+    """What differs between one kind of run and another."""
+
+    updates: Updates
+    others: Others
+
+
+def choose(holdings: Holdings, through: Through, standing: Standing | None, env: Environment) -> Kind:
+    """Choose by what the script and the launcher say; connects to a server where there is one.
+
+    Args:
+        holdings: Of the workers.
+        through: Whether the script wants a server, and how.
+        standing: Where the group stands among others, if the launcher has started servers.
+        env: Which worker this is.
+
+    Raises:
+        ConfigError: The server has another staleness.
+        UnreachableError: Nobody is there.
+        UnsupportedError: This worker was started again where that cannot be made good.
+    """
+    if standing is not None:
+        grouped = GroupedUpdates(holdings, standing)
+        return Kind(grouped, grouped.others)
+    if through.server is None:
+        return Kind(OwnUpdates(holdings.group), Nobody(holdings))
+    if through.together:
+        return Kind(AggregatedUpdates(holdings, through), Nobody(holdings))
+    apart = Apart(holdings, through, env)
+    if through.update_every == 1:
+        return Kind(ServedUpdates(holdings, apart), apart)
+    return Kind(PeriodicUpdates(holdings, apart, through.update_every), apart)

@@ -1,0 +1,42 @@
+"""What cannot be done exactly where servers have the parameters, and what to do instead."""
+
+from collections.abc import Mapping
+
+from evenstep.core.errors import UnsupportedError
+from evenstep.engine.updates import Feature
+
+__all__ = ["WITH_SERVERS", "refuse"]
+
+WITH_SERVERS: Mapping[Feature, str] = {
+    "added parameters": (
+        "parameters were added to an optimizer after it was prepared, but the servers have theirs already; add them "
+        "before run.prepare"
+    ),
+    "edited optimizer": (
+        "run.edit changed the state of an optimizer, but the one that steps is the server's; change parameters and "
+        "learning rates only"
+    ),
+    "stream": (
+        "a stream in a run with servers or groups, where workers go on without each other; the streams of the shards "
+        "need not end together, so who steps must know: train without servers, or index the data"
+    ),
+    "scaled loss": (
+        "run.step(scaler=...) in a run with servers, which get gradients and cannot skip a step; train in bfloat16"
+    ),
+    "whole optimizer": "prepare(..., whole=True) in a run with servers, which step what they hold; leave it out",
+    "weighted loss": (
+        "the step function returned an evenstep.Loss, but in this run gradients leave the workers before the weights "
+        "of all parts are known; train without servers, or with aggregate=True"
+    ),
+}
+"""Feature -> why it is refused, in every run with servers that says nothing else."""
+
+
+def refuse(what: Feature, reasons: Mapping[Feature, str]) -> None:
+    """Refuse a feature for which there is a reason.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    if what in reasons:
+        raise UnsupportedError(reasons[what])

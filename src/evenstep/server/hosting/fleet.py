@@ -1,0 +1,256 @@
+"""Several servers in processes of their own, as seen from the process that started them."""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import select
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenstep.core import errors
+from evenstep.core.errors import CheckpointError, EvenstepError, ServerError
+from evenstep.server.client.addresses import connect
+from evenstep.server.client.sliced import SlicedClient
+from evenstep.server.hosting.config import ServerConfig
+from evenstep.server.hosting.host import Origin
+from evenstep.server.hosting.processes import Line, become, live
+from evenstep.server.store.optimizers import can_split
+from evenstep.server.store.status import without_lists
+from evenstep.server.wire.slices import ServerPlace
+
+__all__ = ["Fleet", "check_directory"]
+
+_NAME = "servers.json"
+_READY_S = 120.0  # how long servers may take to start: they may have a long log to read back
+_END_S = 30.0
+log = logging.getLogger("evenstep.server")
+
+
+class Fleet:
+    """Several servers. They are started by `start`, and live until `close`.
+
+    Args:
+        config: What each of them was asked to be.
+        token: What every request must bring.
+        origin: The model and its optimizer.
+
+    Raises:
+        UnsupportedError: The optimizer sees all parameters at once.
+        CheckpointError: The directory cannot be used.
+    """
+
+    def __init__(self, config: ServerConfig, token: str | None, origin: Origin) -> None:
+        self._config, self._token, self._origin = config, token, origin
+        name = secrets.token_hex(8)
+        if config.directory is not None:
+            name = _name_in(Path(config.directory), config.servers)
+        self._set = ServerPlace(0, config.servers, name, can_split(origin[1]))
+        self._line: Line | None = None
+        self._pid = 0
+        self._inside = ""  # how this process reaches them
+        self.urls: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Start them, or let them serve again; returns when clients can connect.
+
+        Raises:
+            ServerError: They cannot be started, or one misses updates that another has.
+        """
+        if self.urls:
+            return
+        if self._line is None:
+            self._fork()
+        else:
+            self._line.say({"do": "start"})
+        try:
+            found = self._gather("start")
+            urls = [found[n]["urls"] for n in range(self._config.servers)]
+            joined = {transport: ",".join(each[transport] for each in urls) for transport in urls[0]}
+            self._inside = joined["memory"]
+            self.urls = {transport: joined[transport] for transport in self._config.transports}
+            self._settle()
+        except BaseException:
+            self._end()
+            raise
+
+    def _fork(self) -> None:
+        ours, theirs = socket.socketpair()
+        if "http" in self._config.transports:
+            with contextlib.suppress(ImportError):  # it will be said
+                import evenstep.server.transports.http  # noqa: F401  # once here, rather than in every server
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            become(lambda line: live(line, parent, self._config, self._token, self._origin, self._set), theirs)
+        theirs.close()
+        self._pid, self._line = pid, Line(ours)
+
+    def _gather(self, what: str) -> dict[int, dict[str, Any]]:
+        """Wait until every server has done something."""
+        assert self._line is not None, "they were started"
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + _READY_S
+        while len(found) < self._config.servers:
+            try:
+                said = self._line.hear(max(deadline - time.monotonic(), 0.01))
+            except TimeoutError:
+                raise ServerError(f"the servers did not {what} within {_READY_S:g} s") from None
+            if said is None:
+                raise self._orphaned()
+            _raise_if_wrong(said)
+            if said.get("done") == what:
+                found[said["server"]] = said
+        return found
+
+    def _settle(self) -> None:
+        """See that they are all at one version: a server that was killed may have to be told what it missed."""
+        with self._client() as client:
+            if client.status()["owner"] is None:
+                return
+            try:
+                client.settle(10.0)
+            except errors.UnreachableError as error:
+                raise ServerError(
+                    f"{error}; the machine failed before it was on the disk: start from an older copy of the "
+                    "directory, or from the model, and use durable=True"
+                ) from error
+
+    def _client(self) -> SlicedClient:
+        client = connect(self._inside, token=self._token, register=False)
+        assert isinstance(client, SlicedClient), "there are several"
+        return client
+
+    def check(self) -> None:
+        """See that they are all there.
+
+        Raises:
+            ServerError: One died, and all ended.
+        """
+        if self._line is None or not self.urls:
+            return
+        while select.select([self._line.stream], [], [], 0)[0]:
+            said = self._line.hear(1.0)
+            if said is None:
+                raise self._orphaned()
+            _raise_if_wrong(said)
+
+    def _orphaned(self) -> ServerError:
+        """The process that starts the servers is gone, and they with it."""
+        how = ""
+        if self._pid:
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            how = f" was killed by {signal.Signals(-code).name}" if code < 0 else f" ended with exit code {code}"
+        remedy = "start them again with the same directory" if self._config.directory else "start them again"
+        text = f"the process that starts the servers (pid {self._pid}){how}, and all servers ended with it; {remedy}"
+        self._pid = 0
+        log.error("%s", text)
+        return ServerError(text)
+
+    def figures(self) -> dict[str, Any]:
+        """What a log wants to know of them all."""
+        with self._client() as client:
+            return without_lists(client.status())
+
+    def stop(self) -> None:
+        """They serve nobody any more, but keep their state and addresses."""
+        if self._line is None or not self.urls:
+            return
+        self.urls = {}
+        self._line.say({"do": "stop"})
+        self._gather("stop")
+
+    def close(self) -> None:
+        """End them; the model gets their values."""
+        try:
+            if self._line is not None and self._origin[0] is not None:
+                with contextlib.suppress(EvenstepError):  # they are gone: the model keeps the values that it had
+                    self.check()
+                    self.start()
+                    self._bring_back()
+        finally:
+            self._end()
+
+    def _bring_back(self) -> None:
+        model = self._origin[0]
+        assert model is not None, "the caller has looked"
+        with self._client() as client, torch.no_grad():
+            values = client.get_parameters(timeout_s=_END_S)
+            for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+                tensor.copy_(values[name])
+
+    def _end(self) -> None:
+        if self._line is None:
+            return
+        self.urls = {}
+        self._line.say({"do": "close"})
+        try:
+            self._reap()
+        finally:
+            self._line.stream.close()
+            self._line = None
+
+    def _reap(self) -> None:
+        """Wait until the process that starts the servers has ended; not for ever."""
+        if not self._pid:
+            return
+        assert self._line is not None, "it was started"
+        pidfd = os.pidfd_open(self._pid)
+        try:
+            with contextlib.suppress(OSError):  # it has ended, and nobody has noticed yet
+                self._line.stream.shutdown(socket.SHUT_WR)
+            if not select.select([pidfd], [], [], _END_S)[0]:
+                os.kill(self._pid, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
+            os.waitpid(self._pid, 0)
+            self._pid = 0
+
+
+def _raise_if_wrong(said: dict[str, Any]) -> None:
+    if "error" in said:
+        kind = getattr(errors, said["kind"], ServerError)
+        raise kind(said["error"])
+
+
+def check_directory(directory: Path, count: int) -> None:
+    """See that what a directory holds, if anything, is of as many servers.
+
+    Raises:
+        CheckpointError: It is of another number of them.
+    """
+    found = None
+    if (directory / "server.json").exists():
+        found = 1
+    elif (directory / _NAME).exists():
+        found = _read(directory)["count"]
+    if found not in (None, count):
+        raise CheckpointError(f"{directory} is of {found} servers, expected {count}; start as many as then")
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads((directory / _NAME).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory / _NAME} cannot be read: {error}") from error
+    return facts
+
+
+def _name_in(directory: Path, count: int) -> str:
+    """The name of the set of servers that a directory belongs to; a new one if there is none."""
+    path = directory / _NAME
+    if not path.exists():
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps({"name": secrets.token_hex(8), "count": count}))
+            os.replace(partial, path)
+        except OSError as error:
+            raise CheckpointError(f"the directory {directory} cannot be written: {error.strerror}") from error
+    return str(_read(directory)["name"])

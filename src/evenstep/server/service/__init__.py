@@ -1,0 +1,1 @@
+"""Requests to replies, the same for every transport."""

@@ -1,0 +1,1 @@
+"""The parameters of a server: values, versions, updates, and what survives. No transport and no request."""

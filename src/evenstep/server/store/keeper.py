@@ -1,0 +1,445 @@
+"""What survives: snapshots of the whole state, and a log of every update since.
+
+A directory holds `server.json`, which is replaced atomically and last, and names a file with the tensors and the log
+that goes on from it (`records.py`). With `durable`, a record is on the disk before what it says counts, so to read the
+log back through the same optimizer is to have the same state, and to know every retry. A torn record at the end was
+never acknowledged. Of several servers each writes its log in any case, so that one that was killed comes back with all
+that the others know of; only `durable` waits for the disk, and so survives the machine.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from evenstep.core.errors import CheckpointError, RefusedError
+from evenstep.server.store import records
+from evenstep.server.store.commits import First
+from evenstep.server.store.decisions import Decided
+from evenstep.server.store.following import Follower, Staged
+from evenstep.server.store.log import Log, LogEntry, Record, open_regular, read
+from evenstep.server.store.optimizers import state_of
+from evenstep.server.store.state import Applied
+from evenstep.server.store.store import Store
+from evenstep.server.store.workers import Acknowledged
+from evenstep.server.wire.slices import Slices
+from evenstep.server.wire.tensors import Spec
+
+__all__ = ["Keeper"]
+
+_FORMAT = 2
+_FACTS = "server.json"
+_BEFORE = "log-before"  # what is staged before anything was put
+_OURS = re.compile(
+    r"(state-\d{12}\.(safetensors|partial)|log-(\d{12}(-\d+)?|before)(\.partial)?|server\.json\.partial)"
+)
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+log = logging.getLogger("evenstep.server")
+
+
+class Keeper:
+    """Writes a store down, and brings it back. Uses its directory alone.
+
+    Args:
+        store: Whose state.
+        directory: Where; made if it is not there.
+        every: Updates between two snapshots.
+        durable: Whether to write a log.
+        set_aside: What of a log cannot be replayed is kept beside, instead of being an error.
+
+    Raises:
+        CheckpointError: The directory cannot be written, or another server uses it.
+    """
+
+    def __init__(self, store: Store, directory: Path, every: int, durable: bool, *, set_aside: bool = False) -> None:
+        self._store, self._directory, self._every, self._durable = store, directory, every, durable
+        self._set_aside = set_aside
+        self._log: Log | None = None
+        self._at = self._tried = -1
+        self._quiet = True  # until restore: what is put before it is only a place for what was saved
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the directory {directory} cannot be made: {error.strerror}") from error
+        self._lock = _lock(directory)
+        store.takes_recipes = False  # a snapshot does not hold one
+        store.commits.after_put = self._write_first
+        store.commits.after_update = self._write_if_due
+
+    def restore(self) -> None:
+        """Go on from what the directory holds, if anything; then begin to write.
+
+        Raises:
+            CheckpointError: It is altered, or of another model; or its log cannot be replayed.
+        """
+        with self._store.exclusively():
+            facts = self._read()
+            path = self._directory / (_BEFORE if facts is None else facts["log"])
+            stuck = self._replay(facts, path)
+            if stuck is not None:
+                self._go_round(stuck, facts, path)
+            self._quiet = False
+            if self._store.layout is not None:
+                self._write()
+            elif isinstance(self._store.way, Follower):
+                self._log = self._fresh_log(self._directory / _BEFORE)
+            if self._durable or self._store.place.count > 1:
+                self._store.commits.journal = self
+
+    def snapshot(self) -> None:
+        """Write one now, if there is anything new.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        with self._store.exclusively():
+            if not self._quiet and self._store.layout is not None and self._at != self._store.version:
+                self._write()
+
+    def close(self) -> None:
+        """Let go of the log and of the directory."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # ---- snapshots ----
+
+    def _write_first(self) -> None:
+        if not self._quiet:
+            self._write()
+
+    def _write_if_due(self) -> None:
+        if self._quiet or self._store.version - max(self._at, self._tried) < self._every:
+            return
+        self._tried = self._store.version
+        try:
+            self._write()
+        except CheckpointError as error:  # what was there before is whole, and the log goes on
+            log.error("SNAPSHOT FAILED, it will be tried again: %s", str(error))
+
+    def _write(self) -> None:
+        """Write a snapshot. The caller holds the store's lock."""
+        store, directory = self._store, self._directory
+        stem = f"{store.version:012}"
+        state, path = directory / f"state-{stem}.safetensors", _unused(directory, f"log-{stem}")
+        fresh = None
+        try:
+            values, checksum = self._write_state(state)
+            fresh = self._fresh_log(path)
+            facts = {**self._facts(values), "state": state.name, "crc32": checksum, "log": path.name}
+            _replace_text(directory / _FACTS, json.dumps({**facts, "checksum": _checksum_of(facts)}))
+            self._log, fresh = fresh, self._log  # only now: it is named
+            _sync(directory)
+        except OSError as error:
+            raise CheckpointError(f"no snapshot could be written to {directory}: {error}") from error
+        finally:
+            if fresh is not None:
+                fresh.close()
+            self._tidy()
+        self._at = store.version
+
+    def _write_state(self, path: Path) -> tuple[dict[str, Any], int]:
+        """Write the tensors; returns what else the optimizer keeps, and the checksum of the file."""
+        store = self._store
+        tensors, values = state_of(store.state.optimizer, store.state.parameters)
+        tensors |= {f"parameter.{name}": tensor for name, tensor in store.tensors().items()}
+        partial = path.with_suffix(".partial")
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial)
+        _sync(partial)
+        checksum = _checksum(partial)
+        os.replace(partial, path)
+        return values, checksum
+
+    def _facts(self, values: dict[str, Any]) -> dict[str, Any]:
+        store = self._store
+        return {
+            "format": _FORMAT,
+            "version": store.version,
+            "versions": store.state.versions,
+            "owner": store.state.owner,
+            "buffers": sorted(store.state.buffers),
+            "acknowledged": {
+                worker: [last.sequence, last.version, last.notes]
+                for worker, last in store.attendance.workers.acknowledged.items()
+            },
+            "values": values,
+            "groups": _groups(store),
+            "place": [store.place.index, store.place.count, store.place.name],
+            "layout": store.commits.slices.text.decode() if store.commits.slices is not None else None,
+            "decided": store.commits.decisions.since(-1),
+        }
+
+    def _tidy(self) -> None:
+        """Delete what we wrote and the directory does not go on from: files of ours, by their exact names."""
+        try:
+            facts = self._read()
+            used = {facts["state"], facts["log"]} if facts is not None else {_BEFORE}
+            for path in self._directory.iterdir():
+                if _OURS.fullmatch(path.name) and path.name not in used and path.is_file():
+                    path.unlink()
+        except (OSError, CheckpointError) as error:
+            log.warning("old files in %s could not be deleted: %s", self._directory, str(error))
+
+    def _fresh_log(self, path: Path) -> Log:
+        """An empty log, but for what is staged and not decided yet."""
+        partial = path.with_suffix(".partial")  # one that waits for its first values is replaced by its like
+        fresh = Log(os.open(partial, _APPEND, 0o600), sync=self._durable)
+        try:
+            waiting = self._store.way.staged if isinstance(self._store.way, Follower) else {}
+            for (worker, session), staged in waiting.items():
+                fresh.append(records.of_staged(worker, session, staged))
+            os.replace(partial, path)
+        except BaseException:
+            fresh.close()
+            raise
+        return fresh
+
+    def _read(self) -> dict[str, Any] | None:
+        path = self._directory / _FACTS
+        try:
+            with open(open_regular(path)) as file:
+                facts = json.load(file)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if not isinstance(facts, dict) or facts.pop("checksum", None) != _checksum_of(facts):
+            raise CheckpointError(
+                f"{path} was altered, or is of another version; bring back a copy, or start in another directory"
+            )
+        if facts["format"] != _FORMAT:
+            raise CheckpointError(f"{path} has format {facts['format']!r}, expected {_FORMAT}")
+        here, there = [self._store.place.index, self._store.place.count], facts["place"][:2]
+        if here != there:
+            raise CheckpointError(
+                f"{path} is of server {there[0]} of {there[1]}, expected {self._store.place}; start as many as then"
+            )
+        return dict(facts)
+
+    def _load(self, facts: dict[str, Any]) -> None:
+        store, path = self._store, self._directory / facts["state"]
+        try:
+            os.close(open_regular(path))
+            if _checksum(path) != facts["crc32"]:
+                raise CheckpointError(f"{path} was altered: its checksum is another")
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        parameters = {
+            name: tensors[f"parameter.{name}"] for name in facts["versions"] if f"parameter.{name}" in tensors
+        }
+        if store.layout is None:
+            place = store.place
+            slices = Slices.read(facts["layout"], place.count, split=place.split) if facts.get("layout") else None
+            store.commits.initialise(First(parameters, facts["owner"], facts["buffers"], slices))
+        try:
+            assert store.layout is not None, "it was put"
+            store.layout.check_whole({name: Spec.of(tensor) for name, tensor in parameters.items()})
+        except RefusedError as error:
+            raise CheckpointError(f"{path} belongs to another model: {error}") from error
+        for name, tensor in store.tensors().items():
+            tensor.copy_(parameters[name])
+        _restore_optimizer(store, tensors, facts["values"], facts["groups"])
+        state = store.state
+        state.version, state.versions, state.owner = facts["version"], facts["versions"], facts["owner"]
+        state.doubt()
+        store.commits.decisions.forget()
+        store.commits.decisions.extend(
+            records.to_decided({"version": v, "who": who}) for v, who in facts.get("decided", [])
+        )
+        store.attendance.workers.acknowledged.clear()
+        for worker, (sequence, version, notes) in facts["acknowledged"].items():
+            store.attendance.workers.acknowledged[worker] = Acknowledged(sequence, version, notes)
+
+    # ---- the log ----
+
+    def append(self, applied: Applied) -> None:
+        """Write an update down; with `durable`, wait until it is on the disk."""
+        self._append(records.of_applied(applied))
+
+    def stage(self, worker: str, session: str, staged: Staged) -> None:
+        """Likewise, an update that is not decided yet."""
+        self._append(records.of_staged(worker, session, staged))
+
+    def follow(self, decision: Decided) -> None:
+        """Likewise, a decision."""
+        self._append(records.of_decided(decision))
+
+    def retract(self) -> None:
+        """What was written last does not count."""
+        assert self._log is not None, "something was written"
+        self._log.retract()
+
+    def _append(self, record: Record) -> None:
+        assert self._log is not None, "there is a log as soon as there is anything to write"
+        if self._log.in_doubt:
+            self._write()
+        self._log.append(record)
+
+    def _replay(self, facts: dict[str, Any] | None, path: Path, before: int | None = None) -> "_Stuck | None":
+        """Be as the directory says.
+
+        Args:
+            facts: What to begin from.
+            path: The log that goes on from there.
+            before: Do not apply this record, nor any after it.
+
+        Returns:
+            The first record that cannot be applied, if there is one.
+        """
+        if facts is not None:
+            self._load(facts)
+        elif isinstance(self._store.way, Follower):
+            self._store.way.staged.clear()
+        for found in read(path):
+            if found.number == before:
+                return None
+            if found.record is None and found.is_last:
+                log.warning("%s ends in a torn record, number %d: it was never acknowledged", path, found.number)
+                return None
+            try:
+                self._apply(found.record)
+            except Exception as error:  # noqa: BLE001  # whatever a log of whatever age holds: it is said where, and what to do
+                return _Stuck(found, str(error) or type(error).__name__)
+        return None
+
+    def _apply(self, record: Record | None) -> None:
+        store = self._store
+        if record is None:
+            raise CheckpointError("it was altered, and whole ones follow it")
+        facts = record[0]
+        if isinstance(store.way, Follower) and facts["kind"] == "staged":
+            who, staged = records.to_staged(record, store.place)
+            store.way.staged[who] = staged
+        elif facts["version"] > store.version:
+            if isinstance(store.way, Follower) and facts["kind"] == "decided":
+                store.way.carry_out(records.to_decided(facts))
+            else:
+                store.commits.replay(records.to_applied(record))
+
+    def _go_round(self, stuck: "_Stuck", facts: dict[str, Any] | None, path: Path) -> None:
+        """Go on without a record that cannot be applied and all that follow it, if that is wanted.
+
+        Raises:
+            CheckpointError: It is not.
+        """
+        number = stuck.found.number
+        self._replay(facts, path, before=number)  # half of it may have been applied
+        aside = _unused(self._directory, f"set-aside-{path.name}-{number}")
+        what = f"{path} cannot be replayed: record {number} ({records.describe(stuck.found.record)}) fails: {stuck.why}"
+        if not self._set_aside:
+            raise CheckpointError(
+                f"{what}; to go on from version {self._store.version} without it and all that follow, start with "
+                f"--set-aside (set_aside=True), which keeps them in {aside.name}"
+            )
+        try:
+            with open(open_regular(path), "rb") as file, aside.open("xb") as copy:
+                file.seek(stuck.found.offset)
+                shutil.copyfileobj(file, copy)
+            _sync(aside)
+        except OSError as error:
+            raise CheckpointError(f"{what}; it could not be set aside in {aside}: {error.strerror}") from error
+        log.warning("%s; going on from version %d: what follows is in %s", what, self._store.version, aside)
+
+
+@dataclass(frozen=True)
+class _Stuck:
+    """Where replaying a log has ended, and why."""
+
+    found: LogEntry
+    why: str
+
+
+def _lock(directory: Path) -> int | None:
+    """Have a directory alone; None where directories cannot be locked.
+
+    Raises:
+        CheckpointError: Another server has it.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise CheckpointError(
+            f"{directory} is used by another server; stop that one, or give this one a directory of its own"
+        ) from None
+    except OSError as error:
+        os.close(fd)
+        log.warning("%s cannot be locked (%s): see that no other server uses it", directory, error.strerror)
+        return None
+    return fd
+
+
+def _unused(directory: Path, name: str) -> Path:
+    """A path that there is not yet."""
+    return next(path for n in count() if not (path := directory / (f"{name}-{n}" if n else name)).exists())
+
+
+def _replace_text(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    _sync(partial)
+    os.replace(partial, path)
+
+
+def _checksum_of(facts: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+
+
+def _groups(store: Store) -> list[dict[str, Any]]:
+    groups = store.state.optimizer.param_groups if store.state.optimizer is not None else []
+    return [
+        {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} for group in groups
+    ]
+
+
+def _restore_optimizer(
+    store: Store, tensors: dict[str, Tensor], values: dict[str, Any], groups: list[dict[str, Any]]
+) -> None:
+    if store.state.optimizer is None:
+        return
+    store.state.optimizer.state.clear()
+    for name, parameter in store.state.parameters.items():
+        head = f"optimizer.{name}."
+        state = {k.removeprefix(head): v for k, v in {**tensors, **values}.items() if k.startswith(head)}
+        state = {key: value for key, value in state.items() if "." not in key}
+        if state:
+            store.state.optimizer.state[parameter] = state
+    for group, options in zip(store.state.optimizer.param_groups, groups, strict=True):
+        for key, value in options.items():
+            if isinstance(group[key], Tensor):
+                group[key] = torch.tensor(value, dtype=group[key].dtype)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,159 @@
+"""Optimizers as plain values, and meetings: what groups need of a server besides parameters."""
+
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from evenstep.core.errors import RefusedError, UnreachableError, UnsupportedError
+from evenstep.server import ParameterServer, connect
+from evenstep.server.client.groups import meet, optimizer_state, put
+from evenstep.server.wire.recipes import build, describe
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def named(model):
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+MAKERS = {
+    "groups": lambda m: torch.optim.SGD(
+        [{"params": m[0].parameters(), "lr": 0.1}, {"params": m[1].parameters(), "nesterov": True}], 0.3, momentum=0.9
+    ),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), 0.01, betas=(0.8, 0.95), amsgrad=True),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), initial_accumulator_value=0.5),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_an_optimizer_made_from_its_recipe_steps_alike(make):
+    here, there = net(), net()
+    mine = make(here)
+    recipe = json.loads(json.dumps(describe(mine, named(here))))
+    theirs = build(recipe, dict(there.named_parameters()))
+    for _ in range(3):
+        for p, q in zip(here.parameters(), there.parameters(), strict=True):
+            p.grad = q.grad = torch.randn_like(p)
+        mine.step()
+        theirs.step()
+    assert all(torch.equal(p, q) for p, q in zip(here.parameters(), there.parameters(), strict=True))
+
+
+def test_what_is_no_recipe_is_refused():
+    model = net()
+    used = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    used.step()
+    with pytest.raises(UnsupportedError, match=r"brings state along for '0\.weight'"):
+        describe(used, named(model))
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    with pytest.raises(UnsupportedError, match=r"Mine .* not one of torch\.optim"):
+        describe(Mine(model.parameters(), 0.1), named(model))
+    with pytest.raises(UnsupportedError, match="no plain value"):
+        describe(torch.optim.Adam(model.parameters(), torch.tensor(0.1)), named(model))
+    kinds = [{"class": kind, "groups": []} for kind in ("Optimizer", "__doc__", "LBFGS", "lr_scheduler")]
+    for recipe in kinds:
+        with pytest.raises(RefusedError, match=r"is no optimizer of torch\.optim that a server can use"):
+            build(recipe, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("SGD", {"lr": -1.0}, "Invalid learning rate"),
+        ("SGD", {"lr": "x"}, "cannot be made"),
+        ("SGD", {"momentum": -1}, "Invalid momentum"),
+        ("SGD", {"colour": 1}, "has no option 'colour'"),
+        ("Adam", {"betas": [0.9]}, "cannot be made"),
+        ("Adam", {"betas": 3}, "cannot be made"),
+        ("Adam", {"betas": [0.9, 1.0]}, "Invalid beta parameter at index 1"),
+        ("Rprop", {"etas": []}, "cannot be made"),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_recipe_that_torch_does_not_take_is_refused_whichever_group_it_is(kind, options, words, position):
+    parameters = dict(net().named_parameters())
+    groups = [{"names": ["0.weight"]}, {"names": ["1.bias"]}]
+    groups[position] |= options
+    with pytest.raises(RefusedError, match=words):
+        build({"class": kind, "groups": groups}, parameters)
+
+
+def test_an_optimizer_that_could_not_step_is_refused_before_anything_is_put():
+    model = net()
+    recipe = {"class": "Adam", "groups": [{"names": ["0.weight"], "capturable": True, "lr": 0.1}]}
+    with ParameterServer(staleness=None, transports=("tcp",)) as server, connect(server.url) as client:
+        with pytest.raises(RefusedError, match="cannot step with these options"):
+            put(client, dict(model.named_parameters()), optimizer=recipe)
+        assert client.status()["owner"] is None
+        put(client, dict(model.named_parameters()), optimizer={**recipe, "groups": [{"names": ["0.weight"]}]})
+
+
+def test_a_recipe_comes_with_the_parameters_and_options_with_an_update():
+    model = net()
+    recipe = describe(torch.optim.SGD(model.parameters(), 0.5), named(model))
+    with (
+        ParameterServer(staleness=None, transports=("tcp",)) as server,
+        connect(server.url) as client,
+    ):
+        put(client, dict(model.named_parameters()), optimizer=recipe)
+        client.update({"1.bias": torch.ones(2)})
+        client.update({"1.bias": torch.ones(2)}, options=[{"lr": 0.25}])
+        assert torch.equal(client.get_parameters(["1.bias"])["1.bias"], model[1].bias.detach() - 0.75)
+        with pytest.raises(RefusedError, match="options of 0 groups came, expected those of 1"):
+            client.update({}, options=[])
+        with pytest.raises(RefusedError, match="expected a list with the options of each group"):
+            client.update({}, options=[{"params": {}}])
+    with ParameterServer(None, lambda p: torch.optim.SGD(p, 0.1), transports=("tcp",)) as server:  # noqa: SIM117
+        with connect(server.url) as client:
+            with pytest.raises(RefusedError, match="takes no recipe"):
+                put(client, dict(model.named_parameters()), optimizer=recipe)
+
+
+def test_the_state_of_an_optimizer_can_be_fetched():
+    model = net()
+    recipe = describe(torch.optim.Adam(model.parameters(), 0.5), named(model))
+    with ParameterServer(staleness=None, transports=("tcp", "memory")) as server, connect(server.url) as client:
+        put(client, dict(model.named_parameters()), optimizer=recipe)
+        client.update({"1.bias": torch.ones(2)})
+        tensors, values = optimizer_state(client)
+        assert sorted(tensors) == [f"optimizer.1.bias.{key}" for key in ("exp_avg", "exp_avg_sq", "step")]
+        assert tensors["optimizer.1.bias.exp_avg"].tolist() == pytest.approx([0.1, 0.1])
+        assert values == {}
+        with connect(server.urls["memory"]) as near, pytest.raises(RefusedError, match="ask for it over tcp"):
+            optimizer_state(near)
+
+
+def test_who_comes_to_a_meeting_waits_for_all_and_hears_what_each_said_first():
+    with ParameterServer(nn.Linear(1, 1), transports=("tcp",)) as server:
+        found = {}
+
+        def come(n):
+            with connect(server.url, worker=f"g{n}", register=False) as client:
+                found[n] = meet(client, "here", {"said": n}, 3, 10.0)
+
+        threads = [threading.Thread(target=come, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(each == {f"g{n}": {"said": n} for n in range(3)} for each in found.values())
+        with connect(server.url, worker="g1", register=False) as client:
+            assert meet(client, "here", "something else", 3, 1.0)["g1"] == {"said": 1}
+            with pytest.raises(UnreachableError, match="'elsewhere': only g1 of 2 came in time"):
+                meet(client, "elsewhere", None, 2, 0.1)
+        with (
+            connect(server.url, worker="g9", register=False) as client,
+            pytest.raises(RefusedError, match="where all 3 are already"),
+        ):
+            meet(client, "here", None, 3, 1.0)
