@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -67,6 +68,12 @@ def test_the_example_on_one_worker_that_python_starts_ends_on_its_golden_fingerp
     said = output_of(DIGITS, EVENSTEP_ARITHMETIC="portable", EVENSTEP_MAX_STEPS="20")
     found = {"digits": said.split()[-1]}
     assert found["digits"] == TRAININGS["digits"], verdict(found, different_operations())
+
+
+def test_the_demo_ends_on_the_fingerprint_that_the_readme_shows():
+    shown = set(re.findall(r"\b[0-9a-f]{64}\b", (HERE.parents[1] / "README.md").read_text()))
+    said = output_of("-m", "evenstep", "run", "-n", "2", "--arithmetic", "portable", DIGITS)
+    assert shown == {said.split()[-1]}, f"operations of the probe that differ: {different_operations() or 'none'}"
 
 
 def test_a_difference_is_told_with_the_operations_behind_it():
