@@ -86,8 +86,8 @@ def test_a_checkpoint_is_put_in_place_on_all_workers(holdings_of, num_workers):
         assert holdings.state.fingerprint() != expected
         holdings.group.barrier("seen")
         holdings.state.operation = 7
-        news = holdings.restore(tensors, values)
-        holdings.restored(news, 12, took_part=True)
+        news, carried = holdings.restore(tensors, values)
+        holdings.restored(news, carried, 12, took_part=True)
         return model, holdings.state.fingerprint(), holdings.version
 
     for model, fingerprint, version in together(workers, body):

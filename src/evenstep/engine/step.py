@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from evenstep.core import points
 from evenstep.engine.capture import CudaRecorder
+from evenstep.engine.carries import Carried
 from evenstep.engine.clipping import Clipping, norms_of, total_norm
 from evenstep.engine.compute import Compute, Samples, StepFunction, Work
 from evenstep.engine.context import Context
@@ -103,7 +104,7 @@ class Engine:
         if memory.shared:
             return Compute(self.context, self.models, timeout_s)
         graphs = Graphs(self.config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
-        return DeviceCompute(self.context, self.models, timeout_s, graphs)
+        return DeviceCompute(self.context, self.models, self.holdings.carries, timeout_s, graphs)
 
     @property
     def version(self) -> int:
@@ -252,10 +253,11 @@ class Engine:
         kind, trained = f"step {self.version}", task.trained
 
         def adopt(entry: Entry, took_part: bool) -> Outcome:
-            loss, metrics, norm, news, contents, skipped = entry.value
+            loss, metrics, norm, news, carried, contents, skipped = entry.value
             if not took_part and contents:
                 compare_contents(self.version, [(0, contents), (self.group.worker, task.samples.contents())])
             trained.adopt(news, took_part)
+            self.holdings.carries.adopt(carried)
             task.scaling.settle(skipped=skipped)
             if took_part:
                 self.models.pull()
@@ -284,9 +286,10 @@ class Engine:
     def _try(self, kind: str, task: Task) -> Entry:
         points.reach("step begins")
         self.models.take_buffers()  # of an attempt that came to nothing
+        self.holdings.carries.begin()
         begun = self.updates.begin(task.samples, task.clipping)
         if isinstance(begun, Results):
-            return Entry(kind, [begun.loss, begun.metrics, None, [], {}, False])
+            return Entry(kind, [begun.loss, begun.metrics, None, [], [], {}, False])
         parts = {k: begun.part(k) for k in self.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         work = Work(
@@ -306,9 +309,9 @@ class Engine:
             mine = self.updates.update(work, sums)
         self.models.publish_buffers()
         points.reach("after update")
-        news = self._share_news(work, mine)
+        news, carried = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
-        return Entry(kind, [results.loss, results.metrics, norm, news, report.contents, skipped])
+        return Entry(kind, [results.loss, results.metrics, norm, news, carried, report.contents, skipped])
 
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
         """Forward and backward of this worker's shards."""
@@ -359,14 +362,19 @@ class Engine:
         work.clipping.scale_down(gradients.values(), total)
         return float(total)
 
-    def _share_news(self, work: Work, mine: News) -> News:
-        """Everyone has updated; what is new in the optimizer's state is in the segment then."""
-        of_all = self.group.gather_json(work.where + "update", mine)
-        news = sorted(chain(*of_all))
+    def _share_news(self, work: Work, mine: News) -> tuple[News, Carried]:
+        """Everyone has updated; what is new in the state is where everyone finds it then."""
+        carries = self.holdings.carries
+        of_all = self.group.gather_json(work.where + "update", [mine, carries.news()])
+        news = sorted(chain(*(theirs[0] for theirs in of_all)))
+        carried = sorted(chain(*(theirs[1] for theirs in of_all)), key=lambda item: item[:2])
         if news:
             work.prepared.settle(news, {i for i, _, _ in mine})
+        if carried:
+            carries.settle(carried)
+        if news or carried:
             self.group.barrier(work.where + "state moved")
-        return news
+        return news, carried
 
     def _keep_pace(self) -> None:
         """Move shards away from a worker that is clearly slower than the others, unless others share them out."""

@@ -34,6 +34,7 @@ Feature = Literal[
     "added parameters",
     "whole optimizer",
     "scaled loss",
+    "carry",
 ]
 """What not every kind of run can do: methods of `Run`, and what a script may come with."""
 

@@ -27,6 +27,7 @@ from evenstep.data.order import Deal, Order
 from evenstep.data.sampling import Sampling
 from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
+from evenstep.engine.carries import Carry
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import device_of, profile
 from evenstep.engine.holdings import Holdings
@@ -608,6 +609,22 @@ class Run:
         except BaseException:
             self._tell_others()
             raise
+
+    def carry(self, initial: Callable[[int], Any]) -> Carry:
+        """What a step function hands on to the next step, for each part by itself, such as the state of an LSTM.
+
+        All workers must call this alike, before the steps that use it. Inside of a step function `carry.get()` gives
+        what the last step has set for the same part, and `carry.set(value)` hands something on; between steps,
+        `carry.reset()` begins anew. It is committed with the step, and saved in checkpoints. The parts of all batches
+        must be equally large.
+
+        Args:
+            initial: Called with the number of samples of a part; returns what the first step begins with: tensors in
+                tuples, lists and dicts.
+        """
+        self._check_open()
+        self._engine.updates.refuse("carry")
+        return self._engine.holdings.carries.add(initial)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Inside of a step function: the rows of all shards, in their order, for losses over the whole batch.
