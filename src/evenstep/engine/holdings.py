@@ -45,7 +45,7 @@ class Holdings:
         self.models = Models(config, self.group, self.memory)
         self.optimizers: list[PreparedOptimizer] = []
         self.state = self.models.state
-        self.carries = Carries(self.state)
+        self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
 
     @property
