@@ -49,7 +49,7 @@ def serve(request):
 
         def each(self, client):
             """The connections to the single servers."""
-            return client.connections if self.count > 1 else [client.connection]
+            return client.servers.connections if self.count > 1 else [client.connection]
 
     yield Serving()
     for client in clients:
@@ -361,5 +361,5 @@ def test_stopping_waits_for_nobody_who_waits(serve):
     serve.connect(server).update_parameters(deltas(), kind="delta")
     thread.join()
     if serve.count == 1:
-        with server.store.get() as view:
+        with server.store.readers.get() as view:
             assert processes.until(lambda: view.image.readers == 1), "what the lost request held was let go"

@@ -11,9 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evenstep.core.errors import ConfigError, RefusedError
 from evenstep.server import ParameterServer, connect
+from evenstep.server.store.commits import First
 from evenstep.server.store.optimizers import Stepper
+from evenstep.server.store.options import StoreOptions
 from evenstep.server.store.rounds import Contribution
-from evenstep.server.store.store import Options, Store
+from evenstep.server.store.store import Store
 
 
 @pytest.fixture(params=["http", "tcp", "memory"])
@@ -124,19 +126,19 @@ def test_tensors_that_change_move_or_are_others_are_seen(transport):
 
 
 def large():
-    store = Store(Options(staleness=None))
-    store.put({"w": torch.zeros(1 << 20)}, "owner")
+    store = Store(StoreOptions(staleness=None))
+    store.put(First({"w": torch.zeros(1 << 20)}, "owner"))
     store.register("w")
     return store
 
 
 def test_an_update_of_large_parameters_waits_for_readers_and_makes_no_copy():
     store = large()
-    view = store.get()
+    view = store.readers.get()
     threading.Timer(0.05, view.close).start()
-    store.update("w", 1, "delta", Contribution({"w": torch.full((1 << 20,), -1.0)}))
+    store.decider.update("w", 1, "delta", Contribution({"w": torch.full((1 << 20,), -1.0)}))
     assert store.status()["copies"] == 1
-    with store.get() as after:
+    with store.readers.get() as after:
         assert (after.version, float(after.tensors["w"][-1])) == (1, 1.0)
     store.close()
 
@@ -144,9 +146,9 @@ def test_an_update_of_large_parameters_waits_for_readers_and_makes_no_copy():
 def test_a_reader_that_stays_holds_nobody_back_for_long():
     store = large()
     begin = time.monotonic()
-    with store.get() as view:
-        store.update("w", 1, "delta", Contribution({"w": torch.full((1 << 20,), -1.0)}))
-        with store.get() as after:
+    with store.readers.get() as view:
+        store.decider.update("w", 1, "delta", Contribution({"w": torch.full((1 << 20,), -1.0)}))
+        with store.readers.get() as after:
             assert (after.version, float(after.tensors["w"][-1])) == (1, 1.0)
         assert (view.version, float(view.tensors["w"][-1])) == (0, 0.0), "what it reads does not change"
     assert time.monotonic() - begin < 10

@@ -188,7 +188,7 @@ def test_a_scheduler_of_the_worker_moves_the_servers_learning_rate(aggregate):
     expected, net = train(), build()
     with ParameterServer(net, torch.optim.SGD(net.parameters(), 0.1), transports=("tcp",)) as server:
         assert same(train(sync="server", server=server.url, aggregate=aggregate), expected)
-        assert server.store.optimizer.param_groups[0]["lr"] == 0.1 * 0.5 * 0.5, "that of the last step"
+        assert server.store.state.optimizer.param_groups[0]["lr"] == 0.1 * 0.5 * 0.5, "that of the last step"
 
 
 def test_the_first_worker_puts_the_model_where_the_server_has_none():

@@ -73,6 +73,7 @@ class Work:
         function: Called with a part; returns its mean loss or a `Loss`, or (loss, {metric: value}).
         prepared: Whose parameters are trained.
         clipping: What their gradients are limited to.
+        scale: What losses are multiplied by before backward; None: nothing.
     """
 
     version: int
@@ -83,6 +84,7 @@ class Work:
     function: StepFunction
     prepared: Trained
     clipping: Clipping
+    scale: float | None = None
 
     @property
     def where(self) -> str:
@@ -102,7 +104,9 @@ class Work:
     def share(self, shard: int, loss: PartLoss) -> list[Tensor]:
         """What backward begins from in a shard, if from anything."""
         found = loss.share(self.sizes[shard], sum(self.sizes))
-        return [] if found is None else [found]
+        if found is None:
+            return []
+        return [found if self.scale is None else found * self.scale]
 
 
 class Compute:
@@ -152,7 +156,7 @@ class Compute:
             self._stream.reseed(self.context.seed_of(work.number, shard))
             self._stream.resume()
             try:
-                with inside(Alone(work.rows(shard), None if not values else next(iter(values)))):
+                with inside(Alone(shard, work.rows(shard), None if not values else next(iter(values)))):
                     with self._user_code():
                         value = work.function(part)
                     loss, metrics = split(value)

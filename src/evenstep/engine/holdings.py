@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
+from evenstep.engine.carries import Carried, Carries
+from evenstep.engine.kept import News
 from evenstep.engine.models import Models
-from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.exchange.ledger import Ledger
 from evenstep.transport.memory import DeviceMemory, Memory
 from evenstep.transport.segment import Segment
@@ -34,6 +36,7 @@ class Holdings:
         models: The prepared models.
         optimizers: The prepared optimizers.
         state: The tensors and plain values of both.
+        carries: What steps hand on to the next, which is part of the state.
         version: How many steps have been committed.
     """
 
@@ -43,6 +46,7 @@ class Holdings:
         self.models = Models(config, self.group, self.memory)
         self.optimizers: list[PreparedOptimizer] = []
         self.state = self.models.state
+        self.carries = Carries(self.state)
         self.version = 0
 
     @property
@@ -79,25 +83,33 @@ class Holdings:
         """No operation is under way on this worker any more: nobody should change anything until the next."""
         for prepared in self.optimizers:
             prepared.gradients.clear()
-            prepared.remember()
+            prepared.kept.remember()
         self.models.slots.bind_base()
         self.models.remember_versions()
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> list[News]:
-        """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation."""
-        news = [prepared.news_of(tensors, values) for prepared in self.optimizers]
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> tuple[list[News], Carried]:
+        """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation.
+
+        Returns:
+            What is new in each optimizer's state, and what is carried.
+        """
+        news = [prepared.kept.news_of(tensors, values) for prepared in self.optimizers]
         with torch.no_grad():
             for prepared, theirs in zip(self.optimizers, news, strict=True):
                 prepared.settle(theirs, set())
+            carried = self.carries.news_of(tensors, values)
+            self.carries.settle(carried)
         if self.group.rank == 0:
             self.replace({name: tensor for name, tensor in tensors.items() if name in self.state.entries})
         self.group.barrier("checkpoint restored")
-        return news
+        return news, carried
 
-    def restored(self, news: list[News], version: int, took_part: bool) -> None:
-        """A checkpoint's state is committed."""
+    def restored(self, news: list[News], carried: Carried | None, version: int, took_part: bool) -> None:
+        """A checkpoint's state is committed. `carried` None: what is carried is known already."""
         for prepared, theirs in zip(self.optimizers, news, strict=True):
             prepared.adopt(theirs, took_part)
+        if carried is not None:
+            self.carries.replace(carried)
         self.pull()
         self.settle()
         self.version = version

@@ -3,7 +3,7 @@
 import pytest
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.service.requests import Get, Order, Put, Update, from_query, parse
+from evenstep.server.service.requests import CarryOrder, Get, Put, Update, from_query, parse
 
 
 def test_what_is_left_out_or_null_has_its_default():
@@ -17,7 +17,7 @@ def test_fields_become_values():
         "update", {"worker": "w", "sequence": 3, "shards": 3, "spans": spans, "options": options, "wait_s": 2}
     )
     assert found == Update("w", 3, shards=3, spans=((0, 2), (2, 3)), options=(options[0],), wait_s=2.0)
-    assert parse("order", {"order": [[4, {"w": [7, "s"]}]], "alive": ["w"]}) == Order(
+    assert parse("order", {"order": [[4, {"w": [7, "s"]}]], "alive": ["w"]}) == CarryOrder(
         order=((4, {"w": (7, "s")}),), alive=("w",)
     )
 

@@ -11,8 +11,11 @@ from torch import nn
 from evenstep.core.errors import ConfigError, RefusedError, ServerError
 from evenstep.plan import tree
 from evenstep.plan.placement import cut
+from evenstep.server.store.commits import First
+from evenstep.server.store.deciding import Pending
+from evenstep.server.store.options import StoreOptions
 from evenstep.server.store.rounds import Contribution
-from evenstep.server.store.store import Options, Pending, Store
+from evenstep.server.store.store import Store
 from evenstep.server.store.workers import Acknowledged
 
 
@@ -22,31 +25,31 @@ def ones(value=1.0, *, names=("w", "b")):
 
 
 def make(*workers, optimizer=None, **options) -> Store:
-    store = Store(Options(**options), optimizer)
-    store.put(ones(0), "owner")
+    store = Store(StoreOptions(**options), optimizer)
+    store.put(First(ones(0), "owner"))
     for worker in workers:
         store.register(worker)
     return store
 
 
 def value(store: Store, name="b") -> float:
-    with store.get() as view:
+    with store.readers.get() as view:
         assert len({float(x) for x in view.tensors[name].flatten()}) == 1, "a torn tensor"
         return float(view.tensors[name][0])
 
 
 def push(store: Store, worker: str, sequence: int, amount=-1.0, wait_s=0.0, **options):
     part = Contribution(ones(amount, names=options.pop("names", ("w", "b"))), **options)
-    return store.update(worker, sequence, "delta", part, wait_s=wait_s)
+    return store.decider.update(worker, sequence, "delta", part, wait_s=wait_s)
 
 
 def test_get_waits_until_the_parameters_were_put():
-    store = Store(Options())
-    assert store.get() is None
+    store = Store(StoreOptions())
+    assert store.readers.get() is None
     found = []
-    thread = threading.Thread(target=lambda: found.append(store.get(wait_s=20)))
+    thread = threading.Thread(target=lambda: found.append(store.readers.get(wait_s=20)))
     thread.start()
-    store.put(ones(3), "me")
+    store.put(First(ones(3), "me"))
     thread.join()
     assert float(found[0].tensors["b"][0]) == 3
     assert found[0].version == 0
@@ -56,12 +59,12 @@ def test_get_waits_until_the_parameters_were_put():
 def test_a_second_put_names_the_owner_and_a_forced_one_replaces():
     store = make()
     with pytest.raises(RefusedError, match="put by 'owner' already; force=True") as refused:
-        store.put(ones(5), "thief")
+        store.put(First(ones(5), "thief"))
     assert (refused.value.status, value(store), store.version) == (409, 0, 0)
-    assert store.put(ones(5), "thief", force=True) == 1
+    assert store.put(First(ones(5), "thief"), force=True) == 1
     assert value(store) == 5
     with pytest.raises(RefusedError, match=r"'b' came as float32\[4\], expected float32\[3\]"):
-        store.put({"w": torch.zeros(2, 3), "b": torch.zeros(4)}, "thief", force=True)
+        store.put(First({"w": torch.zeros(2, 3), "b": torch.zeros(4)}, "thief"), force=True)
     assert value(store) == 5
     store.close()
 
@@ -70,25 +73,25 @@ def test_a_parameter_has_the_version_at_which_it_changed_last():
     store = make("a", staleness=None)
     push(store, "a", 1)
     push(store, "a", 2, names=("b",))
-    with store.get() as view:
+    with store.readers.get() as view:
         assert (view.version, view.versions) == (2, {"w": 1, "b": 2})
-    with store.get(since=1) as view:
+    with store.readers.get(since=1) as view:
         assert list(view.tensors) == ["b"]
-    with store.get(["w"]) as view:
+    with store.readers.get(["w"]) as view:
         assert list(view.tensors) == ["w"]
     with pytest.raises(RefusedError, match="there is no parameter 'x'"):
-        store.get(["x"])
-    assert store.get(min_version=3) is None
+        store.readers.get(["x"])
+    assert store.readers.get(min_version=3) is None
     store.close()
 
 
 def test_a_view_stays_as_it_is_while_updates_go_on(monkeypatch):
     store = make("a", staleness=None)
-    monkeypatch.setattr("evenstep.server.store.store._READERS_S", 0.01)
-    views = [store.get()]
+    monkeypatch.setattr("evenstep.server.store.readers._READERS_S", 0.01)
+    views = [store.readers.get()]
     for sequence in range(1, 5):
         push(store, "a", sequence)
-        views.append(store.get())
+        views.append(store.readers.get())
     assert [float(view.tensors["w"][1, 2]) for view in views] == [0, 1, 2, 3, 4]
     assert store.status()["copies"] == 5
     for view in views:
@@ -103,7 +106,7 @@ def test_a_synchronous_update_waits_for_all_and_weights_by_samples():
     assert value(store) == 0
     assert push(store, "b", 1, amount=8, samples=3) == Acknowledged(1, 1, [None, None])
     assert value(store) == -(4 * 0.25 + 8 * 0.75)
-    assert store.wait("a", 1) == Acknowledged(1, 1, [None, None])
+    assert store.decider.wait("a", 1) == Acknowledged(1, 1, [None, None])
     store.close()
 
 
@@ -114,9 +117,9 @@ def test_a_synchronous_update_has_enough_workers_and_one_version():
         push(store, "a", 2)
     store.register("b")
     with pytest.raises(RefusedError, match="of version 7 but the parameters are at 0"):
-        store.update("b", 1, "delta", Contribution(ones()), base=7)
+        store.decider.update("b", 1, "delta", Contribution(ones()), base=7)
     with pytest.raises(RefusedError, match="this server has no optimizer; send deltas"):
-        store.update("b", 1, "gradient", Contribution(ones()))
+        store.decider.update("b", 1, "gradient", Contribution(ones()))
     push(store, "b", 1)
     assert value(store) == 1
     store.close()
@@ -127,8 +130,8 @@ def test_tree_nodes_are_added_in_the_tree_over_shards(num_workers):
     torch.manual_seed(4)
     leaves = [torch.randn(50) * 10 ** random.Random(k).uniform(-3, 3) for k in range(8)]
     expected = tree.reduce(leaves, torch.add)
-    store = Store(Options())
-    store.put({"w": torch.zeros(50)}, "owner")
+    store = Store(StoreOptions())
+    store.put(First({"w": torch.zeros(50)}, "owner"))
     spans = cut(8, num_workers)
     order = list(range(num_workers))
     random.Random(num_workers).shuffle(order)
@@ -138,10 +141,10 @@ def test_tree_nodes_are_added_in_the_tree_over_shards(num_workers):
             (node, {"w": _node(leaves, node)} if node != (2, 3) or num_workers < 5 else {"w": leaves[2].clone()})
             for node in tree.cover(spans[worker], 8)
         ]
-        store.update(str(worker), 1, "delta", Contribution(nodes=nodes, num_shards=8, note=worker))
-    with store.get(min_version=1) as view:
+        store.decider.update(str(worker), 1, "delta", Contribution(nodes=nodes, num_shards=8, note=worker))
+    with store.readers.get(min_version=1) as view:
         assert torch.equal(view.tensors["w"], -expected)
-    assert store.wait("0", 1).notes == list(range(num_workers)), "in the order of the shards"
+    assert store.decider.wait("0", 1).notes == list(range(num_workers)), "in the order of the shards"
     store.close()
 
 
@@ -157,7 +160,9 @@ def test_shards_belong_to_one_worker_and_one_tree():
     store = make("a", "b")
 
     def send(worker, nodes, shards=4):
-        return store.update(worker, 1, "delta", Contribution(nodes=[(n, ones()) for n in nodes], num_shards=shards))
+        return store.decider.update(
+            worker, 1, "delta", Contribution(nodes=[(n, ones()) for n in nodes], num_shards=shards)
+        )
 
     assert send("a", [(0, 2)]) == Pending(0)
     with pytest.raises(RefusedError, match="sends shards 1 to 1, of which some are here already"):
@@ -176,8 +181,8 @@ def test_any_optimizer_steps_as_it_does_alone(name):
     model, alone = nn.Linear(3, 2), nn.Linear(3, 2)
     alone.load_state_dict(model.state_dict())
     make_optimizer = lambda p: getattr(torch.optim, name)(p, lr=0.1)  # noqa: E731
-    store = Store(Options(staleness=None), make_optimizer)
-    store.put(dict(model.named_parameters()), "owner")
+    store = Store(StoreOptions(staleness=None), make_optimizer)
+    store.put(First(dict(model.named_parameters()), "owner"))
     store.register("a")
     plain = make_optimizer(alone.parameters())
     for sequence in range(1, 4):
@@ -185,8 +190,8 @@ def test_any_optimizer_steps_as_it_does_alone(name):
         for n, p in alone.named_parameters():
             p.grad = gradients[n].clone()
         plain.step()
-        store.update("a", sequence, "gradient", Contribution(gradients))
-    with store.get() as view:
+        store.decider.update("a", sequence, "gradient", Contribution(gradients))
+    with store.readers.get() as view:
         for n, p in alone.named_parameters():
             assert torch.equal(view.tensors[n], p)
     store.close()
@@ -214,7 +219,7 @@ def test_concurrent_updates_move_the_model_by_their_number():
 
     def read():
         while not stop.is_set():
-            with store.get() as view:
+            with store.readers.get() as view:
                 values = {float(x) for tensor in view.tensors.values() for x in tensor.flatten()}
                 assert len(values) == 1, "a mixture of versions"
                 seen.append(values.pop() == view.version)
@@ -243,20 +248,20 @@ def test_concurrent_updates_move_the_model_by_their_number():
 def test_nobody_runs_further_ahead_than_allowed_under_random_delays(staleness):
     store = make(*"abc", staleness=staleness)
     widest = []
-    commit = store.after_update
+    commit = store.commits.after_update
 
     def watch():
         commit()
-        counts = [worker.updates for worker in store.workers.registered.values()]
+        counts = [worker.updates for worker in store.attendance.workers.registered.values()]
         widest.append(max(counts) - min(counts))
 
-    store.after_update = watch
+    store.commits.after_update = watch
 
     def work(worker):
         delays = random.Random(worker)
         for sequence in range(1 + (worker == "b") * staleness, 31):
             time.sleep(delays.random() * (0.004 if worker == "c" else 0.0005))
-            assert store.wait_turn(worker, wait_s=30)
+            assert store.decider.wait_turn(worker, wait_s=30)
             push(store, worker, sequence)
         store.leave(worker)
 
@@ -276,15 +281,15 @@ def test_nobody_runs_further_ahead_than_allowed_under_random_delays(staleness):
 def test_an_update_too_far_ahead_is_refused():
     store = make("a", "b", staleness=1)
     push(store, "a", 1)
-    assert not store.wait_turn("a")
+    assert not store.decider.wait_turn("a")
     with pytest.raises(RefusedError, match="more than 1 ahead of the slowest"):
         push(store, "a", 2)
     push(store, "b", 1)
-    assert store.wait_turn("a")
+    assert store.decider.wait_turn("a")
     push(store, "a", 2)
     store.register("new")
     push(store, "new", 1)
-    assert not store.wait_turn("a"), "whoever comes later starts level with the slowest"
+    assert not store.decider.wait_turn("a"), "whoever comes later starts level with the slowest"
     store.close()
 
 
@@ -299,8 +304,8 @@ class Clock:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_worker_that_vanishes_no_longer_holds_back_the_others(staleness):
     clock = Clock()
-    store = Store(Options(staleness=staleness, lease_s=10), clock=clock)
-    store.put(ones(0), "owner")
+    store = Store(StoreOptions(staleness=staleness, lease_s=10), clock=clock)
+    store.put(First(ones(0), "owner"))
     store.register("gone")
     clock.now_s = 8
     store.register("here")
@@ -308,11 +313,11 @@ def test_a_worker_that_vanishes_no_longer_holds_back_the_others(staleness):
         assert isinstance(push(store, "here", 1), Pending)
     else:
         push(store, "here", 1)
-        assert not store.wait_turn("here")
+        assert not store.decider.wait_turn("here")
     clock.now_s = 10.5
     if staleness == 0:
-        assert isinstance(store.wait("here", 1), Acknowledged)
-    assert store.wait_turn("here")
+        assert isinstance(store.decider.wait("here", 1), Acknowledged)
+    assert store.decider.wait_turn("here")
     with pytest.raises(RefusedError, match="'gone' is not registered, or was dropped after 10 s"):
         push(store, "gone", 1)
     store.register("gone")
@@ -331,7 +336,7 @@ def test_whoever_waits_lives():
     while time.monotonic() < deadline:
         store.register("b")
         time.sleep(0.02)
-    assert "a" in store.workers.registered
+    assert "a" in store.attendance.workers.registered
     push(store, "b", 1)
     thread.join()
     assert done == [Acknowledged(1, 1, [None, None])]
@@ -350,20 +355,22 @@ def test_whoever_waits_lives():
 def test_a_wrong_update_changes_nothing(tensors, words):
     store = make("a", staleness=None, reject_nonfinite=True)
     with pytest.raises(RefusedError, match=words):
-        store.update("a", 1, "delta", Contribution(tensors))
+        store.decider.update("a", 1, "delta", Contribution(tensors))
     assert (value(store), store.version) == (0, 0)
     assert push(store, "a", 1).version == 1
     store.close()
 
 
 def test_buffers_take_new_values_and_no_gradients():
-    store = Store(Options(), lambda p: torch.optim.SGD(p, 0.5))
-    store.put({"w": torch.zeros(2), "mean": torch.zeros(2)}, "owner", buffers=["mean"])
+    store = Store(StoreOptions(), lambda p: torch.optim.SGD(p, 0.5))
+    store.put(First({"w": torch.zeros(2), "mean": torch.zeros(2)}, "owner", ["mean"]))
     store.register("a")
     with pytest.raises(RefusedError, match="'mean' is a buffer"):
-        store.update("a", 1, "gradient", Contribution({"mean": torch.ones(2)}))
-    store.update("a", 1, "gradient", Contribution({"w": torch.ones(2)}, buffers={"mean": torch.full((2,), 7.0)}))
-    with store.get() as view:
+        store.decider.update("a", 1, "gradient", Contribution({"mean": torch.ones(2)}))
+    store.decider.update(
+        "a", 1, "gradient", Contribution({"w": torch.ones(2)}, buffers={"mean": torch.full((2,), 7.0)})
+    )
+    with store.readers.get() as view:
         assert view.tensors["w"].tolist() == [-0.5, -0.5]
         assert view.tensors["mean"].tolist() == [7.0, 7.0]
     store.close()
@@ -388,14 +395,14 @@ def test_a_first_step_that_fails_is_taken_back_and_refused(staleness):
     store = make("a", optimizer=lambda p: Moody(p, [1]), staleness=staleness)
     before = {name: tensor.clone() for name, tensor in store.tensors().items()}
     with pytest.raises(RefusedError, match="the optimizer cannot make this update: no luck") as refused:
-        store.update("a", 1, "gradient", Contribution(ones()))
+        store.decider.update("a", 1, "gradient", Contribution(ones()))
     assert refused.value.status == 422
     assert all(torch.equal(tensor, before[name]) for name, tensor in store.tensors().items())
-    assert (store.version, set(store.state.versions.values()), len(store.optimizer.state)) == (0, {0}, 0)
+    assert (store.version, set(store.state.versions.values()), len(store.state.optimizer.state)) == (0, {0}, 0)
     expected = make("a", optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), staleness=staleness)
     for each in (store, expected):
         for sequence in (1, 2):
-            assert each.update("a", sequence, "gradient", Contribution(ones())).version == sequence
+            assert each.decider.update("a", sequence, "gradient", Contribution(ones())).version == sequence
     assert all(torch.equal(tensor, expected.tensors()[name]) for name, tensor in store.tensors().items())
     store.close()
     expected.close()
@@ -403,22 +410,25 @@ def test_a_first_step_that_fails_is_taken_back_and_refused(staleness):
 
 def test_all_who_took_part_in_an_update_that_fails_hear_of_it():
     store = make("a", "b", optimizer=lambda p: Moody(p, [1]), staleness=0, workers=2)
-    assert isinstance(store.update("a", 1, "gradient", Contribution(ones())), Pending)
-    for ask in (lambda: store.update("b", 1, "gradient", Contribution(ones())), lambda: store.wait("a", 1)):
+    assert isinstance(store.decider.update("a", 1, "gradient", Contribution(ones())), Pending)
+    for ask in (
+        lambda: store.decider.update("b", 1, "gradient", Contribution(ones())),
+        lambda: store.decider.wait("a", 1),
+    ):
         with pytest.raises(RefusedError, match="cannot make this update: no luck"):
             ask()
-    assert isinstance(store.update("a", 2, "gradient", Contribution(ones())), Pending)
-    assert store.update("b", 2, "gradient", Contribution(ones())).version == 1
+    assert isinstance(store.decider.update("a", 2, "gradient", Contribution(ones())), Pending)
+    assert store.decider.update("b", 2, "gradient", Contribution(ones())).version == 1
     store.close()
 
 
 def test_a_later_step_that_fails_stops_the_server_with_its_reason():
     store = make("a", optimizer=lambda p: Moody(p, [2]), staleness=None)
-    store.update("a", 1, "gradient", Contribution(ones()))
+    store.decider.update("a", 1, "gradient", Contribution(ones()))
     with pytest.raises(ServerError, match="the optimizer failed at version 1: no luck"):
-        store.update("a", 2, "gradient", Contribution(ones()))
+        store.decider.update("a", 2, "gradient", Contribution(ones()))
     with pytest.raises(ServerError, match="cannot go on"):
-        store.update("a", 3, "gradient", Contribution(ones()))
+        store.decider.update("a", 3, "gradient", Contribution(ones()))
     store.close()
 
 
@@ -427,14 +437,14 @@ def test_a_later_step_that_fails_stops_the_server_with_its_reason():
 )
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ConfigError):
-        Options(**options)
+        StoreOptions(**options)
 
 
 def test_an_update_waits_for_a_reader_rather_than_making_a_third_copy():
     store = make("a", staleness=None)
-    first = store.get()
+    first = store.readers.get()
     push(store, "a", 1)
-    second = store.get()
+    second = store.readers.get()
     closing = threading.Timer(0.1, first.close)
     closing.start()
     push(store, "a", 2)

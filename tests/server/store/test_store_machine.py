@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.store import store as store_module
+from evenstep.server.store import readers
+from evenstep.server.store.commits import First
+from evenstep.server.store.options import StoreOptions
 from evenstep.server.store.rounds import Contribution
-from evenstep.server.store.store import Options, Store
+from evenstep.server.store.store import Store
 from evenstep.server.store.workers import Acknowledged
 
 WORKERS = st.sampled_from("abc")
@@ -20,14 +22,14 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        store_module._READERS_S = 0.0
+        readers._READERS_S = 0.0
 
     @initialize(staleness=st.sampled_from([0, 1, 3, None]))
     def begin(self, staleness):
         self.now = 0.0
         self.staleness = staleness
-        self.store = Store(Options(staleness=staleness, lease_s=LEASE_S), clock=lambda: self.now)
-        self.store.put({"w": torch.zeros(2)}, "owner")
+        self.store = Store(StoreOptions(staleness=staleness, lease_s=LEASE_S), clock=lambda: self.now)
+        self.store.put(First({"w": torch.zeros(2)}, "owner"))
         self.value, self.version = 0.0, 0
         self.seen: dict[str, float] = {}
         self.done: dict[str, int] = {}
@@ -78,7 +80,7 @@ class Machine(RuleBasedStateMachine):
     def update(self, worker, ahead, amount):
         sequence = self.last.get(worker, (0, 0))[0] + ahead
         try:
-            found = self.store.update(worker, sequence, "delta", Contribution({"w": torch.full((2,), amount)}))
+            found = self.store.decider.update(worker, sequence, "delta", Contribution({"w": torch.full((2,), amount)}))
         except RefusedError:
             found = None
         assert self.outcome(found) == self.expected(worker, sequence, amount)
@@ -121,7 +123,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def look(self):
         if len(self.views) < 4:
-            self.views.append((self.store.get(), self.value))
+            self.views.append((self.store.readers.get(), self.value))
 
     @rule()
     def close_a_view(self):
@@ -131,7 +133,7 @@ class Machine(RuleBasedStateMachine):
     @rule(value=st.sampled_from([0.0, 8.0]), force=st.booleans())
     def put(self, value, force):
         try:
-            self.store.put({"w": torch.full((2,), value)}, "x", force=force)
+            self.store.put(First({"w": torch.full((2,), value)}, "x"), force=force)
         except RefusedError:
             assert not force
         else:
@@ -142,7 +144,7 @@ class Machine(RuleBasedStateMachine):
     def it_is_what_the_model_says(self):
         if not hasattr(self, "store"):
             return
-        with self.store.get() as view:
+        with self.store.readers.get() as view:
             assert view.version == self.version
             assert torch.allclose(view.tensors["w"], torch.full((2,), self.value), rtol=1e-5, atol=1e-5)
         for view, value in self.views:
@@ -155,10 +157,10 @@ class Machine(RuleBasedStateMachine):
             for view, _ in self.views:
                 view.close()
             self.store.close()
-        store_module._READERS_S = READERS_S
+        readers._READERS_S = READERS_S
 
 
-READERS_S = store_module._READERS_S
+READERS_S = readers._READERS_S
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)

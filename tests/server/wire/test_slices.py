@@ -9,7 +9,7 @@ from torch import nn
 from evenstep.core.errors import RefusedError, UnsupportedError
 from evenstep.server.store.optimizers import can_split, sliced
 from evenstep.server.wire.slices import ALIGNMENT, Slices
-from evenstep.server.wire.tensors import INDICES, VALUES, Layout, Spec
+from evenstep.server.wire.tensors import INDICES, VALUES, ParameterLayout, Spec
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64])
@@ -21,7 +21,7 @@ def some(shapes, dtype=torch.float32):
 
 
 def layout_of(tensors):
-    return Layout({name: Spec.of(tensor) for name, tensor in tensors.items()})
+    return ParameterLayout({name: Spec.of(tensor) for name, tensor in tensors.items()})
 
 
 @given(SHAPES, DTYPES, st.integers(1, 5), st.booleans())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from evenstep.core.errors import ConfigError
 from evenstep.server.service.limits import Limits
-from evenstep.server.store.options import Options
+from evenstep.server.store.options import StoreOptions
 
 __all__ = ["TRANSPORTS", "ServerConfig"]
 
@@ -89,9 +89,9 @@ class ServerConfig:
         if not self.lock and self.durable:
             raise ConfigError("lock=False lets clients change parameters without the server; that cannot be durable")
 
-    def options(self) -> Options:
+    def options(self) -> StoreOptions:
         """Those of the store."""
-        return Options(self.staleness, self.lock, self.workers, self.lease_s, self.reject_nonfinite)
+        return StoreOptions(self.staleness, self.lock, self.workers, self.lease_s, self.reject_nonfinite)
 
     @property
     def on_loopback(self) -> bool:

@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 from evenstep.core.errors import ConfigError
 from evenstep.server.hosting.config import ServerConfig
 from evenstep.server.service.service import Service
-from evenstep.server.store.follower import Follower
+from evenstep.server.store.commits import First
 from evenstep.server.store.keeper import Keeper
 from evenstep.server.store.optimizers import MakeOptimizer, sliced
 from evenstep.server.store.store import Store
 from evenstep.server.transports.memory import MemoryServer
 from evenstep.server.transports.sockets import Connections
-from evenstep.server.wire.slices import Place, Slices
-from evenstep.server.wire.tensors import Layout, Spec
+from evenstep.server.wire.slices import ServerPlace, Slices
+from evenstep.server.wire.tensors import ParameterLayout, Spec
 
-__all__ = ["Origin", "SingleServer", "all_tensors"]
+__all__ = ["Host", "Origin", "all_tensors"]
 
 Origin = tuple[nn.Module | None, Optimizer | MakeOptimizer | None]
 """What a server begins with: a model and its optimizer, or a function that makes one."""
@@ -34,7 +34,7 @@ class _Transport(Protocol):
     def close(self) -> None: ...
 
 
-class SingleServer:
+class Host:
     """A server in threads of this process.
 
     Args:
@@ -54,14 +54,14 @@ class SingleServer:
         config: ServerConfig,
         token: str | None,
         origin: Origin,
-        place: Place = Place(),  # noqa: B008  # a frozen value
+        place: ServerPlace = ServerPlace(),  # noqa: B008  # a frozen value
         ports: Mapping[str, int] | None = None,
         name: str | None = None,
     ) -> None:
         self.config, self.token, self._place = config, token, place
         optimizer = origin[1]
         made = (lambda _: optimizer) if isinstance(optimizer, Optimizer) else optimizer
-        self.store = (Follower if place.follows else Store)(config.options(), made, place=place)
+        self.store = Store(config.options(), made, place=place)
         self._keeper = None
         if config.directory is not None:
             self._keeper = Keeper(
@@ -84,9 +84,9 @@ class SingleServer:
     def _put(self, model: nn.Module, optimizer: Optimizer | MakeOptimizer | None) -> None:
         tensors, parameters, buffers = all_tensors(model), dict(model.named_parameters()), dict(model.named_buffers())
         if self._place.count == 1:
-            self.store.put(tensors, "the server", parameters=parameters, buffers=buffers)
+            self.store.put(First(tensors, "the server", buffers, given=parameters))
             return
-        layout = Layout({name: Spec.of(tensor) for name, tensor in tensors.items()})
+        layout = ParameterLayout({name: Spec.of(tensor) for name, tensor in tensors.items()})
         slices = Slices(layout, self._place.count, split=self._place.split)
         pieces = slices.pieces[self._place.index]
         values = {piece.name: piece.of(tensors[piece.parameter].contiguous()) for piece in pieces}
@@ -101,7 +101,7 @@ class SingleServer:
             part = sliced(optimizer, {p: name for name, p in parameters.items()}, pieces, own)
             self.store.state.make_optimizer = lambda _: part
         untrained = [piece.name for piece in pieces if piece.parameter in buffers]
-        self.store.put(values, "the server", parameters=own, buffers=untrained, slices=slices)
+        self.store.put(First(values, "the server", untrained, slices, given=own))
 
     def start(self) -> None:
         """Begin to serve; returns when clients can connect. A server that was stopped keeps its state and addresses.
@@ -185,7 +185,7 @@ class SingleServer:
             self._keeper.snapshot()
 
     def _hurry(self, hurried: bool) -> None:
-        self.store.hurry(hurried)
+        self.store.attendance.hurry(hurried)
         self._service.meetings.hurry(hurried)
 
     def figures(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Replica:
         self._changes: Changes | None = None
         self._over = False
         self._idle = False  # whether all that the last look found is with everybody
-        store.after_put = self._begin
+        store.commits.after_put = self._begin
         store.state.on_peer = self._absorb
         store.flush = self.flush
         self._thread = threading.Thread(target=self._run, name="evenstep-replica", daemon=True)
@@ -126,7 +126,7 @@ class Replica:
                 for client in clients:
                     client.update_parameters({name: -change for name, change in changes.items()}, kind="peer")
         except EvenstepError as error:
-            self._store.fail(f"another server cannot be told of updates: {error}")
+            self._store.attendance.fail(f"another server cannot be told of updates: {error}")
         finally:
             for client in clients:
                 client.close()

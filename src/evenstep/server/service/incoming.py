@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.service.requests import Stage, Update
+from evenstep.server.service.requests import StageUpdate, Update
 from evenstep.server.store.rounds import Contribution
-from evenstep.server.wire.tensors import Head, Layout, Spec
+from evenstep.server.wire.tensors import Head, ParameterLayout, Spec
 
 __all__ = ["INDICES", "VALUES", "Incoming", "Places"]
 
 INDICES, VALUES = "#indices", "#values"
 _INDEX_DTYPES = (torch.int32, torch.int64)
-Place = tuple[tuple[int, int] | None, str]
+ServerPlace = tuple[tuple[int, int] | None, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Places:
         plain: Each is a parameter's mean, whole and of its dtype.
     """
 
-    of: Mapping[str, Place]
+    of: Mapping[str, ServerPlace]
     plain: bool
 
 
@@ -50,7 +50,7 @@ class Incoming:
         places: As `check` found them.
     """
 
-    def __init__(self, layout: Layout, request: Update | Stage) -> None:
+    def __init__(self, layout: ParameterLayout, request: Update | StageUpdate) -> None:
         self.layout, self._request = layout, request
         self._buffers = frozenset(request.buffers)
         self.places = Places({}, plain=False)
@@ -69,7 +69,7 @@ class Incoming:
         missing = self._buffers - head.specs.keys()
         if missing:
             raise RefusedError(f"buffers names '{min(missing)[:200]}', but no such tensor came")
-        places: dict[str, Place] = {}
+        places: dict[str, ServerPlace] = {}
         for name, spec in head.specs.items():
             if name.endswith(INDICES) and name not in self.layout.specs:
                 name = name.removesuffix(INDICES)

@@ -20,18 +20,18 @@ from evenstep.server.wire.text import read_value, write_json
 
 __all__ = [
     "VERBS",
+    "CarryOrder",
     "Changed",
     "Flush",
     "Get",
     "Leave",
     "Meet",
-    "Order",
     "Pause",
     "Put",
     "Register",
     "Request",
     "Slice",
-    "Stage",
+    "StageUpdate",
     "Status",
     "Update",
     "Wait",
@@ -278,7 +278,7 @@ class Update(NamedTuple):
     since: Annotated[int, _whole(-1)] = -1
 
 
-class Stage(NamedTuple):
+class StageUpdate(NamedTuple):
     """Keep an update until it is decided. The tensors follow."""
 
     worker: _Worker
@@ -318,7 +318,7 @@ class Slice(NamedTuple):
     layout: _Flag = False
 
 
-class Order(NamedTuple):
+class CarryOrder(NamedTuple):
     """What server 0 has decided; to another: what it shall apply."""
 
     since: Annotated[int, _whole(-1)] = -1
@@ -349,7 +349,22 @@ class Flush(NamedTuple):
     wait_s: _Seconds = 0.0
 
 
-Request = Register | Leave | Put | Get | Update | Stage | Wait | Changed | Status | Slice | Order | Pause | Meet | Flush
+Request = (
+    Register
+    | Leave
+    | Put
+    | Get
+    | Update
+    | StageUpdate
+    | Wait
+    | Changed
+    | Status
+    | Slice
+    | CarryOrder
+    | Pause
+    | Meet
+    | Flush
+)
 
 VERBS: Mapping[str, type[Request]] = {
     "register": Register,
@@ -361,8 +376,8 @@ VERBS: Mapping[str, type[Request]] = {
     "changed": Changed,
     "status": Status,
     "slice": Slice,
-    "stage": Stage,
-    "order": Order,
+    "stage": StageUpdate,
+    "order": CarryOrder,
     "pause": Pause,
     "meet": Meet,
     "flush": Flush,
@@ -409,7 +424,7 @@ def parse(verb: str, fields: Mapping[str, Any]) -> Request:
     if _REQUIRED in values:
         raise RefusedError(f"'{verb}' came without {form.kind._fields[values.index(_REQUIRED)]}")
     request: Request = form.kind._make(values)
-    if isinstance(request, Update | Stage) and (request.shards is not None or request.spans):
+    if isinstance(request, Update | StageUpdate) and (request.shards is not None or request.spans):
         _check_nodes(request)
     return request
 
@@ -419,7 +434,7 @@ def _unknown(verb: str, name: Any, known: Iterable[str]) -> RefusedError:
     return RefusedError(f"'{verb}' has no field {_shown(name)}; there are: {there}")
 
 
-def _check_nodes(request: Update | Stage) -> None:
+def _check_nodes(request: Update | StageUpdate) -> None:
     """See that spans are nodes of the tree over the shards."""
     if request.shards is None:
         raise RefusedError("spans came without shards")

@@ -1,9 +1,9 @@
 """Requests to replies, the same for every transport.
 
 A transport reads the fields of a request, and asks `Service.admit` before it reads any tensor: that checks the token,
-the verb, the sizes. Then it reads the head of the tensors and asks `Call.expect`, which checks names, dtypes and shapes
-and gives memory to read the data into. At last `Call.run` does it. Each of these raises RefusedError with one sentence,
-and then nothing has changed.
+the verb, the fields and sizes. Then it reads the head of the tensors and asks `ServiceCall.expect`, which checks names,
+dtypes and shapes and gives memory to read the data into. At last `ServiceCall.run` does it. Each of these raises
+RefusedError with one sentence, and then nothing has changed.
 """
 
 import hmac
@@ -25,36 +25,38 @@ from evenstep.server.service.intake import Intake
 from evenstep.server.service.limits import Limits
 from evenstep.server.service.meetings import Meetings
 from evenstep.server.service.requests import (
+    CarryOrder,
     Changed,
     Flush,
     Get,
     Leave,
     Meet,
-    Order,
     Pause,
     Put,
     Register,
     Request,
     Slice,
-    Stage,
+    StageUpdate,
     Status,
     Update,
     Wait,
     parse,
 )
-from evenstep.server.store.images import Image
+from evenstep.server.store.commits import First
+from evenstep.server.store.deciding import Pending
+from evenstep.server.store.images import Image, View
 from evenstep.server.store.optimizers import state_of
 from evenstep.server.store.rounds import Contribution
 from evenstep.server.store.status import without_lists
-from evenstep.server.store.store import Pending, Store, View
+from evenstep.server.store.store import Store
 from evenstep.server.store.workers import Acknowledged
 from evenstep.server.wire.areas import Area
 from evenstep.server.wire.slices import LAYOUT
-from evenstep.server.wire.tensors import KEPT_BYTES, Head, Layout, encode, fresh
+from evenstep.server.wire.tensors import KEPT_BYTES, Head, ParameterLayout, encode, fresh
 
-__all__ = ["Call", "Reply", "Service"]
+__all__ = ["Reply", "Service", "ServiceCall"]
 
-_WITH_TENSORS = (Put, Update, Stage)
+_WITH_TENSORS = (Put, Update, StageUpdate)
 _CHECKED = 256
 _INTAKE_BYTES = 8 << 20  # of updates may be received at once, or one copy of the parameters if that is more
 log = logging.getLogger("evenstep.server")
@@ -126,7 +128,7 @@ class Service:
         if self._token is not None and not hmac.compare_digest((token or "").encode(errors="replace"), self._token):
             raise RefusedError("the token is missing or wrong; give the one that the server printed at its start", 401)
 
-    def admit(self, verb: str, fields: Mapping[str, Any], body_bytes: int, token: str | None) -> "Call":
+    def admit(self, verb: str, fields: Mapping[str, Any], body_bytes: int, token: str | None) -> "ServiceCall":
         """Check a request by its fields alone.
 
         Raises:
@@ -138,9 +140,9 @@ class Service:
         request = parse(verb, fields)
         if body_bytes and not isinstance(request, _WITH_TENSORS):
             raise RefusedError(f"'{verb}' takes no tensors but {body_bytes} bytes follow")
-        return Call(self, verb, request, body_bytes)
+        return ServiceCall(self, verb, request, body_bytes)
 
-    def incoming(self, layout: Layout, request: Update | Stage, head: Head) -> Incoming:
+    def incoming(self, layout: ParameterLayout, request: Update | StageUpdate, head: Head) -> Incoming:
         """What an update will be; whoever sent the like of it before need not be checked again."""
         incoming = Incoming(layout, request)
         key = (head, incoming.form)
@@ -202,7 +204,7 @@ class Service:
         return {"status": error.status, "error": str(error)}
 
 
-class Call:
+class ServiceCall:
     """One request, from its fields to its reply."""
 
     def __init__(self, service: Service, verb: str, request: Request, body_bytes: int) -> None:
@@ -229,13 +231,13 @@ class Call:
         request, layout = self._request, self._store.layout
         if isinstance(request, Put | Update):
             sliced.check_alone(self._store, request.staged)
-        if isinstance(request, Update) or (isinstance(request, Stage) and request.kind != "put"):
+        if isinstance(request, Update) or (isinstance(request, StageUpdate) and request.kind != "put"):
             if layout is None:
                 raise RefusedError("nothing was put yet, so there is nothing to update", 409)
             self._incoming = self._service.incoming(layout, request, head)
-        elif isinstance(request, Put | Stage) and layout is not None:
+        elif isinstance(request, Put | StageUpdate) and layout is not None:
             if not request.force and not sliced.is_again(self._store, request):
-                raise RefusedError(f"the parameters were put by '{self._store.owner}' already", 409)
+                raise RefusedError(f"the parameters were put by '{self._store.state.owner}' already", 409)
             layout.check_whole({name: spec for name, spec in head.specs.items() if name != LAYOUT})
 
     def expect(self, head: Head) -> memoryview:
@@ -308,8 +310,7 @@ class Call:
     # ---- workers ----
 
     def _register(self, request: Register) -> Reply:
-        self._store.register(request.worker, request.session)
-        last = self._store.workers.acknowledged.get(request.worker)
+        last = self._store.register(request.worker, request.session)
         options = self._store.options
         return Reply(
             {
@@ -339,16 +340,14 @@ class Call:
         slices = sliced.slices_of(self._store, tensors)
         if not tensors.keys() >= set(request.buffers):
             raise RefusedError("buffers names tensors that were not put")
-        version = self._store.put(
-            tensors, request.worker, force=request.force, buffers=request.buffers, slices=slices,
-            sequence=request.sequence, session=request.session, recipe=request.optimizer,
-        )  # fmt: skip
+        first = First(tensors, request.worker, request.buffers, slices, request.optimizer)
+        version = self._store.put(first, force=request.force, sequence=request.sequence, session=request.session)
         return Reply({"version": version})
 
     def _get(self, request: Get) -> Reply:
         if request.optimizer:
             return self._get_optimizer(request)
-        view = self._store.get(
+        view = self._store.readers.get(
             request.names, min_version=request.min_version, since=request.since, wait_s=self._wait_s(request.wait_s)
         )
         if view is None:
@@ -373,7 +372,7 @@ class Call:
         if request.place_only:
             raise RefusedError("the optimizer's state lies in no shared memory; ask for it over tcp")
         with self._store.exclusively():
-            tensors, values = state_of(self._store.optimizer, self._store.state.parameters)
+            tensors, values = state_of(self._store.state.optimizer, self._store.state.parameters)
             reply = Reply({"version": self._store.version, "values": values})
             reply.parts = encode({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
         return reply
@@ -394,7 +393,7 @@ class Call:
 
     def _update(self, request: Update) -> Reply:
         assert self._incoming is not None, "it was made with the head"
-        found = self._store.update(
+        found = self._store.decider.update(
             request.worker, request.sequence, request.kind, self._incoming.contribution(self._kept()),
             base=request.base, wait_s=self._wait_s(request.wait_s), session=request.session,
         )  # fmt: skip
@@ -403,8 +402,8 @@ class Call:
     def _wait(self, request: Wait) -> Reply:
         wait_s = self._wait_s(request.wait_s)
         if request.sequence is not None:
-            return self._acknowledgement(self._store.wait(request.worker, request.sequence, wait_s), -1)
-        allowed = self._store.wait_turn(request.worker, wait_s)
+            return self._acknowledgement(self._store.decider.wait(request.worker, request.sequence, wait_s), -1)
+        allowed = self._store.decider.wait_turn(request.worker, wait_s)
         return Reply({"status": 200 if allowed else 202, "pending": not allowed})
 
     def _changed(self, request: Changed) -> Reply:
@@ -422,12 +421,12 @@ class Call:
 
     # ---- several servers ----
 
-    def _stage(self, request: Stage) -> Reply:
+    def _stage(self, request: StageUpdate) -> Reply:
         tensors = self._kept()
         part = Contribution(tensors) if self._incoming is None else self._incoming.contribution(tensors)
         return Reply(sliced.stage(self._store, request, part))
 
-    def _order(self, request: Order) -> Reply:
+    def _order(self, request: CarryOrder) -> Reply:
         return Reply(sliced.order(self._store, request, self._wait_s(request.wait_s)))
 
     def _pause(self, request: Pause) -> Reply:
@@ -438,7 +437,7 @@ class Call:
         return Reply({"status": 200 if done else 202, "pending": not done})
 
     def _slice(self, request: Slice) -> Reply:
-        slices = self._store.slices
+        slices = self._store.commits.slices
         layout = slices.layout.packed() if slices is not None and request.layout else None
         return Reply({**sliced.about(self._store), "layout": layout})
 
@@ -449,19 +448,19 @@ class Call:
         return Reply(self._service.status())
 
 
-_ACTIONS: dict[type[Request], Callable[[Call, Any], Reply]] = {
-    Register: Call._register,
-    Leave: Call._leave,
-    Meet: Call._meet,
-    Put: Call._put,
-    Get: Call._get,
-    Update: Call._update,
-    Wait: Call._wait,
-    Changed: Call._changed,
-    Stage: Call._stage,
-    Order: Call._order,
-    Pause: Call._pause,
-    Flush: Call._flush,
-    Slice: Call._slice,
-    Status: Call._status,
+_ACTIONS: dict[type[Request], Callable[[ServiceCall, Any], Reply]] = {
+    Register: ServiceCall._register,
+    Leave: ServiceCall._leave,
+    Meet: ServiceCall._meet,
+    Put: ServiceCall._put,
+    Get: ServiceCall._get,
+    Update: ServiceCall._update,
+    Wait: ServiceCall._wait,
+    Changed: ServiceCall._changed,
+    StageUpdate: ServiceCall._stage,
+    CarryOrder: ServiceCall._order,
+    Pause: ServiceCall._pause,
+    Flush: ServiceCall._flush,
+    Slice: ServiceCall._slice,
+    Status: ServiceCall._status,
 }

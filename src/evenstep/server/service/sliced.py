@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.service.requests import Order, Put, Stage
-from evenstep.server.store.follower import Follower, Staged
+from evenstep.server.service.requests import CarryOrder, Put, StageUpdate
+from evenstep.server.store.following import Staged
 from evenstep.server.store.rounds import Contribution
 from evenstep.server.store.store import Store
 from evenstep.server.wire.slices import LAYOUT, Slices
@@ -23,7 +23,7 @@ __all__ = ["about", "check_alone", "decided", "is_again", "order", "slices_of", 
 
 def about(store: Store) -> dict[str, Any]:
     """Which of several servers a store is; what a client checks before it trusts a list of addresses."""
-    place, slices = store.place, store.slices
+    place, slices = store.place, store.commits.slices
     found: dict[str, Any] = {
         "place": [place.index, place.count, place.name, place.split],
         "lock": store.options.lock,
@@ -52,9 +52,9 @@ def check_alone(store: Store, staged: int | None) -> None:
         )
 
 
-def is_again(store: Store, request: Put | Stage) -> bool:
+def is_again(store: Store, request: Put | StageUpdate) -> bool:
     """Whether this put was done before, and only the answer was lost."""
-    return request.sequence > 0 and store.decisions.made_by(request.worker, request.sequence) is not None
+    return request.sequence > 0 and store.commits.decisions.made_by(request.worker, request.sequence) is not None
 
 
 def slices_of(store: Store, tensors: dict[str, Tensor]) -> Slices | None:
@@ -76,13 +76,13 @@ def slices_of(store: Store, tensors: dict[str, Tensor]) -> Slices | None:
     return slices
 
 
-def stage(store: Store, request: Stage, part: Contribution) -> dict[str, Any]:
+def stage(store: Store, request: StageUpdate, part: Contribution) -> dict[str, Any]:
     """Keep an update.
 
     Raises:
         RefusedError: This server decides by itself, or the update could not be applied.
     """
-    follower = _follower(store)
+    follower = store.follower
     slices = None
     if request.kind == "put":
         tensors = dict(part.tensors)
@@ -93,11 +93,11 @@ def stage(store: Store, request: Stage, part: Contribution) -> dict[str, Any]:
     return {"version": follower.stage(request.worker, request.session, staged)}
 
 
-def order(store: Store, request: Order, wait_s: float) -> dict[str, Any]:
+def order(store: Store, request: CarryOrder, wait_s: float) -> dict[str, Any]:
     """What server 0 has decided since a version; or, to a follower, what it shall apply."""
     if not store.place.follows:
         return decided(store, request.since)
-    version, done = _follower(store).follow(request.order, frozenset(request.alive), wait_s)
+    version, done = store.follower.follow(request.order, frozenset(request.alive), wait_s)
     return {"version": version} if done else {"version": version, "pending": True, "status": 202}
 
 
@@ -105,9 +105,3 @@ def decided(store: Store, since: int) -> dict[str, Any]:
     """What server 0 has decided since a version."""
     version, decisions, alive = store.decided_since(since)
     return {"newest": version, "order": decisions, "alive": alive}
-
-
-def _follower(store: Store) -> Follower:
-    if not isinstance(store, Follower):
-        raise RefusedError(f"this is {store.place}: it decides by itself, and keeps nothing for later", 409)
-    return store

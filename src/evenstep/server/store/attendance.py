@@ -1,16 +1,15 @@
-"""A lock, those who wait for something under it, and the workers whose leases end meanwhile."""
+"""The lock of a store, those who wait under it, and the workers whose leases end meanwhile."""
 
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
 from evenstep.core.errors import ServerError
-from evenstep.server.store.workers import Workers
+from evenstep.server.store.workers import Registry
 
-__all__ = ["HISTORY", "Attended"]
+__all__ = ["HISTORY", "Attendance"]
 
 HISTORY = 512
 """How many versions and events are remembered for people to see."""
@@ -20,45 +19,64 @@ _DEPARTED = 16
 log = logging.getLogger("evenstep.server")
 
 
-class Attended(ABC):
-    """What a store is besides its parameters. Everything but `hurry` and `fail` is for whoever holds the lock.
+class Attendance:
+    """Who is there, and who waits. Everything but `hurry` and `fail` is for whoever holds the lock.
 
     Args:
         lease_s: After how long without a sign of life a worker is dropped.
         clock: Seconds, for leases and events.
+        version: Says that of the parameters, for the log.
 
     Attributes:
+        changed: The lock, and what is told when anything has changed.
         workers: Who is registered.
         events: What happened, and when.
         departed: When each of those who went last was seen last, and how it went.
         num_dropped: How many were dropped.
+        broken: Why the store cannot go on, if it cannot.
+        on_gone: Called when some worker is not there any more.
     """
 
-    def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._changed = threading.Condition(threading.Lock())
-        self.workers = Workers(lease_s)
-        self._broken: str | None = None
+    def __init__(self, lease_s: float, clock: Callable[[], float], version: Callable[[], int]) -> None:
+        self.clock, self._version = clock, version
+        self.changed = threading.Condition(threading.Lock())
+        self.workers = Registry(lease_s)
+        self.broken: str | None = None
+        self.on_gone: Callable[[], None] = lambda: None
         self._hurried = False
         self.events: deque[tuple[float, str]] = deque(maxlen=HISTORY)
         self.departed: dict[str, tuple[float, str]] = {}
         self.num_dropped = 0
 
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """How many updates there were."""
+    def register(self, worker: str) -> None:
+        """A worker begins, or shows that it lives."""
+        if self.workers.register(worker, self.clock()):
+            self.departed.pop(worker, None)
+            self.tell(f"worker '{worker}' registered", worker)
+            self.changed.notify_all()
 
-    @abstractmethod
-    def _gone(self) -> None:
-        """Some worker is not there any more."""
+    def see(self, worker: str) -> None:
+        """A worker gives a sign of life.
 
-    def _expire(self) -> None:
-        gone = self.workers.expire(self._clock())
+        Raises:
+            RefusedError: It is not registered, or not any more.
+        """
+        self.workers.see(worker, self.clock())
+
+    def leave(self, worker: str) -> None:
+        """A worker goes: nobody waits for it any more."""
+        if self.workers.leave(worker):
+            self._depart(worker, self.clock(), "left")
+            self.tell(f"worker '{worker}' left", worker)
+            self._gone()
+
+    def expire(self) -> None:
+        """Drop those whose leases have ended."""
+        gone = self.workers.expire(self.clock())
         for name, seen_s in gone.items():
             self.num_dropped += 1
             self._depart(name, seen_s, "dropped")
-            self._tell(f"worker '{name}' was dropped: no sign of life for {self.workers.lease_s:g} s", name)
+            self.tell(f"worker '{name}' was dropped: no sign of life for {self.workers.lease_s:g} s", name)
         if gone:
             self._gone()
 
@@ -67,7 +85,11 @@ class Attended(ABC):
         while len(self.departed) > _DEPARTED:
             del self.departed[next(iter(self.departed))]
 
-    def _wait(self, condition: Callable[[], bool], wait_s: float, worker: str | None = None) -> bool:
+    def _gone(self) -> None:
+        self.on_gone()
+        self.changed.notify_all()
+
+    def wait(self, condition: Callable[[], bool], wait_s: float, worker: str | None = None) -> bool:
         """Wait for a condition; leases end meanwhile. The lock is not held while waiting.
 
         Args:
@@ -81,34 +103,45 @@ class Attended(ABC):
             waiting.waiting += 1
         try:
             while not condition():
-                self._check_sound()
+                self.check_sound()
                 left = deadline - time.monotonic()
                 if left <= 0 or self._hurried:
                     return False
-                self._changed.wait(min(left, self.workers.next_end_s(self._clock()) + 0.01))
-                self._expire()
+                self.changed.wait(min(left, self.workers.next_end_s(self.clock()) + 0.01))
+                self.expire()
             return True
         finally:
             if waiting is not None:
                 waiting.waiting -= 1
-                waiting.seen_s = self._clock()
+                waiting.seen_s = self.clock()
 
     def hurry(self, hurried: bool) -> None:
         """Whether every wait is over at once: the server stops, and its clients will ask again."""
-        with self._changed:
+        with self.changed:
             self._hurried = hurried
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def fail(self, why: str) -> None:
         """Something around the store failed, so that it must not go on."""
-        with self._changed:
-            self._broken = why
-            self._changed.notify_all()
+        with self.changed:
+            self.break_off(why)
 
-    def _check_sound(self) -> None:
-        if self._broken is not None:
-            raise ServerError(f"the server cannot go on: {self._broken}")
+    def break_off(self, why: str) -> ServerError:
+        """The store cannot go on; returns what to raise."""
+        self.broken = why
+        self.changed.notify_all()
+        return ServerError(why)
 
-    def _tell(self, text: str, worker: str | None = None) -> None:
-        self.events.append((self._clock(), text))
-        log.info("%s", text, extra={"version": self.version, "worker": worker})
+    def check_sound(self) -> None:
+        """See that the store can go on.
+
+        Raises:
+            ServerError: It cannot.
+        """
+        if self.broken is not None:
+            raise ServerError(f"the server cannot go on: {self.broken}")
+
+    def tell(self, text: str, worker: str | None = None) -> None:
+        """Say to people what has happened."""
+        self.events.append((self.clock(), text))
+        log.info("%s", text, extra={"version": self._version(), "worker": worker})

@@ -6,13 +6,15 @@ from torch import Tensor
 from evenstep.core.errors import RefusedError
 from evenstep.server.store.hyperparameters import check_hyperparameters
 from evenstep.server.store.rounds import Contribution
-from evenstep.server.store.state import State
+from evenstep.server.store.state import ParameterState
 from evenstep.server.wire.tensors import Spec
 
 __all__ = ["check_contribution"]
 
 
-def check_contribution(state: State, kind: str, part: Contribution, *, finite: bool, fits: bool = False) -> None:
+def check_contribution(
+    state: ParameterState, kind: str, part: Contribution, *, finite: bool, fits: bool = False
+) -> None:
     """See that an update fits the parameters.
 
     Args:
@@ -40,7 +42,7 @@ def check_contribution(state: State, kind: str, part: Contribution, *, finite: b
                 raise RefusedError(f"the update of '{name}' holds a number that is not finite", 422)
 
 
-def _check_fit(state: State, name: str, tensor: Tensor, buffer: bool) -> None:
+def _check_fit(state: ParameterState, name: str, tensor: Tensor, buffer: bool) -> None:
     assert state.layout is not None, "the caller has looked"
     state.layout.check(name, Spec.of(tensor))
     if (name in state.buffers) != buffer:

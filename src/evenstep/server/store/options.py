@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Options"]
+__all__ = ["StoreOptions"]
 
 
 @dataclass(frozen=True)
-class Options:
+class StoreOptions:
     """How a store behaves.
 
     Attributes:

@@ -10,12 +10,12 @@ There are three kinds:
 from typing import Any
 
 from evenstep.server.store.decisions import Decided
-from evenstep.server.store.follower import Staged
+from evenstep.server.store.following import Staged
 from evenstep.server.store.hyperparameters import Hyperparameters
 from evenstep.server.store.log import Record
 from evenstep.server.store.rounds import Contribution
 from evenstep.server.store.state import Applied
-from evenstep.server.wire.slices import Place, Slices
+from evenstep.server.wire.slices import ServerPlace, Slices
 
 __all__ = ["describe", "of_applied", "of_decided", "of_staged", "to_applied", "to_decided", "to_staged"]
 
@@ -79,7 +79,7 @@ def of_staged(worker: str, session: str, staged: Staged) -> Record:
     return facts, {**part.tensors, **nodes, **part.buffers}
 
 
-def to_staged(record: Record, place: Place) -> tuple[tuple[str, str], Staged]:
+def to_staged(record: Record, place: ServerPlace) -> tuple[tuple[str, str], Staged]:
     """The inverse: (worker, session), and what they had staged."""
     facts, tensors = record
     worker, session, sequence = facts["who"]

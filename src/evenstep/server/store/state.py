@@ -18,9 +18,9 @@ from evenstep.server.store.images import Image, Images
 from evenstep.server.store.optimizers import MakeOptimizer, Stepper, is_torchs
 from evenstep.server.store.rounds import Tensors
 from evenstep.server.wire.recipes import Recipe, build
-from evenstep.server.wire.tensors import Layout, Spec, fresh
+from evenstep.server.wire.tensors import ParameterLayout, Spec, fresh
 
-__all__ = ["Applied", "Before", "State"]
+__all__ = ["Applied", "Before", "ParameterState"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Applied:
     sessions: Mapping[str, str] = field(default_factory=dict)
 
 
-class State:
+class ParameterState:
     """Values, versions and the optimizer.
 
     Args:
@@ -67,7 +67,7 @@ class State:
     def __init__(self, make_optimizer: MakeOptimizer | None) -> None:
         self.make_optimizer = make_optimizer
         self.images: Images | None = None
-        self.layout: Layout | None = None
+        self.layout: ParameterLayout | None = None
         self.parameters: dict[str, nn.Parameter] = {}
         self.optimizer: Optimizer | None = None
         self._stepper: Stepper | None = None
@@ -122,7 +122,7 @@ class State:
             optimizer = self.make_optimizer(trainable or [nn.Parameter(torch.zeros(1))])  # none wants an empty list
         self.optimizer = optimizer
         self._stepper = Stepper(optimizer) if optimizer is not None else None
-        self.images, self.layout, self.parameters, self.buffers = images, Layout(specs), trained, untrained
+        self.images, self.layout, self.parameters, self.buffers = images, ParameterLayout(specs), trained, untrained
         self.versions = dict.fromkeys(specs, 0)
         self.owner = owner
 
@@ -230,7 +230,7 @@ class Before:
     An optimizer that is not torch's may keep more than its state and options; that is not taken back.
     """
 
-    def __init__(self, state: State, applied: Applied) -> None:
+    def __init__(self, state: ParameterState, applied: Applied) -> None:
         self._state = state
         values, optimizer = state.tensors(), state.optimizer
         self._values = {name: _copy(values[name]) for name in (*applied.tensors, *applied.buffers)}

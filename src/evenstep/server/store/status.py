@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from evenstep.server.store.options import Options
-from evenstep.server.store.state import State
-from evenstep.server.store.workers import Worker
+from evenstep.server.store.options import StoreOptions
+from evenstep.server.store.state import ParameterState
+from evenstep.server.store.workers import RegisteredWorker
 
 __all__ = ["of_departed", "of_parameters", "of_workers", "without_lists"]
 
 
-def of_parameters(state: State, options: Options) -> dict[str, Any]:
+def of_parameters(state: ParameterState, options: StoreOptions) -> dict[str, Any]:
     """What the parameters are."""
     specs = state.layout.specs if state.layout is not None else {}
     return {
@@ -34,7 +34,7 @@ def of_parameters(state: State, options: Options) -> dict[str, Any]:
 
 
 def of_workers(
-    workers: Iterable[Worker], version: int, now_s: float, contributed: Iterable[str]
+    workers: Iterable[RegisteredWorker], version: int, now_s: float, contributed: Iterable[str]
 ) -> list[dict[str, Any]]:
     """Who is registered, and how far each has come."""
     here = set(contributed)

@@ -10,7 +10,7 @@ from typing import Any
 
 from evenstep.core.errors import RefusedError
 
-__all__ = ["Acknowledged", "Worker", "Workers"]
+__all__ = ["Acknowledged", "RegisteredWorker", "Registry"]
 
 _REMEMBERED = 1 << 16
 
@@ -25,7 +25,7 @@ class Acknowledged:
 
 
 @dataclass
-class Worker:
+class RegisteredWorker:
     """A registered worker.
 
     Attributes:
@@ -43,7 +43,7 @@ class Worker:
     waiting: int = 0
 
 
-class Workers:
+class Registry:
     """The registered workers by name.
 
     Attributes:
@@ -52,7 +52,7 @@ class Workers:
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
-        self.registered: dict[str, Worker] = {}
+        self.registered: dict[str, RegisteredWorker] = {}
         self.acknowledged: OrderedDict[str, Acknowledged] = OrderedDict()
 
     def register(self, name: str, now_s: float) -> bool:
@@ -61,10 +61,10 @@ class Workers:
         if worker is not None:
             worker.seen_s = now_s
             return False
-        self.registered[name] = Worker(name, now_s, self.slowest())
+        self.registered[name] = RegisteredWorker(name, now_s, self.slowest())
         return True
 
-    def see(self, name: str, now_s: float) -> Worker:
+    def see(self, name: str, now_s: float) -> RegisteredWorker:
         """A worker gives a sign of life.
 
         Raises:

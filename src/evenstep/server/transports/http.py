@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from evenstep.core.errors import ConfigError, RefusedError, ServerError
 from evenstep.server.service.metrics import CONTENT_TYPE, prometheus
 from evenstep.server.service.requests import from_query
-from evenstep.server.service.service import Call, Reply, Service
+from evenstep.server.service.service import Reply, Service, ServiceCall
 from evenstep.server.transports.http_connection import HttpConnection, Reception
 from evenstep.server.wire.tensors import LENGTH_BYTES, Head, head_length
 from evenstep.server.wire.text import write_json
@@ -167,7 +167,7 @@ class HttpServer:
 
         return guarded
 
-    def _admit(self, request: Request, verb: str, body_bytes: int) -> Call:
+    def _admit(self, request: Request, verb: str, body_bytes: int) -> ServiceCall:
         self._service.check_token(_token(request))  # before anything is looked at
         fields = from_query(verb, request.query_params.multi_items())
         call = self._service.admit(verb, fields, body_bytes, _token(request))
@@ -207,7 +207,7 @@ class HttpServer:
     async def _do(self, function: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
-    async def _run(self, call: Call) -> Reply:
+    async def _run(self, call: ServiceCall) -> Reply:
         """Do a request in a thread. If nobody waits for it any more, what it holds is let go when it is done."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, call.run)
         try:
@@ -216,7 +216,7 @@ class HttpServer:
             future.add_done_callback(_let_go)
             raise
 
-    async def _receive(self, request: Request, call: Call) -> None:
+    async def _receive(self, request: Request, call: ServiceCall) -> None:
         """Read a body: its head, then the data into the memory that the call gives."""
         try:
             async with asyncio.timeout(self._service.limits.transfer_s(call.body_bytes)):
@@ -226,7 +226,7 @@ class HttpServer:
         except ClientDisconnect:
             raise RefusedError("the body ended too early") from None
 
-    async def _read(self, request: Request, call: Call) -> None:
+    async def _read(self, request: Request, call: ServiceCall) -> None:
         begin = bytearray()
         buffer: memoryview | None = None
         left = call.body_bytes
@@ -303,7 +303,7 @@ class _Endpoint:
 class _Tensors(Response):
     """Tensors as the body of a response, out of the memory where they are."""
 
-    def __init__(self, reply: Reply, call: Call, service: Service) -> None:
+    def __init__(self, reply: Reply, call: ServiceCall, service: Service) -> None:
         super().__init__(media_type="application/octet-stream")
         self._reply, self._call, self._service = reply, call, service
 
@@ -336,7 +336,7 @@ def _let_go(future: asyncio.Future[Reply]) -> None:
         future.result().close()
 
 
-def _json(reply: Reply, call: Call | None = None) -> Response:
+def _json(reply: Reply, call: ServiceCall | None = None) -> Response:
     if call is not None:
         call.close(reply)
     return _Json(reply.fields, reply.fields["status"])

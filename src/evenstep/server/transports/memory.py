@@ -16,8 +16,8 @@ import socket
 import struct
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.service.service import Call, Reply, Service
-from evenstep.server.transports.sockets import Connections, Conversation, Placed
+from evenstep.server.service.service import Reply, Service, ServiceCall
+from evenstep.server.transports.sockets import Connections, Conversation, SharedTensors
 from evenstep.server.wire.areas import Area
 from evenstep.server.wire.tensors import Head
 
@@ -56,7 +56,7 @@ class _MemoryConversation(Conversation):
         if uid in (os.getuid(), 0):
             super().run()
 
-    def receive(self, call: Call, placed: Placed | None) -> None:
+    def receive(self, call: ServiceCall, placed: SharedTensors | None) -> None:
         if placed is None:
             super().receive(call, placed)
             return

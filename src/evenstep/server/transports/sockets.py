@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from evenstep.core.errors import RefusedError, ServerError
 from evenstep.server.service.requests import whole
-from evenstep.server.service.service import Call, Reply, Service
+from evenstep.server.service.service import Reply, Service, ServiceCall
 from evenstep.server.transports.door import Door
 from evenstep.server.wire.frames import Frames
 from evenstep.server.wire.tensors import LENGTH_BYTES, Head, head_length
 
-__all__ = ["Connections", "Conversation", "Placed"]
+__all__ = ["Connections", "Conversation", "SharedTensors"]
 
 log = logging.getLogger("evenstep.server")
 
@@ -56,7 +56,7 @@ class Conversation:
         frames.within(service.limits.transfer_s(body_bytes))
         try:
             try:
-                verb, token, placed = _text(fields, "verb"), _text(fields, "token"), Placed.taken_from(fields)
+                verb, token, placed = _text(fields, "verb"), _text(fields, "token"), SharedTensors.taken_from(fields)
                 call = service.admit(verb or "", fields, body_bytes, token)
             except RefusedError as error:
                 if error.status in (401, 413):  # we do not read what such a one sends
@@ -86,7 +86,7 @@ class Conversation:
                 call.close(reply)
         return True
 
-    def receive(self, call: Call, placed: "Placed | None") -> None:
+    def receive(self, call: ServiceCall, placed: "SharedTensors | None") -> None:
         """Read the tensors of a request into the memory that the call gives for them.
 
         Raises:
@@ -250,7 +250,7 @@ def _text(fields: dict[str, Any], name: str) -> str | None:
     return value
 
 
-class Placed(NamedTuple):
+class SharedTensors(NamedTuple):
     """Where the tensors of a request are, if they do not follow it: in shared memory.
 
     Attributes:
@@ -262,7 +262,7 @@ class Placed(NamedTuple):
     data_bytes: int
 
     @classmethod
-    def taken_from(cls, fields: dict[str, Any]) -> "Placed | None":
+    def taken_from(cls, fields: dict[str, Any]) -> "SharedTensors | None":
         """Take it out of the fields of a frame, if it is there.
 
         Raises:

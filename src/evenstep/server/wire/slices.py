@@ -19,10 +19,10 @@ from torch import Tensor
 
 from evenstep.core.errors import ConfigError, RefusedError
 from evenstep.plan.placement import cut
-from evenstep.server.wire.tensors import INDICES, VALUES, Layout, Spec
+from evenstep.server.wire.tensors import INDICES, VALUES, ParameterLayout, Spec
 from evenstep.server.wire.text import read_json
 
-__all__ = ["ALIGNMENT", "LAYOUT", "Piece", "Place", "Slices", "check_places"]
+__all__ = ["ALIGNMENT", "LAYOUT", "Piece", "ServerPlace", "Slices", "check_places"]
 
 ALIGNMENT = 128
 LAYOUT = "#layout"
@@ -32,7 +32,7 @@ _LARGE = 8  # a parameter of more than an eighth of a server's share is cut
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """Which of several servers one is.
 
     Attributes:
@@ -101,7 +101,7 @@ class Slices:
         RefusedError: A parameter is called like a piece of another.
     """
 
-    def __init__(self, layout: Layout, count: int, *, split: bool) -> None:
+    def __init__(self, layout: ParameterLayout, count: int, *, split: bool) -> None:
         self.layout, self.count, self.split = layout, count, split
         loads = [0] * count
         owned: list[list[Piece]] = [[] for _ in range(count)]
@@ -141,11 +141,11 @@ class Slices:
             RefusedError: It is none.
         """
         data = text.encode() if isinstance(text, str) else text
-        return cls(Layout(cls.unpack(read_json(data, "the layout of all parameters"))), count, split=split)
+        return cls(ParameterLayout(cls.unpack(read_json(data, "the layout of all parameters"))), count, split=split)
 
     @staticmethod
     def unpack(packed: Mapping[str, Any]) -> dict[str, Spec]:
-        """What the parameters are, from `Layout.packed`.
+        """What the parameters are, from `ParameterLayout.packed`.
 
         Raises:
             RefusedError: It is none.

@@ -1,8 +1,8 @@
 """Tensors on the wire: the safetensors format, read without trust and without a copy.
 
 A message's tensors are a *head* (eight bytes of length, then JSON that gives every tensor its name, dtype, shape and
-place) and the data. The head is read and checked first: against itself here, against the parameters by `Layout`. Only
-then is memory taken for the data, and exactly as much as was announced. No pickle anywhere.
+place) and the data. The head is read and checked first: against itself here, against the parameters by
+`ParameterLayout`. Only then is memory taken for the data, and exactly as much as was announced. No pickle anywhere.
 """
 
 import math
@@ -26,7 +26,7 @@ __all__ = [
     "MAX_HEAD_BYTES",
     "VALUES",
     "Head",
-    "Layout",
+    "ParameterLayout",
     "Sender",
     "Spec",
     "bytes_of",
@@ -162,7 +162,7 @@ class Head:
         return found
 
 
-class Layout:
+class ParameterLayout:
     """The names, dtypes and shapes of the parameters: what a message may carry."""
 
     def __init__(self, specs: Mapping[str, Spec]) -> None:

@@ -1,4 +1,4 @@
-"""The servers after the first: they hold what workers send until they are told what the first has made of it.
+"""The way of the servers after the first: they hold what workers send until they are told what the first made of it.
 
 An update goes to the followers first, where it is only kept (*staged*), then to server 0, which decides when it is
 applied, in which order and together with whose. Whoever talks to several servers carries that decision to the
@@ -6,19 +6,18 @@ followers: the worker itself, or, should it die in between, the next one to writ
 same updates in the same order, and an update that server 0 has applied is on all servers, or will be.
 """
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from evenstep.core.errors import RefusedError, ServerError
-from evenstep.server.store.checks import check_contribution
+from evenstep.core.errors import RefusedError
+from evenstep.server.store.attendance import Attendance
+from evenstep.server.store.commits import Commits, First
 from evenstep.server.store.decisions import Decided
-from evenstep.server.store.optimizers import MakeOptimizer
-from evenstep.server.store.options import Options
+from evenstep.server.store.options import StoreOptions
+from evenstep.server.store.readers import Readers
 from evenstep.server.store.rounds import Contribution, Round
 from evenstep.server.store.state import Applied
-from evenstep.server.store.store import Store
-from evenstep.server.wire.slices import Place, Slices
+from evenstep.server.wire.slices import Slices
 from evenstep.server.wire.tensors import Spec
 
 __all__ = ["Follower", "Staged"]
@@ -45,21 +44,22 @@ class Staged:
     buffers: tuple[str, ...] = ()
 
 
-class Follower(Store):
-    """A store that applies what another one decides. Arguments as for `Store`.
+class Follower:
+    """Keeps updates, and applies what another server decides.
+
+    Args:
+        options: How the store behaves.
+        commits: Makes updates count.
+        readers: Who reads meanwhile.
+        attendance: The lock, and who is there.
 
     Attributes:
         staged: What waits, by (worker, session).
     """
 
-    def __init__(
-        self,
-        options: Options,
-        optimizer: MakeOptimizer | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        place: Place = Place(1, 2),  # noqa: B008  # a frozen value
-    ) -> None:
-        super().__init__(options, optimizer, clock, place)
+    def __init__(self, options: StoreOptions, commits: Commits, readers: Readers, attendance: Attendance) -> None:
+        self._options, self._commits, self._readers, self._attendance = options, commits, readers, attendance
+        self._state, self._workers, self._changed = commits.state, attendance.workers, attendance.changed
         self.staged: dict[tuple[str, str], Staged] = {}
         self._decided: tuple[Decided, Applied | None] | None = None  # what is being applied
 
@@ -70,27 +70,27 @@ class Follower(Store):
             RefusedError: It could not be applied.
         """
         with self._changed:
-            self._check_sound()
-            self._expire()
-            last = self.workers.acknowledged.get(worker)
+            self._attendance.check_sound()
+            self._attendance.expire()
+            last = self._workers.acknowledged.get(worker)
             if last is not None and last.sequence >= staged.sequence:
                 return self._at
-            self._check_staged(worker, staged)
+            self._check(worker, staged)
             before = self.staged.get((worker, session))
             if before is None and len(self.staged) >= _MOST:
                 raise RefusedError(f"{_MOST} updates wait for server 0 already; try again", 503)
             if before is None or before.sequence != staged.sequence:
-                self._write_down(lambda journal: journal.stage(worker, session, staged))
+                self._commits.write_down(lambda journal: journal.stage(worker, session, staged))
                 self.staged[worker, session] = staged
                 self._changed.notify_all()
             return self._at
 
-    def _check_staged(self, worker: str, staged: Staged) -> None:
+    def _check(self, worker: str, staged: Staged) -> None:
         if staged.kind != "put":
-            self.workers.see(worker, self._clock())
-            check_contribution(self.state, staged.kind, staged.part, finite=self.options.reject_nonfinite)
-        elif self.layout is not None:
-            self.layout.check_whole({name: Spec.of(tensor) for name, tensor in staged.part.tensors.items()})
+            self._attendance.see(worker)
+            self._commits.check(staged.kind, staged.part)
+        elif self._state.layout is not None:
+            self._state.layout.check_whole({name: Spec.of(tensor) for name, tensor in staged.part.tensors.items()})
 
     def follow(
         self, decisions: Sequence[Decided], alive: Collection[str] = (), wait_s: float = 0.0
@@ -103,19 +103,29 @@ class Follower(Store):
             wait_s: How long to wait for an update that is not here.
         """
         with self._changed:
-            self._check_sound()
-            self._expire()
+            self._attendance.check_sound()
+            self._attendance.expire()
             if not decisions:
                 return self._at, True
-            done = self._wait(lambda: self._advance(decisions), wait_s)
+            done = self._attendance.wait(lambda: self._advance(decisions), wait_s)
             if done:
                 self._tidy(alive)
             return self._at, done
 
+    def contributors(self) -> Iterable[str]:
+        """Who is in an update that is not made yet. The caller holds the lock, here and below."""
+        return {worker for worker, _ in self.staged}
+
+    def begin(self, worker: str, session: str) -> None:
+        """A worker registers. What an earlier life of it has staged may still be decided."""
+
+    def gone(self) -> None:
+        """Some worker is not there any more. What it has staged may still be decided."""
+
     @property
     def _at(self) -> int:
         """The version; -1 while nothing was put."""
-        return self.version if self.layout is not None else -1
+        return self._state.version if self._state.layout is not None else -1
 
     def _advance(self, decisions: Sequence[Decided]) -> bool:
         """Apply as much as can be; True if that is all of it."""
@@ -127,7 +137,7 @@ class Follower(Store):
                 for worker, (sequence, session) in who.items()
             ):
                 return False
-            self._await_readers()
+            self._readers.make_way()
             if version == self._at + 1:  # nobody has done it while we waited
                 self._follow_one((version, who))
         return True
@@ -140,39 +150,22 @@ class Follower(Store):
         if applied is None:
             self._put_first(decision)
             return
+        held = dict(self.staged)
+        self._forget(applied.sequences)  # before it is committed: what is written down then does not hold it any more
         try:
-            self._commit(applied, lambda journal: journal.follow(decision))
+            self._commits.commit(applied, lambda journal: journal.follow(decision))
         except RefusedError as error:
-            if error.status != 503:
-                self._broken = f"version {decision[0]}, which server 0 has made, cannot be made here: {error}"
-                raise ServerError(self._broken) from error
-            raise
-
-    def _round_of(self, decision: Decided) -> Round:
-        """The staged updates of a decision.
-
-        Raises:
-            RefusedError: They cannot have been decided together.
-        """
-        version, who = decision
-        found = {worker: self.staged[worker, session] for worker, (_, session) in who.items()}
-        if len(found) > 1 and (self.options.staleness != 0 or any(each.kind == "put" for each in found.values())):
-            raise RefusedError(f"version {version} is said to be made of {len(found)} updates, expected one")
-        round_ = Round()
-        for worker, staged in found.items():
-            if len(found) > 1:
-                round_.check(worker, staged.kind, staged.part)
-            round_.add(worker, staged.kind, staged.part)
-        return round_
+            self.staged = held
+            if error.status == 503:
+                raise
+            why = f"version {decision[0]}, which server 0 has made, cannot be made here: {error}"
+            raise self._attendance.break_off(why) from error
 
     def carry_out(self, decision: Decided) -> None:
         """Apply one decision that was written down, before anybody is served."""
         applied = self._applied(decision)
-        assert applied is not None, "the first values are in the snapshot, and no decision"
-        self.replay(applied)
-
-    def _count(self, applied: Applied) -> None:
-        super()._count(applied)
+        assert applied is not None, "the first values are in a snapshot, not in a log"
+        self._commits.replay(applied)
         self._forget(applied.sequences)
 
     def _applied(self, decision: Decided) -> Applied | None:
@@ -185,28 +178,43 @@ class Follower(Store):
         round_ = self._round_of(decision)
         worker, (_, session) = next(iter(who.items()))
         first = self.staged[worker, session]
-        if first.kind == "put" and self.layout is None:
+        if first.kind == "put" and self._state.layout is None:
             return None
         total = first.part.tensors
-        if self.options.staleness == 0 and first.kind != "put":
+        if self._options.staleness == 0 and first.kind != "put":
             total = round_.total()
         sequences = {name: number for name, (number, _) in who.items()}
         sessions = {name: life for name, (_, life) in who.items()}
-        options = round_.options()
-        return Applied(first.kind, version, total, round_.buffers(), sequences, [], options, sessions=sessions)
+        return Applied(first.kind, version, total, round_.buffers(), sequences, [], round_.options(), sessions=sessions)
+
+    def _round_of(self, decision: Decided) -> Round:
+        """The staged updates of a decision.
+
+        Raises:
+            RefusedError: They cannot have been decided together.
+        """
+        version, who = decision
+        found = {worker: self.staged[worker, session] for worker, (_, session) in who.items()}
+        if len(found) > 1 and (self._options.staleness != 0 or any(each.kind == "put" for each in found.values())):
+            raise RefusedError(f"version {version} is said to be made of {len(found)} updates, expected one")
+        round_ = Round()
+        for worker, staged in found.items():
+            if len(found) > 1:
+                round_.check(worker, staged.kind, staged.part)
+            round_.add(worker, staged.kind, staged.part)
+        return round_
 
     def _put_first(self, decision: Decided) -> None:
         """Give the parameters their first values; they are written down as a whole, so the decision need not be."""
         worker, (sequence, session) = next(iter(decision[1].items()))
-        before, first = dict(self.staged), self.staged[worker, session]
-        self._initialise(first.part.tensors, worker, {}, first.buffers, first.slices)
-        self.workers.acknowledge(worker, sequence, 0, [], counts=False)
+        held, first = dict(self.staged), self.staged[worker, session]
+        self._workers.acknowledge(worker, sequence, 0, [], counts=False)
         self._forget({worker: sequence})
         try:
-            self._keep_first()
+            self._commits.put_first(First(first.part.tensors, worker, first.buffers, first.slices))
         except BaseException:
-            self.staged = before
-            self.workers.acknowledged.pop(worker)
+            self.staged = held
+            self._workers.acknowledged.pop(worker)
             raise
 
     def _forget(self, sequences: Mapping[str, int]) -> None:
@@ -218,8 +226,5 @@ class Follower(Store):
     def _tidy(self, alive: Collection[str]) -> None:
         """Forget what was not decided of workers that are gone, here and at server 0: who comes back sends it again."""
         for worker, session in list(self.staged):
-            if worker not in self.workers.registered and worker not in alive:
+            if worker not in self._workers.registered and worker not in alive:
                 del self.staged[worker, session]
-
-    def _complete(self) -> None:
-        """Server 0 decides."""

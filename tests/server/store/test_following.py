@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.store.follower import Follower, Staged
-from evenstep.server.store.options import Options
+from evenstep.server.store.commits import First
+from evenstep.server.store.following import Staged
+from evenstep.server.store.options import StoreOptions
 from evenstep.server.store.rounds import Contribution
 from evenstep.server.store.store import Store
-from evenstep.server.wire.slices import Place
+from evenstep.server.wire.slices import ServerPlace
 
 NUM_SERVERS, NUM_WORKERS, NUM_UPDATES = 3, 3, 6
 
@@ -19,12 +20,11 @@ class Fleet:
     """Some servers in this process; every value that any of them has had is remembered by version."""
 
     def __init__(self, staleness):
-        options = Options(staleness=staleness, workers=NUM_WORKERS if staleness == 0 else 1)
-        kinds = [Store, *[Follower] * (NUM_SERVERS - 1)]
-        self.servers = [kind(options, place=Place(n, NUM_SERVERS, "s")) for n, kind in enumerate(kinds)]
+        options = StoreOptions(staleness=staleness, workers=NUM_WORKERS if staleness == 0 else 1)
+        self.servers = [Store(options, place=ServerPlace(n, NUM_SERVERS, "s")) for n in range(NUM_SERVERS)]
         self.seen = [{} for _ in self.servers]
         for server in self.servers:
-            server.put({"w": torch.zeros(2)}, "owner")
+            server.put(First({"w": torch.zeros(2)}, "owner"))
         self.look()
 
     def register(self, worker):
@@ -33,14 +33,14 @@ class Fleet:
 
     def look(self):
         for server, seen in zip(self.servers, self.seen, strict=True):
-            with server.get() as view:
+            with server.readers.get() as view:
                 value = int(view.tensors["w"][0])
                 assert seen.setdefault(view.version, value) == value
 
     def tell(self, follower):
         at = self.servers[follower].version
         _, decisions, alive = self.servers[0].decided_since(at)
-        self.servers[follower].follow(decisions, alive)
+        self.servers[follower].follower.follow(decisions, alive)
 
     def close(self):
         for server in self.servers:
@@ -52,14 +52,14 @@ def life(fleet, worker, session, first, amounts, done):
     for sequence, amount in enumerate(amounts, start=first):
         for follower in fleet.servers[1:]:
             part = Contribution({"w": torch.full((2,), -float(amount))})
-            follower.stage(worker, session, Staged(sequence, "delta", part))
+            follower.follower.stage(worker, session, Staged(sequence, "delta", part))
             yield
         part = Contribution({"w": torch.full((2,), -float(amount))})
-        fleet.servers[0].update(worker, sequence, "delta", part, session=session)
+        fleet.servers[0].decider.update(worker, sequence, "delta", part, session=session)
         done.append(amount)
         yield
-        while fleet.servers[0].workers.acknowledged.get(worker) is None or (
-            fleet.servers[0].workers.acknowledged[worker].sequence < sequence
+        while fleet.servers[0].attendance.workers.acknowledged.get(worker) is None or (
+            fleet.servers[0].attendance.workers.acknowledged[worker].sequence < sequence
         ):
             yield  # a synchronous update waits for the others
         for n in range(1, NUM_SERVERS):
@@ -85,7 +85,7 @@ def test_all_servers_make_the_same_versions_whoever_dies_when(staleness, seed):
                 fleet.servers[0].leave(worker)
         elif staleness is None and dice.random() < 0.03:  # it dies, and perhaps comes back under its name
             del lives[worker]
-            last = fleet.servers[0].workers.acknowledged.get(worker)
+            last = fleet.servers[0].attendance.workers.acknowledged.get(worker)
             if dice.random() < 0.5:
                 amounts = [dice.randrange(1, 1 << 10) for _ in range(3)]
                 lives[worker] = life(
@@ -106,17 +106,17 @@ def test_all_servers_make_the_same_versions_whoever_dies_when(staleness, seed):
 
 def test_a_follower_forgets_what_nobody_will_ask_for():
     fleet = Fleet(None)
-    follower, part = fleet.servers[1], Contribution({"w": torch.ones(2)})
+    follower, part = fleet.servers[1].follower, Contribution({"w": torch.ones(2)})
     for worker in ("here", "gone"):
         fleet.register(worker)
         follower.stage(worker, "s", Staged(1, "delta", part))
-        fleet.servers[2].stage(worker, "s", Staged(1, "delta", part))
+        fleet.servers[2].follower.stage(worker, "s", Staged(1, "delta", part))
     for server in fleet.servers:
         server.leave("gone")
-    fleet.servers[0].update("here", 1, "delta", part, session="s")
+    fleet.servers[0].decider.update("here", 1, "delta", part, session="s")
     fleet.tell(1)
     assert not follower.staged
-    assert follower.version == 1
+    assert fleet.servers[1].version == 1
     with pytest.raises(RefusedError, match="worker 'gone' is not registered"):
         follower.stage("gone", "s", Staged(1, "delta", part))
     assert follower.follow([(3, {"x": (1, "s")})]) == (1, False), "a gap is not jumped over"
