@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
 from evenstep.engine.carries import Carried, Carries
+from evenstep.engine.kept import News
 from evenstep.engine.models import Models
-from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.exchange.ledger import Ledger
 from evenstep.transport.memory import DeviceMemory, Memory
 from evenstep.transport.segment import Segment
@@ -45,7 +46,7 @@ class Holdings:
         self.models = Models(config, self.group, self.memory)
         self.optimizers: list[PreparedOptimizer] = []
         self.state = self.models.state
-        self.carries = Carries(self.state)
+        self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
 
     @property
@@ -82,7 +83,7 @@ class Holdings:
         """No operation is under way on this worker any more: nobody should change anything until the next."""
         for prepared in self.optimizers:
             prepared.gradients.clear()
-            prepared.remember()
+            prepared.kept.remember()
         self.models.slots.bind_base()
         self.models.remember_versions()
 
@@ -92,7 +93,7 @@ class Holdings:
         Returns:
             What is new in each optimizer's state, and what is carried.
         """
-        news = [prepared.news_of(tensors, values) for prepared in self.optimizers]
+        news = [prepared.kept.news_of(tensors, values) for prepared in self.optimizers]
         with torch.no_grad():
             for prepared, theirs in zip(self.optimizers, news, strict=True):
                 prepared.settle(theirs, set())

@@ -30,9 +30,10 @@ from evenstep.engine.context import Context
 from evenstep.engine.determinism import Determinism
 from evenstep.engine.graphs import Graphs
 from evenstep.engine.holdings import Holdings
+from evenstep.engine.kept import News
 from evenstep.engine.on_device import DeviceCompute
 from evenstep.engine.pace import Pace
-from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
@@ -274,7 +275,8 @@ class Engine:
             self.updates.refuse("scaled loss")
         if not self.ledger.catching_up:
             self.models.check_versions()
-            trained.check_untouched()
+            for prepared in trained.optimizers:
+                prepared.kept.check_untouched()
         for prepared in trained.optimizers:
             self._take_in(prepared)
         operation = Operation(kind, self.version, is_step=True)
