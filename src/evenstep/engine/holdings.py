@@ -48,7 +48,7 @@ class Holdings:
         self.optimizers: list[PreparedOptimizer] = []
         self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self.state = self.models.state
-        self.carries = Carries(self.state)
+        self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
 
     @property
