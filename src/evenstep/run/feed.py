@@ -106,7 +106,7 @@ class Feed:
 
         def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
             self._saving.begin_data(order.num_samples, order.batch_size, num_workers)
-            skip, span = lambda: self._ledger.catching_up, lambda: self._engine.mine
+            skip, span = lambda: self._ledger.catching_up, lambda: self._engine.sharing.mine
             loader = self._loader(dataset, "sample", span, loading, skip=skip)
             return loader.load(request for epoch, at in coming for request in order.requests(epoch, at["batch"]))
 
@@ -121,7 +121,7 @@ class Feed:
         passes = count()
 
         def load(epoch: int, first: int) -> Iterator[Batch]:
-            skip, span = lambda: self._ledger.catching_up, lambda: range(*self._engine.evaluates[self._rank])
+            skip, span = lambda: self._ledger.catching_up, lambda: range(*self._engine.sharing.evaluated[self._rank])
             return self._loader(dataset, "evaluate", span, loading, skip=skip).load(order.requests(epoch, first))
 
         return Batches(lambda: load(next(passes), 0), order.count, load)
@@ -145,7 +145,7 @@ class Feed:
         self._engine.updates.refuse("stream")
         loader = StreamLoader(
             source, batch_size, self._config.shards, self._config.seed, collate=loading.collate_fn,
-            device=self._config.device, span=lambda: self._engine.mine, share=self._share_sizes,
+            device=self._config.device, span=lambda: self._engine.sharing.mine, share=self._share_sizes,
         )  # fmt: skip
 
         def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
@@ -229,7 +229,7 @@ class Feed:
 
     def once(self, dataset: Any, order: Order, loading: Loading) -> Iterator[Batch]:
         """The batches of a data set to be evaluated, each once."""
-        span = range(*self._engine.evaluates[self._rank])
+        span = range(*self._engine.sharing.evaluated[self._rank])
         return self._loader(dataset, "evaluate", lambda: span, loading).load(order.requests(0))
 
     def _loader(
