@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Outcome:
     """What a committed step tells the user: means over all samples of the batch."""
 
     loss: Tensor
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     grad_norm: float | None
 
 
