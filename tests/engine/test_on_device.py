@@ -8,6 +8,7 @@ from recorders import FakeRecorder
 import evenstep
 from evenstep.engine import holdings, step
 from evenstep.transport.memory import DeviceMemory
+from workers import run_workers
 
 
 @pytest.fixture
@@ -36,3 +37,11 @@ def test_every_kind_of_training_ends_on_the_same_bits(case, graphs, on_device):
     recorder = on_device()
     assert trained(case, graphs=graphs) == expected
     recorder.recorded.clear()
+
+
+@pytest.mark.filterwarnings("ignore:steps are computed without CUDA graphs")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_several_sites_end_on_the_same_bits(case, on_device):
+    expected = trained(case)
+    on_device()
+    assert run_workers(3, lambda _: trained(case)) == [expected] * 3

@@ -73,6 +73,7 @@ class Work:
         function: Called with a part; returns its mean loss or a `Loss`, or (loss, {metric: value}).
         prepared: Whose parameters are trained.
         clipping: What their gradients are limited to.
+        keeps: Of buffers that a forward changes, the values of this shard are kept here.
     """
 
     version: int
@@ -83,6 +84,7 @@ class Work:
     function: StepFunction
     prepared: Trained
     clipping: Clipping
+    keeps: int | None = None
 
     @property
     def where(self) -> str:
@@ -93,11 +95,6 @@ class Work:
         """The rows of a shard in the batch, all shards' one after the other."""
         before = sum(self.sizes[:shard])
         return range(before, before + self.sizes[shard])
-
-    @property
-    def first(self) -> int:
-        """The first shard that has samples: of buffers that a forward changes, its values are committed."""
-        return next(shard for shard, size in enumerate(self.sizes) if size)
 
     def share(self, shard: int, loss: PartLoss) -> list[Tensor]:
         """What backward begins from in a shard, if from anything."""
@@ -163,7 +160,7 @@ class Compute:
                 error.add_note(f"in shard {shard} of worker {self.context.worker}, step {work.version}")
                 raise
             lane.pause()
-            if shard == work.first:
+            if shard == work.keeps:
                 self._models.keep_buffers(lane.buffers_after())
             values[shard] = (loss.detached(), metrics)
         return values
@@ -200,7 +197,7 @@ class Compute:
         except Exception as error:
             error.add_note(f"in worker {self.context.worker}, step {work.version}")
             raise
-        if shards[0] == work.first:
+        if shards[0] == work.keeps:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from evenstep.core.config import RunConfig
 from evenstep.engine.models import Models
 from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.spreading import ThroughHost
 from evenstep.exchange.ledger import Ledger
+from evenstep.plan.sites import Sites
 from evenstep.transport.memory import DeviceMemory, Memory
 from evenstep.transport.segment import Segment
 
@@ -43,6 +45,7 @@ class Holdings:
         self.models = Models(config, self.group, self.memory)
         self.optimizers: list[PreparedOptimizer] = []
         self.state = self.models.state
+        self.state.spreading = ThroughHost(self.group)
         self.version = 0
 
     @property
@@ -89,7 +92,7 @@ class Holdings:
         with torch.no_grad():
             for prepared, theirs in zip(self.optimizers, news, strict=True):
                 prepared.settle(theirs, set())
-        if self.group.rank == 0:
+        if self.state.sites.is_first:
             self.replace({name: tensor for name, tensor in tensors.items() if name in self.state.entries})
         self.group.barrier("checkpoint restored")
         return news
@@ -102,8 +105,17 @@ class Holdings:
         self.settle()
         self.version = version
 
+    def place(self) -> None:
+        """A generation has begun: see who is around which memory."""
+        if not self.memory.shared:
+            self.group.segment.memory.clear_scratch()
+        ranks = range(self.group.num_workers)
+        self.state.sites = Sites.of(self.group.rank, [0 if self.memory.shared else rank for rank in ranks])
+
     def release(self) -> None:
         """Give models and optimizers back to the user as ordinary ones."""
+        for prepared in self.optimizers:
+            prepared.gradients.close()
         self.models.release(self.optimizers)
 
 

@@ -124,7 +124,7 @@ class DeviceCompute:
             repr(spec),
             tuple((tuple(t.shape), t.dtype, t.stride(), str(t.device)) for t in inputs),
             repr([leaf for leaf in leaves if not isinstance(leaf, Tensor)]),
-            tuple(shards) if spanning else (work.first in shards, work.sizes[shards[0]], sum(work.sizes)),
+            tuple(shards) if spanning else (work.keeps in shards, work.sizes[shards[0]], sum(work.sizes)),
             tuple(work.sizes) if spanning else (),
             tuple(trained),
             id(work.prepared),
@@ -238,7 +238,7 @@ class _Piece:
             for shard, (loss, metrics) in zip(shards, values, strict=True)
         ]
         numbers = torch.stack([t for reading in readings for t in reading.tensors])
-        buffers = lane.buffers_after() if shards[0] == work.first else None
+        buffers = lane.buffers_after() if shards[0] == work.keeps else None
         self.products = Products(numbers, readings, [], buffers)
 
     def _go_backward(self, lanes: Sequence[Lane]) -> None:

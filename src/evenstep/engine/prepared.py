@@ -7,6 +7,8 @@ parameter gives it a gradient, so `optimizer.step()` changes owned parameters on
 import inspect
 import warnings
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from evenstep.engine.edits import Edit
 from evenstep.engine.flat import FlatGradients
 from evenstep.engine.form import Form
 from evenstep.engine.gradients import Gradients
+from evenstep.engine.peers import connect
 from evenstep.engine.state import Entry, State
 from evenstep.exchange.group import Group
 from evenstep.plan.summing import Leaves, Span, Summing, plan_nodes, plan_summing
@@ -85,7 +88,9 @@ class PreparedOptimizer:
     def _make_gradients(self) -> None:
         memory = self._state.memory
         self.gradients: Gradients | FlatGradients = (
-            Gradients(self.names) if memory.shared else FlatGradients(self.names, self.parameters)
+            Gradients(self.names)
+            if memory.shared
+            else FlatGradients(self.names, self.parameters, partial(connect, self._group, memory.device))
         )
         shape = (self._group.segment.num_workers, max(len(self.names), 1))
         self._words = self._state.memory.words(shape[0] * shape[1]).view(shape)
@@ -137,7 +142,16 @@ class PreparedOptimizer:
         of_all = self.compare(f"{self._prefix}: optimizer", self._news(range(len(self.names))))
         news: News = of_all[0]
         self.settle(news, {i for i, _, _ in news} if self._group.rank == 0 else set())
+        self._state.spread(f"{self._prefix}: values", self.entries_of(news), 0)
         return news
+
+    def entries_of(self, news: News) -> list[Entry]:
+        """Where the tensors of some news lie."""
+        return [self._entries[i][key] for i, tensors, _ in news for key in sorted(tensors)]
+
+    def entries(self) -> list[Entry]:
+        """All state that counts."""
+        return [entry for entries in self._entries.values() for entry in entries.values() if entry.counts]
 
     def compare(self, tag: str, more: Any = None) -> list[Any]:
         """See that all workers have the same optimizer; return what each of them says beside that.
@@ -218,7 +232,7 @@ class PreparedOptimizer:
         return Edit(self.optimizer, self._save_all)
 
     def _save_all(self) -> None:
-        self._state.save([e for entries in self._entries.values() for e in entries.values() if e.counts])
+        self._state.save(self.entries())
 
     def changes(self, edit: Edit) -> list[Any]:
         """What an edit, which is over, has changed: [news, [parameter, keys that are gone], options or None].
@@ -368,6 +382,8 @@ class PreparedOptimizer:
         """
         sizes = [p.numel() * p.element_size() for p in self.parameters]
         plan = plan_summing(sizes, spans, self._group.rank, parts, whole=self._whole)
+        if not self._state.memory.shared:  # every site adds up, and updates, all of them
+            return replace(plan, owners=(plan.rank,) * len(sizes)), Local(plan)
         if len(spans) == 1:
             return plan, Local(plan)
         leaves = [Leaves.of(span, spans[-1][1]) for span in spans]

@@ -72,6 +72,12 @@ class Slots:
                     "values into it instead: run.edit(lambda: parameter.copy_(values))"
                 )
 
+    def spanning_buffers(self) -> set[str]:
+        """The buffers of layers that combine something over all shards: alike on all who compute any."""
+        spanning = {id(m._buffers) for m in self.modules if getattr(m, "spans_shards", False)}
+        places = zip(self._places, self._names, strict=True)
+        return {name for (place, _), name in places if id(place) in spanning}
+
     def in_place_order(self, tensors: dict[str, Tensor]) -> list[Tensor]:
         """One tensor for every place."""
         return [tensors[name] for name in self._names]

@@ -16,12 +16,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core import points
+from evenstep.core.errors import MismatchError
 from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.clipping import Clipping, norms_of, total_norm
 from evenstep.engine.compute import Compute, Samples, StepFunction, Work
@@ -98,6 +100,7 @@ class Engine:
     def _replan(self, spans: list[Span] | None = None) -> None:
         """Share out shards, parameters and scratch memory among the workers of this generation."""
         self.holdings.memory.clear_scratch()
+        self.holdings.place()
         if spans is None:
             self._pace = Pace(self.group.num_workers)
             spans = share(self.config.shards, self.group.weights or self._pace.weights)
@@ -131,7 +134,7 @@ class Engine:
         points.reach("recover")
         with self.updates.recovery():
             self._replan()
-            if self.group.rank == 0 or not self.holdings.memory.shared:
+            if self.state.sites.is_first:
                 self.state.rollback()
             self.group.barrier("recovered")
             self.holdings.pull()
@@ -183,6 +186,7 @@ class Engine:
                 if news or gone:
                     self.updates.refuse("edited optimizer")
                 prepared.settle(news, {i for i, _, _ in news} if first else set())
+            self._spread_edit(changes)
             if first:
                 self.updates.edited()
             self.group.barrier("state moved")
@@ -195,6 +199,18 @@ class Engine:
             self.holdings.settle()
 
         self.ledger.perform(Operation("edit", self.version), attempt, adopt)
+
+    def _spread_edit(self, changes: Sequence[Sequence[Any]]) -> None:
+        """Give all sites what the first worker has edited."""
+        if self.state.sites.are_one:
+            return
+        entries = self.models.editable()
+        for prepared, (news, _, _) in zip(self.optimizers, changes, strict=True):
+            known = prepared.entries()
+            entries += known + [entry for entry in prepared.entries_of(news) if not entry.counts]
+        if self.state.sites.is_first and self.group.rank:
+            self.state.save([entry for entry in entries if entry.counts])
+        self.state.spread("edit", entries, 0)
 
     def _take_in(self, prepared: PreparedOptimizer) -> None:
         """Train what user code has added to an optimizer since it was prepared."""
@@ -276,7 +292,9 @@ class Engine:
             return Entry(kind, [begun.loss, begun.metrics, None, [], {}])
         parts = {k: begun.part(k) for k in self.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
-        work = Work(self.version, number, parts, begun.sizes, begun.name, function, prepared, clipping)
+        firsts = self.state.sites.first_shards(self.spans, begun.sizes)
+        keeps = firsts[self.state.sites.members.index(self.state.sites.mine)]
+        work = Work(self.version, number, parts, begun.sizes, begun.name, function, prepared, clipping, keeps)
         report = self._compute(work, samples.contents() if self.group.num_workers > 1 else {})
         results = self._share(work, report)
         sums = prepared.gradients.finish()
@@ -284,7 +302,9 @@ class Engine:
         norm = self._clip(work, sums)
         points.reach("before update")
         mine = self.updates.update(work, sums)
-        self.models.publish_buffers()
+        first = min((shard for shard in firsts if shard is not None), default=self.mine.start)
+        owner = next(rank for rank, span in enumerate(self.spans) if first in range(*span))
+        self.models.publish_buffers(work.where, owner, everywhere=None not in firsts)
         points.reach("after update")
         news = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
@@ -334,7 +354,13 @@ class Engine:
     def _share_news(self, work: Work, mine: News) -> News:
         """Everyone has updated; what is new in the optimizer's state is in the segment then."""
         of_all = self.group.gather_json(work.where + "update", mine)
-        news = sorted(chain(*of_all))
+        of_sites = [sorted(chain(*(of_all[rank] for rank in ranks))) for ranks in self.state.sites.members]
+        news: News = of_sites[0]
+        if any(theirs != news for theirs in of_sites):
+            raise MismatchError(
+                f"in step {work.version} the sites have made different optimizer state of the same gradients: "
+                f"{of_sites}"[:1000]
+            )
         if news:
             work.prepared.settle(news, {i for i, _, _ in mine})
             self.group.barrier(work.where + "state moved")
