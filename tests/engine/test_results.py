@@ -63,3 +63,9 @@ def test_shards_with_other_metrics_are_named():
 def test_a_metric_with_another_number_of_values_is_refused():
     with pytest.raises(ConfigError, match="'a' has 2 values for a part of 3 samples"):
         result(torch.tensor(1.0), 3, a=torch.ones(2))
+
+
+@pytest.mark.parametrize("weight", [-1, math.inf, math.nan, torch.tensor(-0.5)])
+def test_a_weight_that_is_none_is_refused(weight):
+    with pytest.raises(ConfigError, match=r"Loss\(weight=.*expected a finite number of at least 0"):
+        result(Loss(torch.ones(()), weight=weight), 1)

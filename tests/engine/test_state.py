@@ -85,21 +85,3 @@ def test_a_change_that_is_committed_can_be_asked_for(memory):
     state.entries["b"].live.sub_(0.25)
     assert state.change_of(state.entries["b"]).tolist() == [0.25] * 3
     assert state.change_of(state.entries["w"]) is None
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(4, 6).t(),
-        torch.randn(8)[::2],
-        torch.tensor(3, dtype=torch.int32),
-        torch.empty(0, 3),
-    ],
-)
-def test_a_form_keeps_shape_type_and_strides_without_gaps(tensor):
-    form = Form.unpack(Form.of(tensor).pack())
-    assert form == Form.of(tensor)
-    made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype)
-    assert made.shape == tensor.shape
-    assert made.untyped_storage().nbytes() == form.num_bytes

@@ -30,10 +30,10 @@ class FakeRounds:
         self.worker, self.timeout_s, self.waited_s, self.most_bytes = worker, timeout_s, 0.0, most_bytes
         self._table = table
         self.among: list[Sequence[int]] = []
-        self.begun: list[Sequence[int]] = []
+        self.begun: list[Generation] = []
 
-    def begin(self, members: Sequence[int]) -> None:
-        self.begun.append(members)
+    def begin(self, generation: Generation) -> None:
+        self.begun.append(generation)
 
     def post(self, seq: int, tag: str, address: int, num_bytes: int, among: Sequence[int]) -> None:
         assert num_bytes <= self.most_bytes

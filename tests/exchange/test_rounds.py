@@ -7,6 +7,7 @@ import torch
 from fakes import FakeRounds, Table
 
 from evenstep.core.errors import MismatchError, PeerError, SilenceError
+from evenstep.exchange.generations import Generation
 from evenstep.exchange.slots import Slots
 
 
@@ -19,7 +20,7 @@ def slots(new_segment):
     segment = new_segment(3)
     made = [Slots(segment, worker, 0.2) for worker in range(3)]
     for each in made:
-        each.begin([0, 1, 2])
+        each.begin(Generation(1, 0, [0, 1, 2], None))
     return made
 
 

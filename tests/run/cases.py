@@ -262,6 +262,39 @@ def plain_tensors_as_batches(run: evenstep.Run) -> Seen:
     ]
 
 
+@case
+def a_contrastive_loss_over_the_whole_batch(run: evenstep.Run) -> Seen:
+    model = flat()
+
+    def loss(model: nn.Module, part: Any) -> Tensor:
+        found = F.normalize(model(part[0]))
+        return F.cross_entropy(found @ run.gather(found).T / 0.1, torch.arange(run.rows.start, run.rows.stop))
+
+    return train(run, model, torch.optim.SGD(model.parameters(), 0.1), loss=loss)
+
+
+@case
+def two_optimizers_on_one_backward(run: evenstep.Run) -> Seen:
+    model = flat(nn.BatchNorm1d(12))
+    model, first = run.prepare(model, torch.optim.Adam([p for p in model.parameters() if p.ndim == 2]))
+    model, second = run.prepare(model, torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], 0.1))
+    seen: Seen = []
+    for batch in run.batches(images(), batch_size=18, epochs=2):
+        loss = run.step(batch, lambda part: F.cross_entropy(*_out(model, part)), [first, second], clip_norm=0.5)
+        seen += [float(loss), run.grad_norm or 0.0]
+    return seen
+
+
+@case
+def scaled_losses_that_are_sums(run: evenstep.Run) -> Seen:
+    model = flat()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+    loss = lambda model, part: F.cross_entropy(*_out(model, part), reduction="sum")  # noqa: E731  # short
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    seen = train(run, model, optimizer, loss=loss, epochs=4, reduction="sum", scaler=scaler)
+    return [*seen, *map(float, scaler.state_dict().values())]
+
+
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1),
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),

@@ -73,6 +73,7 @@ class Work:
         function: Called with a part; returns its mean loss or a `Loss`, or (loss, {metric: value}).
         prepared: Whose parameters are trained.
         clipping: What their gradients are limited to.
+        scale: What losses are multiplied by before backward; None: nothing.
         keeps: Of buffers that a forward changes, the values of this shard are kept here.
     """
 
@@ -84,6 +85,7 @@ class Work:
     function: StepFunction
     prepared: Trained
     clipping: Clipping
+    scale: float | None = None
     keeps: int | None = None
 
     @property
@@ -99,7 +101,9 @@ class Work:
     def share(self, shard: int, loss: PartLoss) -> list[Tensor]:
         """What backward begins from in a shard, if from anything."""
         found = loss.share(self.sizes[shard], sum(self.sizes))
-        return [] if found is None else [found]
+        if found is None:
+            return []
+        return [found if self.scale is None else found * self.scale]
 
 
 class Compute:

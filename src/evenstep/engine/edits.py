@@ -59,6 +59,13 @@ class _Watched(defaultdict[Any, Any]):
         super().__init__(dict, values)
         self._touch = touch
 
+    def copy(self) -> Any:
+        """As of any dict; whoever has it need not look here again."""
+        return defaultdict(dict, self)
+
+    def __reduce__(self) -> Any:  # a copy of the optimizer is an ordinary one
+        return defaultdict, (dict,), None, None, iter(self.items())
+
 
 def _saying_so(name: str) -> Callable[..., Any]:
     method = getattr(defaultdict, name)
@@ -71,7 +78,7 @@ def _saying_so(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "__getitem__", "__setitem__", "__delitem__", "get", "items", "values", "pop", "popitem", "clear", "setdefault",
-    "update",
+    "__getitem__", "__setitem__", "__delitem__", "__iter__", "keys", "get", "items", "values", "pop", "popitem",
+    "clear", "setdefault", "update",
 ):  # fmt: skip
     setattr(_Watched, _name, _saying_so(_name))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
+from evenstep.core.errors import CheckpointError
 from evenstep.engine.models import Models
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.spreading import ThroughHost
@@ -111,6 +112,24 @@ class Holdings:
             self.group.segment.memory.clear_scratch()
         ranks = range(self.group.num_workers)
         self.state.sites = Sites.of(self.group.rank, [0 if self.memory.shared else rank for rank in ranks])
+
+    def catch_up(self) -> None:
+        """Give sites that have missed something the state of one that has not. All workers, in a new generation.
+
+        Raises:
+            CheckpointError: Nobody has it any more.
+        """
+        if self.memory.shared:
+            return
+        missed = self.group.gather_json("who has the state", self.ledger.missed)
+        if all(missed):
+            raise CheckpointError(
+                "all workers with the state on their GPUs were lost at once, and the state with them; go on from the "
+                "last checkpoint, if run.checkpoint has written any: evenstep run --resume"
+            )
+        if any(missed):
+            entries = [entry for _, entry in sorted(self.state.entries.items()) if entry.counts]
+            self.state.spread("the state", entries, missed.index(False))
 
     def release(self) -> None:
         """Give models and optimizers back to the user as ordinary ones."""

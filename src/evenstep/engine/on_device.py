@@ -127,7 +127,9 @@ class DeviceCompute:
             tuple(shards) if spanning else (work.keeps in shards, work.sizes[shards[0]], sum(work.sizes)),
             tuple(work.sizes) if spanning else (),
             tuple(trained),
+            work.scale,
             id(work.prepared),
+            work.scale,  # a replay would repeat that of the capture
         )
         return Task(signature, inputs, seeds, partial(self._look, work.function), make, arrivals.take)
 

@@ -36,6 +36,7 @@ from evenstep.engine.pace import Pace
 from evenstep.engine.prepared import News, PreparedOptimizer
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
+from evenstep.engine.scaling import Scaling
 from evenstep.engine.several import SeveralOptimizers, Trained
 from evenstep.engine.updates import Updates
 from evenstep.exchange.journal import Entry
@@ -44,7 +45,7 @@ from evenstep.native import core
 from evenstep.plan.placement import share
 from evenstep.plan.summing import Span
 
-__all__ = ["Engine", "Outcome"]
+__all__ = ["Engine", "Outcome", "Task"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,25 @@ class Outcome:
     loss: Tensor
     metrics: dict[str, float]
     grad_norm: float | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a step is asked to do.
+
+    Attributes:
+        samples: The global batch.
+        function: Called with every part of this worker; returns its mean loss, or (loss, {metric: value}).
+        trained: Whose parameters are trained.
+        clipping: What gradients are limited to.
+        scaling: How losses are scaled.
+    """
+
+    samples: Samples
+    function: StepFunction
+    trained: Trained
+    clipping: Clipping
+    scaling: Scaling
 
 
 class Engine:
@@ -137,6 +157,7 @@ class Engine:
             if self.state.sites.is_first:
                 self.state.rollback()
             self.group.barrier("recovered")
+            self.holdings.catch_up()
             self.holdings.pull()
             self.holdings.settle()
 
@@ -243,72 +264,76 @@ class Engine:
             self._several[key] = SeveralOptimizers(optimizers)
         return self._several[key]
 
-    def step(self, samples: Samples, function: StepFunction, prepared: Trained, clipping: Clipping) -> Outcome:
-        """Do one step. All workers must call this alike; blocks until all have committed.
-
-        Args:
-            samples: The global batch.
-            function: Called with every part of this worker; returns its mean loss, or (loss, {metric: value}).
-            prepared: Whose parameters are trained.
-            clipping: What gradients are limited to.
-        """
-        kind = f"step {self.version}"
+    def step(self, task: Task) -> Outcome:
+        """Do one step. All workers must call this alike; blocks until all have committed."""
+        kind, trained = f"step {self.version}", task.trained
 
         def adopt(entry: Entry, took_part: bool) -> Outcome:
-            loss, metrics, norm, news, contents = entry.value
+            loss, metrics, norm, news, contents, skipped = entry.value
             if not took_part and contents:
-                compare_contents(self.version, [(0, contents), (self.group.worker, samples.contents())])
-            prepared.adopt(news, took_part)
+                compare_contents(self.version, [(0, contents), (self.group.worker, task.samples.contents())])
+            trained.adopt(news, took_part)
+            task.scaling.settle(skipped=skipped)
             if took_part:
                 self.models.pull()
-                if all(samples.sizes):  # a shard without samples takes no time
+                if all(task.samples.sizes):  # a shard without samples takes no time
                     self._keep_pace()
-            else:
-                prepared.stepped_elsewhere()
+            if skipped or not took_part:
+                trained.stepped_elsewhere()
             self.holdings.settle()
             self.holdings.version += 1
             return Outcome(torch.tensor(loss, dtype=torch.float64), metrics, norm)
 
         self.determinism.check()
+        if task.scaling.scale is not None:
+            self.updates.refuse("scaled loss")
         if not self.ledger.catching_up:
             self.models.check_versions()
-            prepared.check_untouched()
-        for each in prepared.optimizers:
-            self._take_in(each)
+            trained.check_untouched()
+        for prepared in trained.optimizers:
+            self._take_in(prepared)
+        operation = Operation(kind, self.version, is_step=True)
         with self.holdings.memory.at_work():
-            outcome = self.ledger.perform(
-                Operation(kind, self.version, is_step=True),
-                lambda: self._try(kind, samples, function, prepared, clipping),
-                adopt,
-            )
-        self.updates.settle(prepared, samples)
+            outcome = self.ledger.perform(operation, lambda: self._try(kind, task), adopt)
+        self.updates.settle(trained, task.samples)
         return outcome
 
-    def _try(self, kind: str, samples: Samples, function: StepFunction, prepared: Trained, clipping: Clipping) -> Entry:
+    def _try(self, kind: str, task: Task) -> Entry:
         points.reach("step begins")
         self.models.take_buffers()  # of an attempt that came to nothing
-        begun = self.updates.begin(samples, clipping)
+        begun = self.updates.begin(task.samples, task.clipping)
         if isinstance(begun, Results):
-            return Entry(kind, [begun.loss, begun.metrics, None, [], {}])
+            return Entry(kind, [begun.loss, begun.metrics, None, [], {}, False])
         parts = {k: begun.part(k) for k in self.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         firsts = self.state.sites.first_shards(self.spans, begun.sizes)
         keeps = firsts[self.state.sites.members.index(self.state.sites.mine)]
-        work = Work(self.version, number, parts, begun.sizes, begun.name, function, prepared, clipping, keeps)
-        report = self._compute(work, samples.contents() if self.group.num_workers > 1 else {})
+        work = Work(
+            self.version, number, parts, begun.sizes, begun.name, task.function, task.trained, task.clipping,
+            task.scaling.scale, keeps,
+        )  # fmt: skip
+        report = self._compute(work, task.samples.contents() if self.group.num_workers > 1 else {})
         results = self._share(work, report)
-        sums = prepared.gradients.finish()
-        results.scale_gradients(sums)
-        norm = self._clip(work, sums)
-        points.reach("before update")
-        mine = self.updates.update(work, sums)
-        first = min((shard for shard in firsts if shard is not None), default=self.mine.start)
-        owner = next(rank for rank, span in enumerate(self.spans) if first in range(*span))
-        self.models.publish_buffers(work.where, owner, everywhere=None not in firsts)
+        sums = task.trained.gradients.finish()
+        skipped = not self._unscale(work, sums, task.scaling)
+        norm: float | Tensor | None = float("inf")
+        mine: News = []
+        if not skipped:
+            results.scale_gradients(sums)
+            norm = self._clip(work, sums)
+            points.reach("before update")
+            mine = self.updates.update(work, sums)
+        self._publish_buffers(work, firsts)
         points.reach("after update")
         news = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
-        return Entry(kind, [results.loss, results.metrics, norm, news, report.contents])
+        return Entry(kind, [results.loss, results.metrics, norm, news, report.contents, skipped])
+
+    def _publish_buffers(self, work: Work, firsts: Sequence[int | None]) -> None:
+        """Put in the buffers that the first shards of the sites have left."""
+        first = min((shard for shard in firsts if shard is not None), default=self.mine.start)
+        owner = next(rank for rank, span in enumerate(self.spans) if first in range(*span))
+        self.models.publish_buffers(work.where, owner, everywhere=None not in firsts)
 
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
         """Forward and backward of this worker's shards."""
@@ -325,6 +350,7 @@ class Engine:
             "optimizer": [self.optimizers.index(each) for each in work.prepared.optimizers],
             "options": [each.hyperparameters() for each in work.prepared.optimizers],
             "clipping": [work.clipping.norm, work.clipping.value],
+            "scale": work.scale,
         }
         return Report(self.group.worker, facts, contents, results(), busy_s)
 
@@ -337,6 +363,13 @@ class Engine:
         if results.scale is not None:
             self.updates.refuse("weighted loss")
         return results
+
+    def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
+        """Bring scaled gradients back; return whether all of them are finite, on all workers."""
+        if work.scale is None:
+            return True
+        mine = scaling.unscale(gradient for gradient in sums.values() if gradient is not None)
+        return all(self.group.gather_json(work.where + "scaled gradients", mine))
 
     def _clip(self, work: Work, sums: dict[int, Tensor | None]) -> float | Tensor | None:
         """Limit the gradients; return their norm before, if that is limited, perhaps still on a device."""
@@ -368,7 +401,8 @@ class Engine:
 
     def _keep_pace(self) -> None:
         """Move shards away from a worker that is clearly slower than the others, unless others share them out."""
-        if self.group.left or self.group.weights is not None or self.updates.shards is not None:
+        given = self.group.weights is not None or self.updates.shards is not None
+        if self.group.left or given or not self.holdings.memory.shared:  # how long a GPU is busy is not known here
             return
         before, spans = self.spans, self._pace.observe(self._seconds, self.spans)
         if spans is None:

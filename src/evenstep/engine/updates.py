@@ -33,6 +33,7 @@ Feature = Literal[
     "edited optimizer",
     "added parameters",
     "whole optimizer",
+    "scaled loss",
 ]
 """What not every kind of run can do: methods of `Run`, and what a script may come with."""
 

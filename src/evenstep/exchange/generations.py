@@ -24,6 +24,7 @@ class Generation:
         members: The workers, in order.
         weights: How much each shall do; None: alike.
         dismissed: Who was a worker and shall go.
+        machines: On which machine each member is, counted from 0; members of one are neighbours. Empty: all on one.
     """
 
     number: int
@@ -31,6 +32,7 @@ class Generation:
     members: list[int]
     weights: list[float] | None
     dismissed: list[int] = field(default_factory=list)
+    machines: list[int] = field(default_factory=list)
 
 
 def announce(segment: Segment, generation: Generation) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from evenstep.core import points
 from evenstep.exchange.board import Board
+from evenstep.exchange.bridged import Bridged, Puts
 from evenstep.exchange.generations import Generation
 from evenstep.exchange.membership import Fixed, Membership, Supervised
 from evenstep.exchange.rounds import Rounds
@@ -45,6 +46,7 @@ class Group:
         segment: The memory around which the workers of this machine are.
         rounds: What carries their exchanges.
         membership: Who says who they are.
+        puts: See below.
 
     Attributes:
         worker: The number of this worker, for as long as it lives.
@@ -56,12 +58,17 @@ class Group:
         left: Whether this worker has to enter the next generation before it can exchange anything.
         elastic: Whether there is a supervisor who replaces workers.
         exchanges: How many exchanges of all workers there were, over all generations; alike on all workers.
+        machines: On which machine each of them is, counted from 0 in this generation.
+        machine: On which this one is.
+        num_machines: How many there are.
+        leads: Whether this worker is the first of its machine, which looks after its memory for all of them.
+        puts: The way to the memory of other machines, if there may be any.
     """
 
-    def __init__(self, segment: Segment, rounds: Rounds, membership: Membership) -> None:
+    def __init__(self, segment: Segment, rounds: Rounds, membership: Membership, puts: Puts | None = None) -> None:
         self.segment, self.worker, self.elastic = segment, rounds.worker, membership.elastic
         self.board = Board(segment)
-        self._rounds, self._membership = rounds, membership
+        self._rounds, self._membership, self.puts = rounds, membership, puts
         self.exchanges = 0
         self._inner = 0  # exchanges among some of the workers since the last of all
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -71,6 +78,7 @@ class Group:
         self.members: list[int] = [self.worker]
         self.weights: list[float] | None = None
         self.rank, self.num_workers = 0, 1
+        self.machines, self.machine, self.num_machines, self.leads = [0], 0, 1, True
         if membership.first is not None:
             self._take(membership.first)
 
@@ -88,6 +96,35 @@ class Group:
             return cls(segment, Slots(segment, worker, timeout_s), Fixed(segment.num_workers))
         supervised = Supervised(segment, worker, events_fd)
         return cls(segment, Slots(segment, worker, timeout_s, supervised.tell), supervised)
+
+    @classmethod
+    def across(
+        cls,
+        segment: Segment,
+        worker: int,
+        timeout_s: float,
+        *,
+        events_fd: int | None = None,
+        machines: Sequence[int] | None = None,
+    ) -> "Group":
+        """The workers around the segments of several machines, between which bridges carry what they post.
+
+        Args:
+            segment: Of this machine.
+            worker: Which of all workers this process is.
+            timeout_s: How long any wait for another worker may take.
+            events_fd: Where a supervisor listens, who says who the workers are.
+            machines: Without one: on which machine each worker is.
+        """
+        membership: Membership
+        if events_fd is not None:
+            membership = supervised = Supervised(segment, worker, events_fd)
+            rounds = Bridged(segment, worker, timeout_s, supervised.tell)
+        else:
+            assert machines is not None, "somebody must say who the workers are"
+            membership = Fixed(len(machines), machines)
+            rounds = Bridged(segment, worker, timeout_s)
+        return cls(segment, rounds, membership, Puts(segment, rounds))
 
     @property
     def timeout_s(self) -> float:
@@ -117,8 +154,11 @@ class Group:
         self.members, self.weights = generation.members, generation.weights
         self.rank, self.num_workers = self.members.index(self.worker), len(self.members)
         self._members = tuple(self.members)
+        self.machines = generation.machines or [0] * self.num_workers
+        self.machine, self.num_machines = self.machines[self.rank], 1 + max(self.machines)
+        self.leads = self.machines.index(self.machine) == self.rank
         self.exchanges, self._inner = generation.round, 0
-        self._rounds.begin(self.members)
+        self._rounds.begin(generation)
 
     def leave(self) -> None:
         """Take part in no exchange any more until the next generation.
@@ -227,6 +267,14 @@ class Group:
         row = torch.frombuffer(bytearray(value.ljust(num_bytes, b"\0")), dtype=torch.uint8)
         found = self.gather(tag, row.unsqueeze(0)).numpy().tobytes()
         return [found[start : start + num_bytes] for start in range(0, len(found), num_bytes)]
+
+    def from_one(self, tag: str, rank: int, data: bytes) -> bytes:
+        """What one worker has, for everyone; the others offer nothing. All workers take part."""
+        mine = data if rank == self.rank else b""
+        size = int(self.gather(f"{tag} (size)", torch.tensor([[len(mine)]]))[rank])
+        row = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8).view(-1, 1)[: len(mine)]
+        shares = [size if other == rank else 0 for other in range(self.num_workers)]
+        return self.gather(tag, row, shares, everyone=True).numpy().tobytes() if size else b""
 
     def barrier(self, tag: str) -> None:
         """Wait until all workers have come here."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from evenstep.core.errors import Dismissed, SilenceError
@@ -44,12 +45,18 @@ class Membership(Protocol):
 
 
 class Fixed:
-    """So many workers, and never others."""
+    """So many workers, and never others.
+
+    Args:
+        num_workers: How many.
+        machines: On which machine each of them is; None: all on one.
+    """
 
     elastic = False
 
-    def __init__(self, num_workers: int) -> None:
-        self.first: Generation | None = Generation(1, 0, list(range(num_workers)), None)
+    def __init__(self, num_workers: int, machines: Sequence[int] | None = None) -> None:
+        members = list(range(num_workers))
+        self.first: Generation | None = Generation(1, 0, members, None, machines=list(machines or ()))
 
     def next(self, known: int, timeout_s: float) -> Generation:
         """See `Membership`: there is none."""

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from evenstep.exchange.generations import Generation
+
 __all__ = ["Rounds"]
 
 
@@ -24,8 +26,8 @@ class Rounds(Protocol):
     timeout_s: float
     waited_s: float
 
-    def begin(self, members: Sequence[int]) -> None:
-        """A generation begins; these are its workers, this one among them."""
+    def begin(self, generation: Generation) -> None:
+        """A generation begins; this worker is in it."""
 
     def post(self, seq: int, tag: str, address: int, num_bytes: int, among: Sequence[int]) -> None:
         """Offer bytes to the workers that take part, this one among them. Does not wait."""

@@ -12,6 +12,7 @@ from evenstep.core.errors import MismatchError, PeerError, SilenceError
 from evenstep.core.events import Event
 from evenstep.core.identity import check_not_a_copy
 from evenstep.exchange.board import Board
+from evenstep.exchange.generations import Generation
 from evenstep.exchange.liveness import Liveness, spin_count
 from evenstep.native import core
 from evenstep.transport.segment import Segment
@@ -45,10 +46,10 @@ class Slots:
         self._pid, self._name = os.getpid(), f"worker {worker}"
         core.set_pid(self._base, worker, self._pid)
 
-    def begin(self, members: Sequence[int]) -> None:
+    def begin(self, generation: Generation) -> None:
         """See `Rounds`."""
         self._liveness.close()  # a place may have another process now
-        self._spin = spin_count(len(members))
+        self._spin = spin_count(len(generation.members))
 
     def post(self, seq: int, tag: str, address: int, num_bytes: int, among: Sequence[int]) -> None:
         """See `Rounds`."""

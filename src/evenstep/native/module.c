@@ -335,6 +335,38 @@ static PyObject *mail_seen(PyObject *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(atomic_load(&es_mail_mark(AT(mail), rank)->seq));
 }
 
+static PyObject *mark_seen(PyObject *self, PyObject *args) {
+    unsigned long long mark;
+    ARGS("K", &mark);
+    return PyLong_FromUnsignedLongLong(atomic_load(&((es_mark *)AT(mark))->seq));
+}
+
+static PyObject *mark_bump(PyObject *self, PyObject *args) {
+    unsigned long long mark;
+    ARGS("K", &mark);
+    es_bump(AT(mark));
+    Py_RETURN_NONE;
+}
+
+static PyObject *mark_wait(PyObject *self, PyObject *args) {
+    unsigned long long mark, seen, base;
+    unsigned spin;
+    long long timeout_ns;
+    int rc;
+    ARGS("KKKIL", &mark, &seen, &base, &spin, &timeout_ns);
+    Py_BEGIN_ALLOW_THREADS
+    rc = es_await(AT(mark), seen + 1, base ? es_abort_word(AT(base)) : NULL, spin, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(rc);
+}
+
+static PyObject *slot_data(PyObject *self, PyObject *args) {
+    unsigned long long base, seq;
+    unsigned worker;
+    ARGS("KIK", &base, &worker, &seq);
+    return PyLong_FromUnsignedLongLong((unsigned long long)(uintptr_t)es_slot_data(AT(base), worker, seq));
+}
+
 static PyObject *mail_bump(PyObject *self, PyObject *args) {
     unsigned long long mail;
     unsigned rank;
@@ -478,6 +510,8 @@ static PyMethodDef methods[] = {
     {"all_to_all", all_to_all, METH_VARARGS, NULL},       {"mail_bytes", mail_bytes, METH_VARARGS, NULL},
     {"mail_fragments", mail_fragments, METH_VARARGS, NULL}, {"mail_seen", mail_seen, METH_VARARGS, NULL},
     {"mail_bump", mail_bump, METH_VARARGS, NULL},         {"mail_wait", mail_wait, METH_VARARGS, NULL},
+    {"mark_seen", mark_seen, METH_VARARGS, NULL},         {"mark_bump", mark_bump, METH_VARARGS, NULL},
+    {"mark_wait", mark_wait, METH_VARARGS, NULL},         {"slot_data", slot_data, METH_VARARGS, NULL},
     {"mail_push", mail_push, METH_VARARGS, NULL},         {"mail_head", mail_head, METH_VARARGS, NULL},
     {"mail_pull", mail_pull, METH_VARARGS, NULL},
     {"collective", (PyCFunction)(void (*)(void))collective, METH_FASTCALL, NULL},

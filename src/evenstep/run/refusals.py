@@ -20,6 +20,9 @@ WITH_SERVERS: Mapping[Feature, str] = {
         "a stream in a run with servers or groups, where workers go on without each other; the streams of the shards "
         "need not end together, so who steps must know: train without servers, or index the data"
     ),
+    "scaled loss": (
+        "run.step(scaler=...) in a run with servers, which get gradients and cannot skip a step; train in bfloat16"
+    ),
     "whole optimizer": "prepare(..., whole=True) in a run with servers, which step what they hold; leave it out",
     "weighted loss": (
         "the step function returned an evenstep.Loss, but in this run gradients leave the workers before the weights "

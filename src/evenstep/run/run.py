@@ -32,8 +32,9 @@ from evenstep.engine.determinism import device_of, profile
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.models import check_model
 from evenstep.engine.randomness import derive, seed_all
+from evenstep.engine.scaling import Scaling
 from evenstep.engine.several import Trained
-from evenstep.engine.step import Engine
+from evenstep.engine.step import Engine, Task
 from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
@@ -440,6 +441,7 @@ class Run:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         reduction: Literal["mean", "sum"] = "mean",
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
         """Do one step on a batch. All workers must call this alike; blocks until all have committed it, or none.
 
@@ -454,6 +456,9 @@ class Run:
             clip_value: Clip every element of the gradients to this magnitude.
             reduction: "sum" if the function returns the sum over the part's samples instead of the mean; the loss is
                 then the sum over all samples, and so are gradients.
+            scaler: For float16: the loss that backward begins from is multiplied by its scale, gradients are divided by
+                it, and where they are not finite the step changes no parameter, on any worker. Its scale moves as by
+                `scaler.update()`; the script calls none of its methods. After such a step `grad_norm` is infinite.
 
         Returns:
             The mean loss over all samples, the same on every worker, as a tensor with one element; or (loss, metrics)
@@ -468,13 +473,14 @@ class Run:
         try:
             if self._env.resume:
                 self._saving.say_if_none()
-            prepared = self._prepared(optimizer)
+            trained = self._trained(optimizer)
             samples = batch if isinstance(batch, Batch) else self._cut(batch)
             if reduction not in ("mean", "sum"):
                 raise ConfigError(f"reduction={reduction!r}, expected 'mean' or 'sum'")
             function = function if reduction == "mean" else Summed(function, len(samples))
             self._trace(first=True)
-            outcome = self._engine.step(samples, function, prepared, Clipping(clip_norm, clip_value))
+            clipping = Clipping(clip_norm, clip_value)
+            outcome = self._engine.step(Task(samples, function, trained, clipping, Scaling(scaler)))
             self._trace(first=False)
             self._saving.heed()
         except BaseException:
@@ -484,7 +490,7 @@ class Run:
         self._meter.add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
 
-    def _prepared(self, optimizer: Optimizer | Sequence[Optimizer] | None) -> Trained:
+    def _trained(self, optimizer: Optimizer | Sequence[Optimizer] | None) -> Trained:
         prepared = self._engine.optimizers
         if not prepared:
             raise ConfigError("no optimizer was prepared; call model, optimizer = run.prepare(model, optimizer) first")

@@ -101,6 +101,14 @@ class HostMemory:
     def fence(self) -> None:
         """Nothing to do: marks are stored by `core.store`, which comes after all that was written before."""
 
+    def locate(self, tensor: Tensor) -> int:
+        """Where in the segment a tensor of a region begins: the same on every machine."""
+        for area in (self._state, self._scratch):
+            place = area.locate(tensor.data_ptr())
+            if place is not None:
+                return place
+        raise AssertionError("the tensor lies in this memory")
+
     def at_work(self) -> AbstractContextManager[None]:
         """Nothing to do: what is called is done."""
         return nullcontext()
@@ -178,13 +186,22 @@ class _Area:
         self._fd, self._end = fd, begin
         self._window: mmap.mmap | None = None
         self._window_begin = 0
+        self._mapped: list[tuple[int, int, int]] = []  # address, bytes, place in the segment
 
     def reserve(self, num_bytes: int) -> _Mapped:
         begin, self._end = self._end, self._end + aligned(max(num_bytes, 1), _PAGE)
         if self._window is None or self._end > self._window_begin + len(self._window):
             self._window = mmap.mmap(self._fd, max(self._end - begin, _WINDOW_BYTES), offset=begin)
             self._window_begin = begin
+            address = torch.frombuffer(self._window, dtype=torch.uint8, count=1).data_ptr()
+            self._mapped.append((address, len(self._window), begin))
         return _Mapped(self._window, begin - self._window_begin, self._end - begin)
+
+    def locate(self, address: int) -> int | None:
+        for begin, num_bytes, place in self._mapped:
+            if begin <= address < begin + num_bytes:
+                return place + address - begin
+        return None
 
 
 class _Allocations:

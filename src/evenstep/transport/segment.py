@@ -5,7 +5,8 @@ It is sparse: reserving costs nothing until a page is written. It has these part
 
 - the control part of the C core, and behind it the *board*: a few words for every worker and for the supervisor;
 - the area of the *state* and that of *scratch*, which are a `Memory`;
-- the *journal*, written and read as a file.
+- the *journal*, written and read as a file;
+- the *outbox*: what the workers of this machine have for others (`outbox.py`).
 """
 
 import mmap
@@ -17,12 +18,13 @@ from evenstep.core.errors import ConfigError
 from evenstep.native import core
 from evenstep.transport.memory import HostMemory, aligned
 
-__all__ = ["JOURNAL_BEGIN", "Segment"]
+__all__ = ["JOURNAL_BEGIN", "OUTBOX_BEGIN", "SEGMENT_BYTES", "Segment"]
 
 _PAGE = mmap.PAGESIZE
-_FILE_BYTES = 1 << 42
+SEGMENT_BYTES = 1 << 42
 _SCRATCH_BEGIN = 1 << 40
 JOURNAL_BEGIN = 1 << 41
+OUTBOX_BEGIN = 3 << 40
 _BOARD_WORDS = 8  # of every worker, and of the supervisor
 _SLOT_BYTES = 1 << 18
 
@@ -67,12 +69,12 @@ class Segment:
         except OSError as error:
             raise ConfigError(f"no shared segment could be made: {error.strerror}; look at `ulimit -a`") from error
         try:
-            os.ftruncate(fd, _FILE_BYTES)
+            os.ftruncate(fd, SEGMENT_BYTES)
             control = mmap.mmap(fd, _control_bytes(num_workers, slot_bytes))
         except OSError as error:
             os.close(fd)
             raise ConfigError(
-                f"no shared segment could be made: {error.strerror}; it is {_FILE_BYTES >> 40} TiB long (and takes "
+                f"no shared segment could be made: {error.strerror}; it is {SEGMENT_BYTES >> 40} TiB long (and takes "
                 "only what is written to it): run without limits on file size and virtual memory, "
                 "`ulimit -f unlimited -v unlimited`"
             ) from error

@@ -1,0 +1,104 @@
+"""Exchanges between the workers of several machines: slots, which a bridge on each machine fills with what others post.
+
+The same bridges put ranges of one machine's memory at the same place of another's: `Puts`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from evenstep.core.errors import SilenceError
+from evenstep.core.events import Event
+from evenstep.exchange.generations import Generation
+from evenstep.exchange.slots import SLICE_NS, Slots
+from evenstep.transport.outbox import ARRIVED, EVERYONE, POST, PUT, Mark, Outbox, Request
+from evenstep.transport.segment import Segment
+
+__all__ = ["EVERYONE", "Bridged", "Puts"]
+
+
+class Bridged(Slots):
+    """The slots of a machine in which there are the posts of other machines' workers too: see `Rounds`.
+
+    Args:
+        segment: Of this machine.
+        worker: Whose place this process takes.
+        timeout_s: How long any wait for another worker may take.
+        report: See `Slots`.
+    """
+
+    def __init__(
+        self, segment: Segment, worker: int, timeout_s: float, report: Callable[[Event], None] | None = None
+    ) -> None:
+        super().__init__(segment, worker, timeout_s, report)
+        self.outbox = Outbox(segment, worker)
+        self.generation = 0
+        self._machine_of: dict[int, int] = {}
+
+    def begin(self, generation: Generation) -> None:
+        """See `Rounds`."""
+        super().begin(generation)
+        self.generation = generation.number
+        machines = generation.machines or [0] * len(generation.members)
+        self._machine_of = dict(zip(generation.members, machines, strict=True))
+
+    def post(self, seq: int, tag: str, address: int, num_bytes: int, among: Sequence[int]) -> None:
+        """See `Rounds`. What concerns workers of this machine only stays here."""
+        super().post(seq, tag, address, num_bytes, among)
+        here = self._machine_of[self.worker]
+        local = sum(self._machine_of[worker] == here for worker in among)
+        if local < len(among):
+            self.outbox.push(Request(POST, self.generation, seq=seq, num_bytes=num_bytes, local=local))
+
+    def _describe(self, worker: int) -> str:
+        machine = self._machine_of.get(worker)
+        if machine in (None, self._machine_of.get(self.worker)):
+            return super()._describe(worker)
+        return f"worker {worker} (on machine {machine})"
+
+
+class Puts:
+    """Ranges of this machine's memory for others, and the wait for theirs.
+
+    Args:
+        segment: Of this machine.
+        rounds: Of this worker.
+    """
+
+    def __init__(self, segment: Segment, rounds: Bridged) -> None:
+        self._segment, self._rounds = segment, rounds
+        self._arrived = Mark(segment, ARRIVED)
+
+    def put(self, machine: int, data: Tensor | None, word: Tensor, value: int) -> None:
+        """Copy memory to the same place of another machine, or of EVERYONE, then set a word there. Does not wait.
+
+        Args:
+            machine: Which.
+            data: What; a tensor of the segment without gaps, which must stay as it is until the other machine has it.
+                None: only the word.
+            word: Which word; one element of a tensor of words.
+            value: To what.
+        """
+        memory = self._segment.memory
+        offset, num_bytes = (0, 0) if data is None else (memory.locate(data), data.numel() * data.element_size())
+        place = memory.locate(word)
+        self._rounds.outbox.push(Request(PUT, self._rounds.generation, machine, offset, num_bytes, place, value))
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait for something that another machine puts here.
+
+        Raises:
+            PeerError: A worker failed, or a machine is lost.
+            SilenceError: It did not come within the timeout.
+        """
+        rounds, begin = self._rounds, time.monotonic()
+        while True:
+            seen = self._arrived.seen()
+            if ready():
+                break
+            rounds.check()
+            if time.monotonic() > begin + rounds.timeout_s:
+                raise SilenceError(f"worker {rounds.worker} waits for {what} since {rounds.timeout_s:g} s")
+            self._arrived.wait(seen, SLICE_NS / 1e9, self._segment.base)
+        rounds.waited_s += time.monotonic() - begin

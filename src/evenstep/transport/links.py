@@ -1,0 +1,139 @@
+"""The links between the machines of a generation: bytes to and from each other one, in order, by torch.distributed.
+
+There are two lanes, so that a large range on its way does not hold up what workers wait for.
+"""
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from evenstep.core.errors import ConfigError
+
+__all__ = ["BACKENDS", "LANES", "RANGES", "WORDS", "GlooLinks", "Link", "Links", "connect"]
+
+WORDS, RANGES = 0, 1
+LANES = 2
+BACKENDS = ("gloo", "nccl", "mpi", "ucc")
+_FOREVER = timedelta(days=365)  # who is lost is not for us to find out
+
+
+class Link(Protocol):
+    """Something on its way."""
+
+    def wait(self) -> Any:
+        """Wait until the memory may be used again.
+
+        Raises:
+            RuntimeError: The other machine is lost.
+        """
+
+
+class Links(Protocol):
+    """One machine's ends.
+
+    Attributes:
+        machine: Which one this is.
+        count: How many there are.
+    """
+
+    machine: int
+    count: int
+
+    def send(self, machine: int, lane: int, data: Tensor) -> Link:
+        """Start to send bytes [n]; they must stay until it is over."""
+
+    def receive(self, machine: int, lane: int, data: Tensor) -> None:
+        """Receive bytes [n], as many as were sent. Blocks.
+
+        Raises:
+            RuntimeError: The other machine is lost.
+        """
+
+
+class GlooLinks:
+    """Links by gloo, over TCP.
+
+    Args:
+        store: Where the machines find each other.
+        machine: Which one this is.
+        count: How many there are.
+        address: The address under which the others reach this one; None: that of its host name.
+        timeout_s: How long they may take to find each other.
+
+    Raises:
+        RuntimeError: They do not.
+    """
+
+    def __init__(self, store: Any, machine: int, count: int, address: str | None, timeout_s: float) -> None:
+        self.machine, self.count = machine, count
+        self._lanes: list[Any] = []  # torch does not say what they can do
+        for lane in range(LANES):
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as above
+            options._devices = [
+                ProcessGroupGloo.create_device(hostname=address)
+                if address is not None
+                else ProcessGroupGloo.create_default_device()
+            ]
+            options._timeout = timedelta(seconds=timeout_s)
+            group = ProcessGroupGloo(PrefixStore(f"lane {lane}", store), machine, count, options)
+            group.set_timeout(_FOREVER)
+            self._lanes.append(group)
+
+    def send(self, machine: int, lane: int, data: Tensor) -> Link:
+        """See `Links`."""
+        link: Link = self._lanes[lane].send([data], machine, 0)
+        return link
+
+    def receive(self, machine: int, lane: int, data: Tensor) -> None:
+        """See `Links`."""
+        self._lanes[lane].recv([data], machine, 0).wait(_FOREVER)
+
+
+class _OtherLinks:
+    """Links by any other backend of torch.distributed, in a process that has no other use for it."""
+
+    def __init__(self, backend: str, store: Any, machine: int, count: int, timeout_s: float) -> None:
+        self.machine, self.count = machine, count
+        self._device = torch.device("cuda", machine % torch.cuda.device_count()) if backend == "nccl" else None
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=machine, world_size=count, timeout=timeout)
+        self._lanes = [dist.new_group(timeout=_FOREVER) for _ in range(LANES)]
+
+    def send(self, machine: int, lane: int, data: Tensor) -> Link:
+        staged = data if self._device is None else data.to(self._device)
+        work = dist.isend(staged, machine, self._lanes[lane])
+        assert work is not None, "this machine is in the group"
+        return work
+
+    def receive(self, machine: int, lane: int, data: Tensor) -> None:
+        staged = data if self._device is None else torch.empty_like(data, device=self._device)
+        dist.recv(staged, machine, self._lanes[lane])
+        if staged is not data:
+            data.copy_(staged)
+
+
+def connect(backend: str, store: Any, machine: int, count: int, address: str | None, timeout_s: float) -> Links:
+    """Connect this machine with all others; blocks until all have come.
+
+    Raises:
+        RuntimeError: They did not come in time.
+    """
+    if backend == "gloo":
+        return GlooLinks(store, machine, count, address, timeout_s)
+    return _OtherLinks(backend, store, machine, count, timeout_s)
+
+
+def check_backend(backend: str) -> None:
+    """See that this build of torch has a backend.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"--between {backend}, expected one of {', '.join(BACKENDS)}")
+    if not getattr(dist, f"is_{backend}_available")():
+        raise ConfigError(f"--between {backend}: this build of torch has no {backend}; use gloo, the default")

@@ -1,0 +1,153 @@
+"""What the workers of a machine have for other machines: requests in shared memory, which its bridge carries out.
+
+A worker asks for two things: that what it has posted in its slot be posted on the other machines too, and that a range
+of the segment be *put* at the same place of another machine's, and a word be set there when it is whole. Each worker
+has a ring of its own, which it alone writes; it waits for nobody unless the ring is full.
+"""
+
+import mmap
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from evenstep.native import core
+from evenstep.transport.segment import OUTBOX_BEGIN, Segment
+
+__all__ = ["ARRIVED", "EVERYONE", "POST", "PUT", "Mark", "Outbox", "Request", "Requests"]
+
+POST, PUT = 1, 2
+ASKED, ARRIVED = 0, 1  # marks
+EVERYONE = -1
+"""As a target: all other machines."""
+
+_PAGE = mmap.PAGESIZE
+_ENTRIES = 1024
+_STRIDE = _PAGE + 64 * _ENTRIES
+_PAUSE_S = 5e-5
+
+
+class Request(NamedTuple):
+    """Something for other machines.
+
+    Attributes:
+        kind: POST or PUT.
+        generation: In which it was asked for; later ones do not know it.
+        target: Which machine, or EVERYONE.
+        offset: Of a put: where the range begins, in the segment.
+        num_bytes: How many it is, or was posted.
+        word: Of a put: the offset of the word to set; 0: none.
+        value: What to set it to.
+        seq: Of a post: which one.
+        local: Of a post: how many workers of this machine take part in the exchange; they go together.
+    """
+
+    kind: int
+    generation: int
+    target: int = EVERYONE
+    offset: int = 0
+    num_bytes: int = 0
+    word: int = 0
+    value: int = 0
+    seq: int = 0
+    local: int = 1
+
+    def pack(self) -> tuple[int, ...]:
+        """As the 8 words of an entry."""
+        head = self.kind | self.local << 8 | self.generation << 24
+        return (head, self.target, self.offset, self.num_bytes, self.word, self.value, self.seq, 0)
+
+    @classmethod
+    def unpack(cls, words: Iterable[int]) -> "Request":
+        """The inverse of `pack`."""
+        head, target, offset, num_bytes, word, value, seq, _ = words
+        return cls(head & 0xFF, head >> 24, target, offset, num_bytes, word, value, seq, head >> 8 & 0xFFFF)
+
+
+class Mark:
+    """A number in the segment that grows, and that can be waited for.
+
+    Args:
+        segment: Whose.
+        number: 0: something was asked for; 1: something has arrived from another machine.
+    """
+
+    def __init__(self, segment: Segment, number: int) -> None:
+        self._window = mmap.mmap(segment.fd, _PAGE, offset=OUTBOX_BEGIN)
+        self._address = torch.frombuffer(self._window, dtype=torch.uint8).data_ptr() + 64 * number
+
+    def bump(self) -> None:
+        """Let it grow, and wake whoever waits."""
+        core.mark_bump(self._address)
+
+    def seen(self) -> int:
+        """What it is now."""
+        return core.mark_seen(self._address)
+
+    def wait(self, seen: int, timeout_s: float, base: int = 0) -> None:
+        """Wait until it is more than that, the time is over, or the group around `base` has failed."""
+        core.mark_wait(self._address, seen, base, 0, int(timeout_s * 1e9))
+
+
+class _Ring:
+    """The ring of one worker: two words (how many were put in, how many were taken out), then the entries."""
+
+    def __init__(self, segment: Segment, worker: int) -> None:
+        self._window = mmap.mmap(segment.fd, _STRIDE, offset=OUTBOX_BEGIN + _PAGE + worker * _STRIDE)
+        self.pushed = torch.frombuffer(self._window, dtype=torch.uint8).data_ptr()
+        self.taken = self.pushed + 64
+        self.entries = np.frombuffer(self._window, dtype=np.int64, offset=_PAGE).reshape(_ENTRIES, 8)
+
+
+class Outbox:
+    """The worker's side.
+
+    Args:
+        segment: Of this machine.
+        worker: Which worker.
+    """
+
+    def __init__(self, segment: Segment, worker: int) -> None:
+        self._base, self._ring = segment.base, _Ring(segment, worker)
+        self._mark = Mark(segment, ASKED)
+        self._count = core.load(self._ring.pushed)  # another worker may have been in this place
+
+    def push(self, request: Request) -> None:
+        """Ask for something. Blocks while the ring is full, unless the group has failed: then nobody wants it."""
+        while self._count - core.load(self._ring.taken) >= _ENTRIES:
+            if core.aborted(self._base) is not None:
+                return
+            time.sleep(_PAUSE_S)
+        self._ring.entries[self._count % _ENTRIES] = request.pack()
+        self._count += 1
+        core.store(self._ring.pushed, self._count)
+        self._mark.bump()
+
+
+class Requests:
+    """The bridge's side. Its `mark` grows whenever something is asked for.
+
+    Args:
+        segment: Of this machine.
+        workers: The workers of this machine.
+        generation: What was asked for in another one is dropped.
+    """
+
+    def __init__(self, segment: Segment, workers: Iterable[int], generation: int) -> None:
+        self._rings = {worker: _Ring(segment, worker) for worker in workers}
+        self.mark = Mark(segment, ASKED)
+        self._generation = generation
+        self._taken = {worker: core.load(ring.taken) for worker, ring in self._rings.items()}
+
+    def take(self) -> Iterator[tuple[int, Request]]:
+        """Take what is there, each with the worker that asked for it, in the order of each worker."""
+        for worker, ring in self._rings.items():
+            end = core.load(ring.pushed)
+            for number in range(self._taken[worker], end):
+                request = Request.unpack(ring.entries[number % _ENTRIES].tolist())
+                if request.generation == self._generation:
+                    yield worker, request
+            self._taken[worker] = end
+            core.store(ring.taken, end)
