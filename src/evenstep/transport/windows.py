@@ -4,14 +4,13 @@ Every worker has a window with some slots. It alone writes them; the others read
 what they want is there. On GPUs a window is device memory that is opened through CUDA IPC, else a range of the segment.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from evenstep.core.errors import EvenstepError
+from evenstep.transport.driver import Driver
 from evenstep.transport.memory import HostMemory
 
 __all__ = ["HostWindows", "PeerWindows", "Windows"]
@@ -91,7 +90,7 @@ class PeerWindows:
         swap: Callable[[str], Sequence[str]],
     ) -> None:
         self._device, self._slot_bytes, self._rank = device, slot_bytes, rank
-        self._driver = _Driver()
+        self._driver = Driver()
         self._opened: list[int] = []
         self._own = self._driver.allocate(num_slots[rank] * slot_bytes)
         try:
@@ -139,43 +138,3 @@ class _Bytes:
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
         }  # fmt: skip
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * 64)]  # as ctypes wants it
-
-
-class _Driver:
-    """The few functions of the CUDA driver that torch does not give."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("libcuda.so.1")
-
-    def _call(self, name: str, *args: Any) -> None:
-        code = getattr(self._library, name)(*args)
-        if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(code, ctypes.byref(text))
-            raise EvenstepError(f"GPUs cannot share memory: {name} says {(text.value or b'?').decode()}")
-
-    def allocate(self, num_bytes: int) -> int:
-        address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        return address.value
-
-    def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", ctypes.c_uint64(address))
-
-    def handle(self, address: int) -> bytes:
-        found = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(found), ctypes.c_uint64(address))
-        return ctypes.string_at(ctypes.byref(found), 64)
-
-    def open(self, handle: bytes) -> int:
-        address, given = ctypes.c_uint64(), _Handle()
-        ctypes.memmove(ctypes.byref(given), handle, 64)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(1))
-        return address.value
-
-    def close(self, address: int) -> None:
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
