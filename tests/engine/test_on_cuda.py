@@ -25,10 +25,13 @@ def trained(case, **options):
         return case(run), run.fingerprint()
 
 
+ON_THE_HOST = ("a_gan", "a_contrastive_loss_over_the_whole_batch")  # these make tensors there
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ON_THE_HOST])
 def test_graphs_change_no_bit(case):
-    assert trained(case, graphs="auto") == trained(case, graphs=False)
+    assert trained(CASES[case], graphs="auto") == trained(CASES[case], graphs=False)
 
 
 class Net(nn.Module):

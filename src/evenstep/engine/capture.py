@@ -1,6 +1,7 @@
 """Pieces of a step captured as CUDA graphs: forward and backward apart, so that results are known before the end."""
 
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -56,7 +57,8 @@ class CudaRecorder:
         try:
             function()
         except BaseException:
-            with suppress(RuntimeError):  # it says that the capture is not valid
+            with suppress(RuntimeError), warnings.catch_warnings():  # it says that the capture is not valid
+                warnings.simplefilter("ignore")
                 graph.capture_end()
             raise
         graph.capture_end()

@@ -280,6 +280,7 @@ class _Single(_Piece):
         lane.begin(self._compute.committed_buffers())
         lane.resume()
         self._streams[0].resume()
+        torch.clear_autocast_cache()  # what was cast outside of a graph would not be cast again in its replays
         before = None if shard == next(iter(self._work.parts)) else next(iter(self._work.parts))
         with inside(Alone(self._work.rows(shard), before)):
             value = self._call(shard)
@@ -289,6 +290,7 @@ class _Single(_Piece):
     def backward(self) -> None:
         with inside(Alone(range(0), next(iter(self._work.parts)))):
             self._go_backward([self._compute.lane(0)])
+        torch.clear_autocast_cache()  # nor may what was cast in a graph be used outside
 
 
 class _Joint(_Piece):
