@@ -14,7 +14,7 @@ class Piece:
 
     def __init__(self, script, inputs, seeds):
         self._script, self._inputs, self._seeds = script, inputs, seeds
-        self.drew = script.draws
+        self.drew, self.carried = script.draws, script.carries
 
     def forward(self):
         self._script.log.append("computed")
@@ -32,7 +32,7 @@ class Script:
 
     def __init__(self):
         self.log, self.hidden, self.seen = [], 1.0, 0
-        self.draws = self.counts = False
+        self.draws = self.carries = self.counts = False
         self.sent = []
 
     def task(self, value=1.0, signature="s", seed=0):
@@ -128,7 +128,11 @@ def test_a_value_that_is_another_one_every_time_ends_it_with_its_name():
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"draws": True}, "draws random numbers on the host"), ({"counts": True}, "changes what it can see: beta is 0")],
+    [
+        ({"draws": True}, "draws random numbers on the host"),
+        ({"carries": True}, "uses a run.carry"),
+        ({"counts": True}, "changes what it can see: beta is 0"),
+    ],
 )
 def test_what_a_replay_would_leave_out_is_not_captured(change, reason):
     script, graphs, said = make()

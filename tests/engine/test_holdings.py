@@ -53,7 +53,7 @@ def test_state_of_several_optimizers_has_several_names(holdings_of):
     second = holdings.add(torch.optim.SGD([next(iter(holdings.models.slots.parameters.values()))], 0.1))
     assert holdings.optimizers[1] is second
     assert {name.split(".")[0] for name in holdings.state.entries} == {"model", "optimizer"}
-    assert second.news_of({"optimizer2.model.0.weight.momentum_buffer": torch.zeros(2, 3)}, {}) != []
+    assert second.kept.news_of({"optimizer2.model.0.weight.momentum_buffer": torch.zeros(2, 3)}, {}) != []
 
 
 def test_values_that_are_put_in_place_of_others_can_be_taken_back(holdings_of):
@@ -86,8 +86,8 @@ def test_a_checkpoint_is_put_in_place_on_all_workers(holdings_of, num_workers):
         assert holdings.state.fingerprint() != expected
         holdings.group.barrier("seen")
         holdings.state.operation = 7
-        news = holdings.restore(tensors, values)
-        holdings.restored(news, 12, took_part=True)
+        news, carried = holdings.restore(tensors, values)
+        holdings.restored(news, carried, 12, took_part=True)
         return model, holdings.state.fingerprint(), holdings.version
 
     for model, fingerprint, version in together(workers, body):
@@ -113,7 +113,7 @@ def test_what_is_settled_is_watched(holdings_of):
     (holdings,) = holdings_of()
     model = trained(holdings)
     holdings.models.check_versions()
-    holdings.optimizers[0].check_untouched()
+    holdings.optimizers[0].kept.check_untouched()
     with torch.no_grad():
         model[0].bias.add_(1)
     holdings.settle()

@@ -274,6 +274,21 @@ def a_contrastive_loss_over_the_whole_batch(run: evenstep.Run) -> Seen:
 
 
 @case
+def an_lstm_with_carried_state(run: evenstep.Run) -> Seen:
+    model = nn.LSTM(7, 6, batch_first=True)
+    model, _ = run.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))
+    hidden = run.carry(lambda rows: (torch.zeros(1, rows, 6), torch.zeros(1, rows, 6)))
+
+    def function(part: Any) -> Tensor:
+        output, state = model(part, hidden.get())
+        hidden.set(state)
+        return output.square().mean()
+
+    text = torch.arange(9 * 24 * 7.0).reshape(9, 24, 7).sin()
+    return [float(run.step(text[:, n : n + 4], function)) for n in range(0, 24, 4)]
+
+
+@case
 def two_optimizers_on_one_backward(run: evenstep.Run) -> Seen:
     model = flat(nn.BatchNorm1d(12))
     model, first = run.prepare(model, torch.optim.Adam([p for p in model.parameters() if p.ndim == 2]))

@@ -15,7 +15,7 @@ from workers import cli_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
 SCRIPTS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-BEFORE, AFTER, LANGUAGE, CONTRASTIVE, STREAMS, AVERAGED = SCRIPTS
+BEFORE, AFTER, LANGUAGE, CONTRASTIVE, CARRIED, STREAMS, AVERAGED = SCRIPTS
 MINE = """
     import torch
     from torch import nn
@@ -85,6 +85,23 @@ def test_the_contrastive_loss_of_the_page_is_that_of_the_whole_batch():
         exec(CONTRASTIVE, names)  # the page's own words
         assert float(run.step(batch, names["loss_of"])) == pytest.approx(whole.item())
         assert model is not None
+
+
+def test_the_carried_state_of_the_page_goes_on_from_step_to_step():
+    class Model(torch.nn.GRU):
+        def init_hidden(self, rows):
+            return torch.zeros(1, rows, 5)
+
+    with evenstep.Run(shards=2, seed=4, quiet=True) as run:
+        model = Model(3, 5, batch_first=True)
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
+        names = {"F": F, "run": run, "model": model}
+        exec(CARRIED, names)  # the page's own words
+        batch = torch.ones(4, 2, 3), torch.zeros(4, 2, dtype=torch.long)
+        first, second = (float(run.step(batch, names["loss_of"])) for _ in range(2))
+        names["hidden"].reset()
+        assert first != second
+        assert float(run.step(batch, names["loss_of"])) == first
 
 
 def test_streams_end_on_one_result_whoever_reads_them(page, tmp_path):

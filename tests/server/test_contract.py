@@ -49,7 +49,7 @@ def serve(request):
 
         def each(self, client):
             """The connections to the single servers."""
-            return client.connections if self.count > 1 else [client.connection]
+            return client.servers.connections if self.count > 1 else [client.connection]
 
     yield Serving()
     for client in clients:

@@ -15,7 +15,7 @@ from torch import nn
 
 from evenstep.server import Limits, ParameterServer
 from evenstep.server.hosting.config import ServerConfig
-from evenstep.server.hosting.host import SingleServer
+from evenstep.server.hosting.host import Host
 from evenstep.server.service.requests import VERBS
 from evenstep.server.wire.slices import ServerPlace
 from evenstep.server.wire.tensors import encode
@@ -52,7 +52,7 @@ class Servers:
     """One that is alone, one that follows another, and one without a lock."""
 
     alone: ParameterServer
-    follower: SingleServer
+    follower: Host
     free: ParameterServer
 
 
@@ -66,7 +66,7 @@ def servers():
         ParameterServer(nn.Linear(4, 3), staleness=None, lock=False, limits=limits, transports=("tcp",)) as free,
     ):
         config = ServerConfig(transports=("http", "tcp"), staleness=None, limits=limits)
-        follower = SingleServer(config, None, (nn.Linear(4, 3), None), ServerPlace(1, 2, "set"))
+        follower = Host(config, None, (nn.Linear(4, 3), None), ServerPlace(1, 2, "set"))
         follower.start()
         try:
             yield Servers(alone, follower, free)

@@ -14,7 +14,7 @@ from torch import nn
 from evenstep.core.errors import RefusedError, UnreachableError
 from evenstep.server import Limits, ParameterServer, connect
 from evenstep.server.hosting.config import ServerConfig
-from evenstep.server.hosting.host import SingleServer
+from evenstep.server.hosting.host import Host
 from evenstep.server.wire.slices import ServerPlace
 from evenstep.server.wire.tensors import Head, encode
 
@@ -175,7 +175,7 @@ def test_no_harmed_frame_brings_the_server_down():
 def test_no_harmed_frame_brings_a_server_of_several_down():
     """A follower: it is told what to do by clients."""
     config = ServerConfig(transports=("tcp",), limits=Limits(body_bytes=1 << 20, fields_bytes=4096, idle_s=0.3))
-    server = SingleServer(config, None, (nn.Linear(4, 3), None), ServerPlace(1, 2, "set"))
+    server = Host(config, None, (nn.Linear(4, 3), None), ServerPlace(1, 2, "set"))
     body = b"".join(encode({name: torch.zeros_like(tensor) for name, tensor in server.store.tensors().items()}))
     who = b'"worker":"w","session":"s","sequence":1'
     more = [

@@ -102,7 +102,9 @@ def default_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def fork(main: Callable[[], int], *, streams: tuple[int, int] = (1, 2), keep: Collection[int] = ()) -> Child:
+def fork(
+    main: Callable[[], int], *, streams: tuple[int, int] = (1, 2), keep: Collection[int] = (), tied: bool = True
+) -> Child:
     """Fork a process that does one thing.
 
     Args:
@@ -110,17 +112,18 @@ def fork(main: Callable[[], int], *, streams: tuple[int, int] = (1, 2), keep: Co
             whole.
         streams: What becomes its standard output and error.
         keep: Descriptors that it keeps beside them. All others are closed in it; its standard input is empty.
+        tied: It is killed when the thread that forks it ends. If not, it has to look itself whether its parent lives.
     """
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _become(main, parent, streams, keep)
+        _become(main, parent if tied else None, streams, keep)
     return Child(pid)
 
 
-def _become(main: Callable[[], int], parent: int, streams: tuple[int, int], keep: Collection[int]) -> NoReturn:
+def _become(main: Callable[[], int], parent: int | None, streams: tuple[int, int], keep: Collection[int]) -> NoReturn:
     code = 1
     try:
         _live_apart(parent, streams, keep)
@@ -137,10 +140,11 @@ def _become(main: Callable[[], int], parent: int, streams: tuple[int, int], keep
         os._exit(code & 0xFF)  # as the kernel would; a larger number raises, and this process would go on
 
 
-def _live_apart(parent: int, streams: tuple[int, int], keep: Collection[int]) -> None:
-    core.die_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)
+def _live_apart(parent: int | None, streams: tuple[int, int], keep: Collection[int]) -> None:
+    if parent is not None:
+        core.die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
     os.setsid()
     signal.set_wakeup_fd(-1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -17,6 +17,7 @@ class Alone:
     """The surroundings of a shard that is computed by itself, as long as it does not want to meet others.
 
     Args:
+        shard: Which one.
         rows: Those of its part.
         before: A shard that was computed before it without meeting anybody, if any.
     """
@@ -24,8 +25,8 @@ class Alone:
     token: Tensor | None = None
     alone = True
 
-    def __init__(self, rows: range, before: int | None) -> None:
-        self.rows, self._before = rows, before
+    def __init__(self, shard: int, rows: range, before: int | None) -> None:
+        self.shard, self.rows, self._before = shard, rows, before
 
     def _meet(self, *_: Any) -> Any:
         if self._before is None:

@@ -153,7 +153,7 @@ class Compute:
             self._stream.reseed(self.context.seed_of(work.number, shard))
             self._stream.resume()
             try:
-                with inside(Alone(work.rows(shard), None if not values else next(iter(values)))):
+                with inside(Alone(shard, work.rows(shard), None if not values else next(iter(values)))):
                     with self._user_code():
                         value = work.function(part)
                     loss, metrics = split(value)

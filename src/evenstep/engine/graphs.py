@@ -53,6 +53,7 @@ class Piece(Protocol):
     Attributes:
         products: What they gave; the gradients after backward.
         drew: Whether user code drew random numbers on the host.
+        carried: Whether it has asked for what the last step left, or leaves something.
     """
 
     @property
@@ -60,6 +61,9 @@ class Piece(Protocol):
 
     @property
     def drew(self) -> bool: ...  # noqa: D102  # an attribute, documented with the class
+
+    @property
+    def carried(self) -> bool: ...  # noqa: D102  # an attribute, documented with the class
 
     def forward(self) -> None:
         """Go forward."""
@@ -169,6 +173,8 @@ class Graphs:
         piece = self.compute(task)
         if piece.drew:
             self._give_up("it draws random numbers on the host, and a replay would repeat them")
+        elif piece.carried:
+            self._give_up("it uses a run.carry, and a replay would hand on that of the capture")
         elif (effect := difference(look, task.look(True))) is not None:
             self._give_up(f"it changes what it can see: {effect}")
         return piece.products

@@ -4,7 +4,7 @@ It changes in operations of the ledger only. Whoever is about to change somethin
 that comes to nothing can be taken back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError
+from evenstep.engine.carries import Carried, Carries
+from evenstep.engine.kept import News
 from evenstep.engine.models import Models
-from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.prepared import PreparedOptimizer
+from evenstep.engine.several import SeveralOptimizers, Trained
 from evenstep.engine.spreading import ThroughHost
 from evenstep.exchange.ledger import Ledger
 from evenstep.plan.sites import Sites
@@ -37,6 +40,7 @@ class Holdings:
         models: The prepared models.
         optimizers: The prepared optimizers.
         state: The tensors and plain values of both.
+        carries: What steps hand on to the next, which is part of the state.
         version: How many steps have been committed.
     """
 
@@ -45,8 +49,10 @@ class Holdings:
         self.memory = _memory_of(config.device, self.group.segment)
         self.models = Models(config, self.group, self.memory)
         self.optimizers: list[PreparedOptimizer] = []
+        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self.state = self.models.state
         self.state.spreading = ThroughHost(self.group)
+        self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
 
     @property
@@ -66,6 +72,19 @@ class Holdings:
         self.optimizers.append(prepared)
         return prepared
 
+    def together(self, optimizers: Sequence[PreparedOptimizer]) -> Trained:
+        """Some prepared optimizers, to step together.
+
+        Raises:
+            ConfigError: A parameter is in two of them.
+        """
+        if len(optimizers) == 1:
+            return optimizers[0]
+        key = tuple(map(id, optimizers))
+        if key not in self._several:
+            self._several[key] = SeveralOptimizers(optimizers)
+        return self._several[key]
+
     def replace(self, values: Mapping[str, Tensor]) -> None:
         """Put other values in the place of some of the state. One worker's, inside of an operation."""
         entries = [self.state.entries[name] for name in values]
@@ -83,25 +102,33 @@ class Holdings:
         """No operation is under way on this worker any more: nobody should change anything until the next."""
         for prepared in self.optimizers:
             prepared.gradients.clear()
-            prepared.remember()
+            prepared.kept.remember()
         self.models.slots.bind_base()
         self.models.remember_versions()
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> list[News]:
-        """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation."""
-        news = [prepared.news_of(tensors, values) for prepared in self.optimizers]
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> tuple[list[News], Carried]:
+        """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation.
+
+        Returns:
+            What is new in each optimizer's state, and what is carried.
+        """
+        news = [prepared.kept.news_of(tensors, values) for prepared in self.optimizers]
         with torch.no_grad():
             for prepared, theirs in zip(self.optimizers, news, strict=True):
                 prepared.settle(theirs, set())
+            carried = self.carries.news_of(tensors, values)
+            self.carries.settle(carried)
         if self.state.sites.is_first:
             self.replace({name: tensor for name, tensor in tensors.items() if name in self.state.entries})
         self.group.barrier("checkpoint restored")
-        return news
+        return news, carried
 
-    def restored(self, news: list[News], version: int, took_part: bool) -> None:
-        """A checkpoint's state is committed."""
+    def restored(self, news: list[News], carried: Carried | None, version: int, took_part: bool) -> None:
+        """A checkpoint's state is committed. `carried` None: what is carried is known already."""
         for prepared, theirs in zip(self.optimizers, news, strict=True):
             prepared.adopt(theirs, took_part)
+        if carried is not None:
+            self.carries.replace(carried)
         self.pull()
         self.settle()
         self.version = version

@@ -43,7 +43,7 @@ class LaneSurroundings:
     def __init__(self, participant: Participant, prefix: str, crew: Crew, rows: range) -> None:
         self.token: Tensor | None = None
         self._participant: Participant | None = participant
-        self._prefix, self._crew, self.rows = prefix, crew, rows
+        self._prefix, self._crew, self.rows, self.shard = prefix, crew, rows, participant.identifier
         self.shards, self.me, self.num_shards, self.is_whole = crew.shards, crew.me, crew.num_shards, crew.is_whole
         self.alone = crew.alone
         self._calls: dict[int, int] = {}

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.alone import Alone, Meets
+from evenstep.engine.carries import Carries
 from evenstep.engine.compute import Work
 from evenstep.engine.context import Context
 from evenstep.engine.gradients import Gradients
@@ -39,12 +40,13 @@ class DeviceCompute:
     Args:
         context: The shards of the run.
         models: All prepared models.
+        carries: What steps hand on.
         timeout_s: How long lanes wait for each other.
         graphs: Computes or replays.
     """
 
-    def __init__(self, context: Context, models: Models, timeout_s: float, graphs: Graphs) -> None:
-        self.context, self.models, self._graphs = context, models, graphs
+    def __init__(self, context: Context, models: Models, carries: Carries, timeout_s: float, graphs: Graphs) -> None:
+        self.context, self.models, self.carries, self._graphs = context, models, carries, graphs
         self.lanes = Lanes(timeout_s)
         self._lane_of: list[Lane] = []
         self.strangers = Strangers()
@@ -213,7 +215,7 @@ class _Piece:
         self._trained, self._streams, self._captures = trained, streams, captures
         self._losses: list[Tensor] = []
         self.products: Products
-        self.drew = False
+        self.drew = self.carried = False
 
     def forward(self) -> None:
         """See `Piece`."""
@@ -225,9 +227,11 @@ class _Piece:
 
     def _call(self, shard: int) -> tuple[PartLoss, dict[str, Any]]:
         """Call user code for a shard whose lane and random numbers are in place."""
-        before = on_host()
+        before, carries = on_host(), self._compute.carries
+        uses = carries.uses
         value = self._work.function(self._parts[shard])
         self.drew |= on_host() != before
+        self.carried |= carries.uses != uses
         return split(value)
 
     def _conclude(self, values: Sequence[tuple[PartLoss, dict[str, Any]]], lane: Lane) -> None:
@@ -282,13 +286,14 @@ class _Single(_Piece):
         self._streams[0].resume()
         torch.clear_autocast_cache()  # what was cast outside of a graph would not be cast again in its replays
         before = None if shard == next(iter(self._work.parts)) else next(iter(self._work.parts))
-        with inside(Alone(self._work.rows(shard), before)):
+        with inside(Alone(shard, self._work.rows(shard), before)):
             value = self._call(shard)
         lane.pause()
         self._conclude([value], lane)
 
     def backward(self) -> None:
-        with inside(Alone(range(0), next(iter(self._work.parts)))):
+        ((shard, _),) = self._parts.items()
+        with inside(Alone(shard, range(0), next(iter(self._work.parts)))):
             self._go_backward([self._compute.lane(0)])
         torch.clear_autocast_cache()  # nor may what was cast in a graph be used outside
 

@@ -183,7 +183,7 @@ def check(
         facts: What it says of itself.
         tensors: What it holds.
         here: What this run says: shards, seed, arithmetic, number of optimizers, names of tracked objects.
-        state: What this run holds. Optimizer state is not compared: a fresh optimizer has none yet.
+        state: What this run holds. What steps make is not compared: a fresh optimizer has no state yet.
     """
     there = {"arithmetic": "native", **facts, "tracked": sorted(facts["tracked"])}
     found = [f"{key}: {there[key]} in the checkpoint, {here[key]} here" for key in here if here[key] != there[key]]
@@ -191,7 +191,7 @@ def check(
     found += [
         f"{name}: {theirs.get(name, 'nothing')} in the checkpoint, {mine.get(name, 'nothing')} here"
         for name in sorted(mine.keys() | theirs.keys())
-        if mine.get(name) != theirs.get(name) and not name.startswith("optimizer")
+        if mine.get(name) != theirs.get(name) and not name.startswith(("optimizer", "carry"))
     ]
     if found:
         raise CheckpointError(f"{directory} belongs to another run: " + "; ".join(found[:5]))

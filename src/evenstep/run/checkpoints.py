@@ -210,7 +210,7 @@ class Resumption:
             return Entry(_RESTORE, str(self._path))
 
         def adopt(entry: Entry, took_part: bool) -> bool:
-            engine.holdings.restored([[] for _ in engine.optimizers], engine.version, took_part)
+            engine.holdings.restored([[] for _ in engine.optimizers], None, engine.version, took_part)
             if took_part and engine.state.fingerprint() != self._facts["fingerprint"]:
                 raise CheckpointError(
                     f"{self._path} was loaded but its fingerprint differs from the one that was saved"

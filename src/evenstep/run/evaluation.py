@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from evenstep.core.errors import ConfigError
 from evenstep.data.batch import Batch
+from evenstep.engine import structure
 from evenstep.engine.randomness import derive, preserved, seed_all
 from evenstep.engine.results import Mean, add
 from evenstep.engine.step import Engine
@@ -38,7 +39,7 @@ def _call(engine: Engine, batch: Batch, function: Function) -> dict[int, Any]:
     """Call the function for every part, each time with the committed buffers and random numbers of its own."""
     values = {}
     with preserved():
-        for shard in range(*engine.evaluates[engine.group.rank]):
+        for shard in range(*engine.sharing.evaluated[engine.group.rank]):
             if batch.sizes[shard]:
                 part = batch.part(shard)
                 engine.models.restore_buffers()
@@ -85,17 +86,17 @@ def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function
     found: list[Any] = []
     for batch in batches:
         values = list(_call(engine, batch, function).values())
-        shares = [sum(batch.sizes[first:end]) for first, end in engine.evaluates]
+        shares = [sum(batch.sizes[first:end]) for first, end in engine.sharing.evaluated]
         found.append(_gather_nested(engine.group, f"predict batch {batch.number}", values, shares))
     leaves: list[Tensor] = []
-    shape = _describe(_join(found), leaves)
+    shape = structure.describe(_join(found), leaves, "what the model gave predict")
     engine.group.barrier("predict is over")
     return shape, {f"{n:06}": leaf for n, leaf in enumerate(leaves)}
 
 
 def fill(shape: Any, tensors: dict[str, Tensor]) -> Any:
     """The inverse of what `collect_outputs` returns."""
-    return _fill(shape, (tensors[name] for name in sorted(tensors)))
+    return structure.fill(shape, (tensors[name] for name in sorted(tensors)))
 
 
 def _gather_nested(group: Group, tag: str, values: list[Any], shares: list[int]) -> Any:
@@ -104,48 +105,16 @@ def _gather_nested(group: Group, tag: str, values: list[Any], shares: list[int])
     A worker without samples in this batch learns the structure from worker 0, which always has some.
     """
     leaves: list[Tensor] = []
-    shape = group.gather_json(f"{tag}: structure", _describe(_join(values), leaves) if values else None)[0]
-    specs: list[Any] = []
-    _specs(shape, specs)
+    mine = structure.describe(_join(values), leaves, "what the model gave predict") if values else None
+    shape = group.gather_json(f"{tag}: structure", mine)[0]
     out = []
-    for n, (dtype, sample) in enumerate(specs):
+    for n, (dtype, sample) in enumerate(structure.specs(shape)):
         kind = getattr(torch, dtype)
         rows = leaves[n] if leaves else torch.empty((0, *sample), dtype=kind)
         flat = rows.detach().cpu().contiguous().reshape(len(rows), math.prod(sample))
         full = group.gather(f"{tag}: output {n}", flat, shares, everyone=True)
         out.append(full.reshape(len(full), *sample))
-    return _fill(shape, iter(out))
-
-
-def _describe(value: Any, leaves: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        leaves.append(value)
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape[1:])]}
-    if isinstance(value, dict):
-        return {"dict": {key: _describe(item, leaves) for key, item in value.items()}}
-    if isinstance(value, list | tuple):
-        return {"list" if isinstance(value, list) else "tuple": [_describe(item, leaves) for item in value]}
-    raise ConfigError(
-        f"predict got a {type(value).__name__} from the model; expected tensors in tuples, lists or dicts"
-    )
-
-
-def _specs(shape: Any, into: list[Any]) -> None:
-    ((kind, inner),) = shape.items()
-    if kind == "tensor":
-        into.append(inner)
-    else:
-        for item in inner.values() if kind == "dict" else inner:
-            _specs(item, into)
-
-
-def _fill(shape: Any, tensors: Iterator[Tensor]) -> Any:
-    ((kind, inner),) = shape.items()
-    if kind == "tensor":
-        return next(tensors)
-    if kind == "dict":
-        return {key: _fill(item, tensors) for key, item in inner.items()}
-    return (list if kind == "list" else tuple)(_fill(item, tensors) for item in inner)
+    return structure.fill(shape, iter(out))
 
 
 def _join(values: list[Any]) -> Any:

@@ -20,6 +20,9 @@ WITH_SERVERS: Mapping[Feature, str] = {
         "a stream in a run with servers or groups, where workers go on without each other; the streams of the shards "
         "need not end together, so who steps must know: train without servers, or index the data"
     ),
+    "carry": (
+        "run.carry in a run with servers, where a worker that is started again would have lost it; train without them"
+    ),
     "scaled loss": (
         "run.step(scaler=...) in a run with servers, which get gradients and cannot skip a step; train in bfloat16"
     ),

@@ -27,6 +27,7 @@ from evenstep.data.order import Deal, Order
 from evenstep.data.sampling import Sampling
 from evenstep.data.streams import Streamed
 from evenstep.data.whole import Whole
+from evenstep.engine.carries import Carry
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import device_of, profile
 from evenstep.engine.holdings import Holdings
@@ -305,7 +306,7 @@ class Run:
     @property
     def local_shards(self) -> range:
         """The shards of this worker now; they may change at any step, when workers come, go or are slow."""
-        return self._engine.mine
+        return self._engine.sharing.mine
 
     @property
     def num_workers(self) -> int:
@@ -346,7 +347,7 @@ class Run:
             check_model(model)
             if sync_batchnorm:
                 model = convert_sync_batchnorm(model)
-            self._engine.prepare(model, optimizer, whole=whole)
+            self._engine.intake.prepare(model, optimizer, whole=whole)
         except BaseException:
             self._tell_others()
             raise
@@ -511,7 +512,7 @@ class Run:
             found.append(known[0])
         if not found:
             raise ConfigError("run.step got no optimizer in its list; pass at least one, or leave it out")
-        return self._engine.several(found)
+        return self._engine.holdings.together(found)
 
     def _cut(self, batch: Any) -> Batch:
         whole = Whole(batch)
@@ -609,6 +610,22 @@ class Run:
             self._tell_others()
             raise
 
+    def carry(self, initial: Callable[[int], Any]) -> Carry:
+        """What a step function hands on to the next step, for each part by itself, such as the state of an LSTM.
+
+        All workers must call this alike, before the steps that use it. Inside of a step function `carry.get()` gives
+        what the last step has set for the same part, and `carry.set(value)` hands something on; between steps,
+        `carry.reset()` begins anew. It is committed with the step, and saved in checkpoints. The parts of all batches
+        must be equally large.
+
+        Args:
+            initial: Called with the number of samples of a part; returns what the first step begins with: tensors in
+                tuples, lists and dicts.
+        """
+        self._check_open()
+        self._engine.updates.refuse("carry")
+        return self._engine.holdings.carries.add(initial)
+
     def gather(self, tensor: Tensor) -> Tensor:
         """Inside of a step function: the rows of all shards, in their order, for losses over the whole batch.
 
@@ -654,7 +671,7 @@ class Run:
         def attempt() -> Entry:
             nonlocal total
             if callable(rows):
-                mine = torch.stack([rows(shard) for shard in self._engine.mine])
+                mine = torch.stack([rows(shard) for shard in self._engine.sharing.mine])
             elif self._group.generation == generation:
                 mine = rows
             else:
@@ -663,7 +680,7 @@ class Run:
                     "not here; pass a function of the shard instead of a tensor"
                 )
             self._check_rows(mine)
-            shares = [end - first for first, end in self._engine.spans]
+            shares = [end - first for first, end in self._engine.sharing.spans]
             total = self._group.sum(tag, mine.cpu(), shares, everyone=True).to(mine.device)
             described = [str(total.dtype).removeprefix("torch."), str(total.device)]
             return Entry(kind, described, total.cpu().view(torch.uint8).numpy().tobytes())
@@ -677,7 +694,7 @@ class Run:
         return self._perform(kind, attempt, adopt)
 
     def _check_rows(self, rows: Tensor) -> None:
-        num_shards = len(self._engine.mine)
+        num_shards = len(self._engine.sharing.mine)
         if rows.ndim != 2 or len(rows) != num_shards:
             raise ConfigError(
                 f"exchange got {tuple(rows.shape)}, expected ({num_shards}, n): one row for each shard "

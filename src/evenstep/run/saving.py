@@ -126,14 +126,14 @@ class Saving:
             failures = [text for text in self._group.gather_json("load", failure) if text is not None]
             if failures:  # on any worker: nobody has changed anything yet
                 return Entry("load", {"failure": failures[0]})
-            news = self._engine.holdings.restore(tensors, facts["values"])
-            return Entry("load", {**facts, "news": news})
+            news, carried = self._engine.holdings.restore(tensors, facts["values"])
+            return Entry("load", {**facts, "news": news, "carried": carried})
 
         def adopt(entry: Entry, took_part: bool) -> str | None:
             facts = entry.value
             if "failure" in facts:
                 return str(facts["failure"])
-            self._engine.holdings.restored(facts["news"], facts["version"], took_part)
+            self._engine.holdings.restored(facts["news"], facts["carried"], facts["version"], took_part)
             for prepared, groups in zip(self._engine.optimizers, facts["groups"], strict=True):
                 prepared.set_hyperparameters(unpack(groups))
             for name, value in self.tracked.items():

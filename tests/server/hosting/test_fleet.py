@@ -41,7 +41,7 @@ def serving(*args, **options):
 
 def pids(server):
     """The processes of the servers, in order."""
-    return sorted(processes.descendants(server._host._pid))
+    return sorted(processes.descendants(server._host._watcher.pid))
 
 
 def value_of(found):
@@ -85,7 +85,7 @@ def test_addresses_that_do_not_belong_together_are_one_sentence():
                 assert sentence in str(refused.value)
         with connect(server.url) as client:  # the workers of wrong addresses have left
             assert [worker["name"] for worker in client.status()["workers"]] == [client.worker]
-            for one in client.connections:
+            for one in client.servers.connections:
                 with pytest.raises(RefusedError, match="which hold one model together: connect to all of them"):
                     one.push("update", {"worker": client.worker, "sequence": 9}, {})
 
@@ -131,12 +131,12 @@ def test_no_reader_sees_a_mixture_of_versions(staleness):
 
 
 def test_a_pause_lets_a_reader_in_when_updates_come_too_fast(monkeypatch):
-    monkeypatch.setattr("evenstep.server.client.sliced._TRIES", 0)
+    monkeypatch.setattr("evenstep.server.client.server_set._TRIES", 0)
     with serving() as server, connect(server.url) as client, connect(server.url, register=False) as reader:
         for version in range(1, 4):
             client.update_parameters(filled(-1), kind="delta")
             assert value_of(reader.get_parameters()) == version
-        reader._pause(True, time.monotonic() + 9)  # and is gone: the others wait no longer than a moment
+        reader.servers._pause(True, time.monotonic() + 9)  # and is gone: the others wait no longer than a moment
         begin = time.monotonic()
         client.update_parameters(filled(-1), kind="delta")
         assert 0.3 < time.monotonic() - begin < 10
@@ -144,7 +144,7 @@ def test_a_pause_lets_a_reader_in_when_updates_come_too_fast(monkeypatch):
 
 def die_before_telling(client, amount):
     """An update as `update` sends it, except that the worker dies when server 0 has applied it."""
-    client._spread = lambda *_, **__: True
+    client.servers.spread = lambda *_, **__: True
     return client.update_parameters(filled(amount), kind="delta")
 
 
@@ -174,16 +174,16 @@ def test_what_a_dying_worker_has_not_decided_never_was():
 
 def test_a_follower_that_lost_what_was_staged_gets_it_again():
     with serving() as server, connect(server.url, timeout_s=10) as client:
-        stage, lost = client._stage, []
+        stage, lost = client.servers.stage, []
 
-        def stage_but_lose_the_first(*args):
+        def stage_but_lose_the_first(*args, **options):
             if lost:
-                return stage(*args)
+                return stage(*args, **options)
             lost.append(args)
-            return client._at.__setitem__(1, client._at[0])
+            return client.servers.at.__setitem__(1, client.servers.at[0])
 
-        client._at = [0, 0]
-        client._stage = stage_but_lose_the_first
+        client.servers.at = [0, 0]
+        client.servers.stage = stage_but_lose_the_first
         assert client.update_parameters(filled(-1), kind="delta") == 1
         assert value_of(client.get_parameters()) == 1
 
@@ -255,7 +255,7 @@ def build():
 def test_the_death_of_the_process_that_starts_them_is_said(tmp_path, caplog):
     server = ParameterServer(model(), servers=2, transports=("tcp",), directory=tmp_path)
     server.start()
-    starter, theirs = server._host._pid, pids(server)
+    starter, theirs = server._host._watcher.pid, pids(server)
     os.kill(starter, signal.SIGKILL)
     assert processes.until(lambda: not any(map(processes.is_alive, (starter, *theirs))))
     sentence = (
@@ -301,6 +301,13 @@ def test_a_signal_to_all_processes_ends_them_as_one_to_the_first_does(script):
         done = cli.wait(20.0)
     assert done.code == 0
     assert "lost the server" not in done.stderr
+
+
+@pytest.mark.parametrize("content", ["nonsense", "[]", '{"name": 3, "count": 2}', '{"name": "x"}', "[" * 5000])
+def test_an_altered_set_of_servers_is_one_sentence(tmp_path, content):
+    (tmp_path / "servers.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"servers\.json (cannot be read|was altered)"):
+        ParameterServer(model(), directory=tmp_path, servers=2)
 
 
 def test_without_a_lock_clients_change_the_memory_of_every_server():

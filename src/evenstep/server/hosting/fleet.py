@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import select
-import signal
 import socket
 import time
 from pathlib import Path
@@ -15,12 +14,14 @@ from typing import Any
 import torch
 
 from evenstep.core import errors
+from evenstep.core.children import Child, fork
 from evenstep.core.errors import CheckpointError, EvenstepError, ServerError
+from evenstep.core.files import read_regular
 from evenstep.server.client.addresses import connect
 from evenstep.server.client.sliced import SlicedClient
 from evenstep.server.hosting.config import ServerConfig
 from evenstep.server.hosting.host import Origin
-from evenstep.server.hosting.processes import Line, become, live
+from evenstep.server.hosting.processes import FleetPlan, Messages, watch_servers
 from evenstep.server.store.optimizers import can_split
 from evenstep.server.store.status import without_lists
 from evenstep.server.wire.slices import ServerPlace
@@ -47,13 +48,13 @@ class Fleet:
     """
 
     def __init__(self, config: ServerConfig, token: str | None, origin: Origin) -> None:
-        self._config, self._token, self._origin = config, token, origin
+        self._config, self._token, self._model = config, token, origin[0]
         name = secrets.token_hex(8)
         if config.directory is not None:
             name = _name_in(Path(config.directory), config.servers)
-        self._set = ServerPlace(0, config.servers, name, can_split(origin[1]))
-        self._line: Line | None = None
-        self._pid = 0
+        self._plan = FleetPlan(config, token, origin, ServerPlace(0, config.servers, name, can_split(origin[1])))
+        self._watcher: Child | None = None
+        self._messages: Messages | None = None
         self._inside = ""  # how this process reaches them
         self.urls: dict[str, str] = {}
 
@@ -65,10 +66,10 @@ class Fleet:
         """
         if self.urls:
             return
-        if self._line is None:
+        if self._messages is None:
             self._fork()
         else:
-            self._line.say({"do": "start"})
+            self._messages.say({"do": "start"})
         try:
             found = self._gather("start")
             urls = [found[n]["urls"] for n in range(self._config.servers)]
@@ -86,20 +87,20 @@ class Fleet:
             with contextlib.suppress(ImportError):  # it will be said
                 import evenstep.server.transports.http  # noqa: F401  # once here, rather than in every server
         parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            become(lambda line: live(line, parent, self._config, self._token, self._origin, self._set), theirs)
+        self._watcher = fork(  # not tied: the thread that calls us may end before the servers shall
+            lambda: watch_servers(self._plan, theirs, parent), keep={theirs.fileno()}, tied=False
+        )
         theirs.close()
-        self._pid, self._line = pid, Line(ours)
+        self._messages = Messages(ours)
 
     def _gather(self, what: str) -> dict[int, dict[str, Any]]:
         """Wait until every server has done something."""
-        assert self._line is not None, "they were started"
+        assert self._messages is not None, "they were started"
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + _READY_S
         while len(found) < self._config.servers:
             try:
-                said = self._line.hear(max(deadline - time.monotonic(), 0.01))
+                said = self._messages.hear(max(deadline - time.monotonic(), 0.01))
             except TimeoutError:
                 raise ServerError(f"the servers did not {what} within {_READY_S:g} s") from None
             if said is None:
@@ -133,23 +134,25 @@ class Fleet:
         Raises:
             ServerError: One died, and all ended.
         """
-        if self._line is None or not self.urls:
+        if self._messages is None or not self.urls:
             return
-        while select.select([self._line.stream], [], [], 0)[0]:
-            said = self._line.hear(1.0)
+        while select.select([self._messages.stream], [], [], 0)[0]:
+            said = self._messages.hear(1.0)
             if said is None:
                 raise self._orphaned()
             _raise_if_wrong(said)
 
     def _orphaned(self) -> ServerError:
         """The process that starts the servers is gone, and they with it."""
-        how = ""
-        if self._pid:
-            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-            how = f" was killed by {signal.Signals(-code).name}" if code < 0 else f" ended with exit code {code}"
-        remedy = "start them again with the same directory" if self._config.directory else "start them again"
-        text = f"the process that starts the servers (pid {self._pid}){how}, and all servers ended with it; {remedy}"
-        self._pid = 0
+        assert self._watcher is not None, "it was started"
+        if not self._watcher.wait(1.0):  # its end of the connection is closed, so it is ending
+            self._watcher.kill()
+        self._watcher.reap()
+        how, what_now = self._watcher.describe_end(), "start them again"
+        if self._config.directory is not None:
+            what_now += " with the same directory"
+        who = f"the process that starts the servers (pid {self._watcher.pid})"
+        text = f"{who} {how}, and all servers ended with it; {what_now}"
         log.error("%s", text)
         return ServerError(text)
 
@@ -160,57 +163,48 @@ class Fleet:
 
     def stop(self) -> None:
         """They serve nobody any more, but keep their state and addresses."""
-        if self._line is None or not self.urls:
+        if self._messages is None or not self.urls:
             return
         self.urls = {}
-        self._line.say({"do": "stop"})
+        self._messages.say({"do": "stop"})
         self._gather("stop")
 
     def close(self) -> None:
         """End them; the model gets their values."""
         try:
-            if self._line is not None and self._origin[0] is not None:
-                with contextlib.suppress(EvenstepError):  # they are gone: the model keeps the values that it had
-                    self.check()
-                    self.start()
-                    self._bring_back()
+            if self._messages is not None and self._model is not None:
+                self._bring_back()
         finally:
             self._end()
 
     def _bring_back(self) -> None:
-        model = self._origin[0]
-        assert model is not None, "the caller has looked"
-        with self._client() as client, torch.no_grad():
-            values = client.get_parameters(timeout_s=_END_S)
+        """Give the model the values of the servers; if they are gone, it keeps those that it had."""
+        model = self._model
+        assert model is not None, "the caller has one"
+        try:
+            self.check()
+            self.start()
+            with self._client() as client:
+                values = client.get_parameters(timeout_s=_END_S)
+        except EvenstepError as error:
+            log.warning("the model keeps the values that it had before the servers were started: %s", str(error))
+            return
+        with torch.no_grad():
             for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
                 tensor.copy_(values[name])
 
     def _end(self) -> None:
-        if self._line is None:
+        if self._messages is None or self._watcher is None:
             return
         self.urls = {}
-        self._line.say({"do": "close"})
-        try:
-            self._reap()
-        finally:
-            self._line.stream.close()
-            self._line = None
-
-    def _reap(self) -> None:
-        """Wait until the process that starts the servers has ended; not for ever."""
-        if not self._pid:
-            return
-        assert self._line is not None, "it was started"
-        pidfd = os.pidfd_open(self._pid)
-        try:
-            with contextlib.suppress(OSError):  # it has ended, and nobody has noticed yet
-                self._line.stream.shutdown(socket.SHUT_WR)
-            if not select.select([pidfd], [], [], _END_S)[0]:
-                os.kill(self._pid, signal.SIGKILL)
-        finally:
-            os.close(pidfd)
-            os.waitpid(self._pid, 0)
-            self._pid = 0
+        self._messages.say({"do": "close"})
+        with contextlib.suppress(OSError):  # it has ended, and nobody has noticed yet
+            self._messages.stream.shutdown(socket.SHUT_WR)
+        if not self._watcher.wait(_END_S):
+            self._watcher.kill()
+        self._watcher.reap()
+        self._messages.stream.close()
+        self._messages = None
 
 
 def _raise_if_wrong(said: dict[str, Any]) -> None:
@@ -229,17 +223,22 @@ def check_directory(directory: Path, count: int) -> None:
     if (directory / "server.json").exists():
         found = 1
     elif (directory / _NAME).exists():
-        found = _read(directory)["count"]
+        found = _read(directory)[1]
     if found not in (None, count):
         raise CheckpointError(f"{directory} is of {found} servers, expected {count}; start as many as then")
 
 
-def _read(directory: Path) -> dict[str, Any]:
+def _read(directory: Path) -> tuple[str, int]:
+    """The name of the set of servers that a directory belongs to, and how many they are."""
+    path = directory / _NAME
     try:
-        facts: dict[str, Any] = json.loads((directory / _NAME).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory / _NAME} cannot be read: {error}") from error
-    return facts
+        facts = json.loads(read_regular(path, 1 << 16))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    match facts:
+        case {"name": str(name), "count": int(count)}:
+            return name, count
+    raise CheckpointError(f"{path} was altered; bring back a copy, or start in another directory")
 
 
 def _name_in(directory: Path, count: int) -> str:
@@ -253,4 +252,4 @@ def _name_in(directory: Path, count: int) -> str:
             os.replace(partial, path)
         except OSError as error:
             raise CheckpointError(f"the directory {directory} cannot be written: {error.strerror}") from error
-    return str(_read(directory)["name"])
+    return _read(directory)[0]

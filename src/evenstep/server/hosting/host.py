@@ -22,7 +22,7 @@ from evenstep.server.transports.sockets import Connections
 from evenstep.server.wire.slices import ServerPlace, Slices
 from evenstep.server.wire.tensors import ParameterLayout, Spec
 
-__all__ = ["Origin", "SingleServer", "all_tensors"]
+__all__ = ["Host", "Origin", "all_tensors"]
 
 Origin = tuple[nn.Module | None, Optimizer | MakeOptimizer | None]
 """What a server begins with: a model and its optimizer, or a function that makes one."""
@@ -34,7 +34,7 @@ class _Transport(Protocol):
     def close(self) -> None: ...
 
 
-class SingleServer:
+class Host:
     """A server in threads of this process.
 
     Args:

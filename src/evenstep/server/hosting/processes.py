@@ -1,7 +1,7 @@
 """The process that starts several servers, watches them, and starts one again that has died.
 
 It is forked once from the user's process, has one thread, and forks the servers: so one can be started again at any
-time, safely, from the model as it was at first, and goes on from its directory. It talks JSON lines with the user's
+time, safely, from the model as it was at first, and goes on from its directory. It exchanges messages with the user's
 process on one side and with each server on the other. When the user's process is gone, it ends, and so do the servers.
 """
 
@@ -9,46 +9,40 @@ import contextlib
 import json
 import logging
 import os
-import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from evenstep.core.children import Child, Children
 from evenstep.core.errors import EvenstepError
-from evenstep.native import core
 from evenstep.server.hosting.config import ServerConfig
-from evenstep.server.hosting.host import Origin, SingleServer
+from evenstep.server.hosting.host import Host, Origin
 from evenstep.server.wire.slices import ServerPlace
 
-__all__ = ["Line", "become", "live"]
+__all__ = ["FleetPlan", "Messages", "watch_servers"]
 
 _SHORT_S = 0.2  # a server that lived for no longer is started again after a pause
 _LOOK_S = 0.5  # how often to look whether the user's process is still there
 log = logging.getLogger("evenstep.server")
 
 
-class Line:
-    """JSON lines over a socket."""
+class Messages:
+    """JSON messages over a socket, a line for each."""
 
     def __init__(self, stream: socket.socket) -> None:
         self.stream = stream
         self._begun = b""
 
-    def say(self, message: dict[str, Any]) -> None:
+    def say(self, message: Mapping[str, Any]) -> None:
         """Send one; if nobody is there any more, it is lost."""
         with contextlib.suppress(OSError):
             self.stream.sendall(json.dumps(message).encode() + b"\n")
-
-    @property
-    def has_more(self) -> bool:
-        """Whether another message has come with the last."""
-        return b"\n" in self._begun
 
     def hear(self, timeout_s: float | None = None) -> dict[str, Any] | None:
         """Wait for the next one; None if the other side is gone.
@@ -70,187 +64,159 @@ class Line:
         return found
 
 
-def become(main: Callable[[Line], None], keep: socket.socket) -> NoReturn:
-    """Turn a process that was just forked into something else: nothing of what it inherited is its own but a socket."""
-    code = 1
-    try:
-        os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # who signals all of us means the user's process, which ends us
-        signal.set_wakeup_fd(-1)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2 and int(name) != keep.fileno():
-                with contextlib.suppress(OSError):  # the directory's own descriptor is gone by now
-                    os.close(int(name))
-        main(Line(keep))
-        code = 0
-    except BaseException:
-        log.exception("a process of the parameter server failed")
-        raise
-    finally:
-        os._exit(code)
+@dataclass(frozen=True)
+class FleetPlan:
+    """What several servers are to be.
+
+    Attributes:
+        config: Of each.
+        token: For all of them.
+        origin: The model and its optimizer.
+        place: Which set they are, and how many.
+    """
+
+    config: ServerConfig
+    token: str | None
+    origin: Origin
+    place: ServerPlace
+
+    def config_of(self, index: int) -> ServerConfig:
+        """What one of them is to be: it has a directory of its own."""
+        if self.config.directory is None:
+            return self.config
+        return replace(self.config, directory=Path(self.config.directory) / f"server-{index}")
+
+
+def watch_servers(plan: FleetPlan, stream: socket.socket, parent: int) -> int:
+    """Start the servers, and watch them until the user's process says that it is over, or ends.
+
+    Args:
+        plan: What they are to be.
+        stream: To the user's process.
+        parent: Its id.
+
+    Returns:
+        The exit code of this process.
+    """
+    _ignore_signals()
+    watcher = _Watcher(plan, Messages(stream))
+    with watcher.children:
+        watcher.run(parent)
+    return 0
+
+
+def _ignore_signals() -> None:
+    """Whoever signals all of us means the user's process, which ends us."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass
 class _Server:
-    """A server as the nursery sees it.
+    """A server as its watcher sees it.
 
     Attributes:
-        pid: Its process.
-        pidfd: Readable when it has ended.
-        line: To talk to it.
+        index: Its number.
+        control: Where it is told what to do.
         known: Its ports and the name of its memory, once it had some.
-        ready: Whether it has served.
         since_s: When it was started.
+        ready: Whether it has served.
     """
 
-    pid: int
-    pidfd: int
-    line: Line
+    index: int
+    control: int
     known: dict[str, Any]
+    since_s: float
     ready: bool = False
-    since_s: float = field(default_factory=time.monotonic)
 
 
-class _Nursery:
-    def __init__(
-        self, line: Line, parent: int, config: ServerConfig, token: str | None, origin: Origin, set_: ServerPlace
-    ) -> None:
-        self._line, self._parent, self._config, self._token = line, parent, config, token
-        self._origin, self._set = origin, set_
-        self._servers: list[_Server] = []
-        self._wanted = "start"
-        self._selector = selectors.DefaultSelector()
+class _Watcher:
+    def __init__(self, plan: FleetPlan, user: Messages) -> None:
+        self._plan, self._user = plan, user
+        self.children = Children(self._heard, self._ended)
+        self._servers: dict[Child, _Server] = {}
+        self._wanted, self._over = "start", False
 
-    def run(self) -> None:
-        self._selector.register(self._line.stream, selectors.EVENT_READ, None)
-        for index in range(self._set.count):
-            self._servers.append(self._start(index, {}))
-        while os.getppid() == self._parent:
-            for key, _ in self._selector.select(_LOOK_S):
-                if key.data is None:
-                    asked = self._line.hear()
-                    if asked is None:
-                        return
-                    self._ask(asked["do"])
-                    if asked["do"] == "close":
-                        return
-                else:
-                    self._look_at(*key.data)
-                    break  # what else was ready may be gone by now
+    def run(self, parent: int) -> None:
+        self.children.watch(self._user.stream, self._on_user)
+        for index in range(self._plan.place.count):
+            self._start(index, {})
+        while not self._over and os.getppid() == parent:
+            self.children.turn(_LOOK_S)
+        while self._wanted == "close" and self._servers:
+            self.children.turn(_LOOK_S)
 
-    def _start(self, index: int, known: dict[str, Any]) -> _Server:
-        ours, theirs = socket.socketpair()
-        place = replace(self._set, index=index)
-        config = self._config
-        if config.directory is not None:
-            config = replace(config, directory=Path(config.directory) / f"server-{index}")
-        parent, wanted = os.getpid(), self._wanted
-        pid = os.fork()
-        if pid == 0:
-            core.die_with_parent()
-            if os.getppid() != parent:
-                os._exit(1)
-            become(lambda line: _serve(line, config, self._token, self._origin, place, known, wanted), theirs)
-        theirs.close()
-        server = _Server(pid, os.pidfd_open(pid), Line(ours), known)
-        self._selector.register(ours, selectors.EVENT_READ, (index, "said"))
-        self._selector.register(server.pidfd, selectors.EVENT_READ, (index, "ended"))
-        return server
+    def _start(self, index: int, known: dict[str, Any]) -> None:
+        told, control = os.pipe()
+        wanted = self._wanted
 
-    def _ask(self, what: str) -> None:
-        self._wanted = what
-        for server in self._servers:
-            server.line.say({"do": what})
-        if what == "close":
-            for server in self._servers:
-                os.waitpid(server.pid, 0)
+        def serve(writing: Mapping[str, int]) -> int:
+            _ignore_signals()
+            return _serve(self._plan, index, known, wanted, told, writing["events"])
 
-    def _look_at(self, index: int, what: str) -> None:
-        server = self._servers[index]
-        while what == "said" and (said := server.line.hear()) is not None:
+        child = self.children.start(serve, ["events"], keep={told})
+        os.close(told)
+        self._servers[child] = _Server(index, control, known, time.monotonic())
+
+    def _on_user(self) -> None:
+        asked = self._user.hear()
+        self._wanted = asked["do"] if asked is not None else "end"
+        self._over = self._wanted in ("close", "end")
+        for server in self._servers.values():
+            with contextlib.suppress(BrokenPipeError):  # it has just ended
+                os.write(server.control, self._wanted.encode() + b"\n")
+
+    def _heard(self, child: Child, _: str, lines: Sequence[bytes]) -> None:
+        server = self._servers[child]
+        for line in lines:
+            said = json.loads(line)
             if "name" in said:
                 server.ready = True
                 server.known = {"ports": said["ports"], "name": said["name"]}
-            self._line.say({"server": index, **said})
-            if not server.line.has_more:
-                return
-        self._selector.unregister(server.line.stream)
-        self._selector.unregister(server.pidfd)
-        _, status = os.waitpid(server.pid, 0)
-        os.close(server.pidfd)
-        server.line.stream.close()
-        code = os.waitstatus_to_exitcode(status)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        what_now = f"server {index} of {self._set.count} (pid {server.pid}) {how}"
-        if server.ready and self._config.directory is not None:
-            log.warning("%s; it is started again from its directory", what_now)
+            self._user.say({"server": server.index, **said})
+
+    def _ended(self, child: Child) -> None:
+        server = self._servers.pop(child)
+        os.close(server.control)
+        if self._over:
+            return
+        what = f"server {server.index} of {self._plan.place.count} (pid {child.pid}) {child.describe_end()}"
+        if server.ready and self._plan.config.directory is not None:
+            log.warning("%s; it is started again from its directory", what)
             if time.monotonic() - server.since_s < _SHORT_S:
                 time.sleep(_SHORT_S)  # it may die again
-            self._servers[index] = self._start(index, server.known)
+            self._start(server.index, server.known)
             return
         remedy = (
             "its slice of the parameters is lost, so all servers end; with a directory it would have been started again"
             if server.ready
             else "it could not be started"
         )
-        log.error("%s: %s", what_now, remedy)
-        self._line.say({"server": index, "error": f"{what_now}: {remedy}", "kind": "ServerError"})
-        raise SystemExit(0)
-
-    def end(self) -> None:
-        for server in self._servers:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(server.pid, signal.SIGKILL)
-                os.waitpid(server.pid, 0)
+        log.error("%s: %s", what, remedy)
+        self._user.say({"server": server.index, "error": f"{what}: {remedy}", "kind": "ServerError"})
+        self._over = True
 
 
-def live(line: Line, parent: int, config: ServerConfig, token: str | None, origin: Origin, set_: ServerPlace) -> None:
-    """Be the nursery, until the user's process says that it is over, or ends.
-
-    Args:
-        line: To the user's process.
-        parent: Its id.
-        config: What the servers were asked to be.
-        token: For all of them.
-        origin: The model and its optimizer.
-        set_: Which set they are, and how many.
-    """
-    nursery = _Nursery(line, parent, config, token, origin, set_)
-    try:
-        nursery.run()
-    except SystemExit:
-        pass
-    finally:
-        nursery.end()
-
-
-def _serve(
-    line: Line,
-    config: ServerConfig,
-    token: str | None,
-    origin: Origin,
-    place: ServerPlace,
-    known: dict[str, Any],
-    wanted: str,
-) -> None:
-    """Be one server, and do what the nursery says, until it says that it is over or is gone."""
+def _serve(plan: FleetPlan, index: int, known: Mapping[str, Any], wanted: str, told: int, report: int) -> int:
+    """Be one server, and do what the watcher says, until it says that it is over or is gone."""
     torch.set_num_threads(1)  # threads of before the fork are not here; and more would change the last bits of a slice
-    server: SingleServer | None = None
-    what: str | None = wanted
-    while what is not None:
-        try:
-            if server is None:
-                server = SingleServer(config, token, origin, place, known.get("ports"), known.get("name"))
-            if what == "close":
-                server.close()
-                return
-            (server.start if what == "start" else server.stop)()
-            line.say({"done": what, "urls": server.urls, "ports": server.ports, "name": server.name})
-        except EvenstepError as error:
-            line.say({"error": str(error), "kind": type(error).__name__})
-            if server is None:
-                time.sleep(1.0)  # until we are ended
-                return
-        heard = line.hear()
-        what = heard["do"] if heard is not None else None
+    place = replace(plan.place, index=index)
+    server: Host | None = None
+
+    def say(message: Mapping[str, Any]) -> None:
+        os.write(report, json.dumps(message).encode() + b"\n")
+
+    with os.fdopen(told) as commands:
+        while wanted not in ("", "close", "end"):
+            try:
+                if server is None:
+                    config = plan.config_of(index)
+                    server = Host(config, plan.token, plan.origin, place, known.get("ports"), known.get("name"))
+                (server.start if wanted == "start" else server.stop)()
+                say({"done": wanted, "urls": server.urls, "ports": server.ports, "name": server.name})
+            except EvenstepError as error:
+                say({"error": str(error), "kind": type(error).__name__})
+            wanted = commands.readline().strip()
+    if server is not None and wanted == "close":
+        server.close()
+    return 0

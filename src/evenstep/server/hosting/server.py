@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from evenstep.core.errors import ConfigError
 from evenstep.server.hosting.config import ServerConfig
 from evenstep.server.hosting.fleet import Fleet, check_directory
-from evenstep.server.hosting.host import SingleServer
+from evenstep.server.hosting.host import Host
 from evenstep.server.store.optimizers import MakeOptimizer
 from evenstep.server.store.store import Store
 
@@ -71,7 +71,7 @@ class ParameterServer:
         self.token = token
         if self.config.directory is not None:
             check_directory(Path(self.config.directory), self.config.servers)
-        kind = SingleServer if self.config.servers == 1 else Fleet
+        kind = Host if self.config.servers == 1 else Fleet
         self._host: _Host = kind(self.config, token, (model, optimizer))
 
     @property
@@ -81,7 +81,7 @@ class ParameterServer:
         Raises:
             ConfigError: There are several, in other processes.
         """
-        if not isinstance(self._host, SingleServer):
+        if not isinstance(self._host, Host):
             raise ConfigError("several servers are other processes; ask them: connect(server.url).status()")
         return self._host.store
 

@@ -1,27 +1,17 @@
-"""What survives: snapshots of the whole state, and a log of every update since.
+"""What survives of a store: snapshots of the whole state, and a log of every update since.
 
-A directory holds `server.json`, which is replaced atomically and last, and names a file with the tensors and the log
-that goes on from it (`records.py`). With `durable`, a record is on the disk before what it says counts, so to read the
-log back through the same optimizer is to have the same state, and to know every retry. A torn record at the end was
-never acknowledged. Of several servers each writes its log in any case, so that one that was killed comes back with all
-that the others know of; only `durable` waits for the disk, and so survives the machine.
+With `durable`, a record is on the disk before what it says counts, so to read the log back through the same optimizer
+is to have the same state, and to know every retry. A torn record at the end was never acknowledged. Of several servers
+each writes its log in any case, so that one that was killed comes back with all that the others know of; only `durable`
+waits for the disk, and so survives the machine.
 """
 
-import fcntl
-import json
 import logging
-import os
-import re
-import shutil
-import zlib
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evenstep.core.errors import CheckpointError, RefusedError
@@ -29,8 +19,9 @@ from evenstep.server.store import records
 from evenstep.server.store.commits import First
 from evenstep.server.store.decisions import Decided
 from evenstep.server.store.following import Follower, Staged
-from evenstep.server.store.log import Log, LogEntry, Record, open_regular, read
+from evenstep.server.store.log import Log, LogEntry, Record, read
 from evenstep.server.store.optimizers import state_of
+from evenstep.server.store.snapshots import BEFORE, Facts, Snapshots
 from evenstep.server.store.state import Applied
 from evenstep.server.store.store import Store
 from evenstep.server.store.workers import Acknowledged
@@ -39,13 +30,6 @@ from evenstep.server.wire.tensors import Spec
 
 __all__ = ["Keeper"]
 
-_FORMAT = 2
-_FACTS = "server.json"
-_BEFORE = "log-before"  # what is staged before anything was put
-_OURS = re.compile(
-    r"(state-\d{12}\.(safetensors|partial)|log-(\d{12}(-\d+)?|before)(\.partial)?|server\.json\.partial)"
-)
-_APPEND = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
 log = logging.getLogger("evenstep.server")
 
 
@@ -64,16 +48,12 @@ class Keeper:
     """
 
     def __init__(self, store: Store, directory: Path, every: int, durable: bool, *, set_aside: bool = False) -> None:
-        self._store, self._directory, self._every, self._durable = store, directory, every, durable
+        self._store, self._every, self._durable = store, every, durable
         self._set_aside = set_aside
         self._log: Log | None = None
         self._at = self._tried = -1
         self._quiet = True  # until restore: what is put before it is only a place for what was saved
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"the directory {directory} cannot be made: {error.strerror}") from error
-        self._lock = _lock(directory)
+        self._snapshots = Snapshots(directory, store.place)
         store.takes_recipes = False  # a snapshot does not hold one
         store.commits.after_put = self._write_first
         store.commits.after_update = self._write_if_due
@@ -85,8 +65,8 @@ class Keeper:
             CheckpointError: It is altered, or of another model; or its log cannot be replayed.
         """
         with self._store.exclusively():
-            facts = self._read()
-            path = self._directory / (_BEFORE if facts is None else facts["log"])
+            facts = self._snapshots.read()
+            path = self._snapshots.path / (BEFORE if facts is None else facts["log"])
             stuck = self._replay(facts, path)
             if stuck is not None:
                 self._go_round(stuck, facts, path)
@@ -94,7 +74,7 @@ class Keeper:
             if self._store.layout is not None:
                 self._write()
             elif isinstance(self._store.way, Follower):
-                self._log = self._fresh_log(self._directory / _BEFORE)
+                self._log = self._begin_log(self._snapshots.path / BEFORE)
             if self._durable or self._store.place.count > 1:
                 self._store.commits.journal = self
 
@@ -113,9 +93,7 @@ class Keeper:
         if self._log is not None:
             self._log.close()
             self._log = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._snapshots.close()
 
     # ---- snapshots ----
 
@@ -134,137 +112,29 @@ class Keeper:
 
     def _write(self) -> None:
         """Write a snapshot. The caller holds the store's lock."""
-        store, directory = self._store, self._directory
-        stem = f"{store.version:012}"
-        state, path = directory / f"state-{stem}.safetensors", _unused(directory, f"log-{stem}")
-        fresh = None
-        try:
-            values, checksum = self._write_state(state)
-            fresh = self._fresh_log(path)
-            facts = {**self._facts(values), "state": state.name, "crc32": checksum, "log": path.name}
-            _replace_text(directory / _FACTS, json.dumps({**facts, "checksum": _checksum_of(facts)}))
-            self._log, fresh = fresh, self._log  # only now: it is named
-            _sync(directory)
-        except OSError as error:
-            raise CheckpointError(f"no snapshot could be written to {directory}: {error}") from error
-        finally:
-            if fresh is not None:
-                fresh.close()
-            self._tidy()
-        self._at = store.version
-
-    def _write_state(self, path: Path) -> tuple[dict[str, Any], int]:
-        """Write the tensors; returns what else the optimizer keeps, and the checksum of the file."""
         store = self._store
         tensors, values = state_of(store.state.optimizer, store.state.parameters)
         tensors |= {f"parameter.{name}": tensor for name, tensor in store.tensors().items()}
-        partial = path.with_suffix(".partial")
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial)
-        _sync(partial)
-        checksum = _checksum(partial)
-        os.replace(partial, path)
-        return values, checksum
+        before, self._log = (
+            self._log,
+            self._snapshots.write(store.version, _facts(store, values), tensors, self._begin_log),
+        )
+        if before is not None:
+            before.close()
+        self._at = store.version
 
-    def _facts(self, values: dict[str, Any]) -> dict[str, Any]:
-        store = self._store
-        return {
-            "format": _FORMAT,
-            "version": store.version,
-            "versions": store.state.versions,
-            "owner": store.state.owner,
-            "buffers": sorted(store.state.buffers),
-            "acknowledged": {
-                worker: [last.sequence, last.version, last.notes]
-                for worker, last in store.attendance.workers.acknowledged.items()
-            },
-            "values": values,
-            "groups": _groups(store),
-            "place": [store.place.index, store.place.count, store.place.name],
-            "layout": store.commits.slices.text.decode() if store.commits.slices is not None else None,
-            "decided": store.commits.decisions.since(-1),
-        }
-
-    def _tidy(self) -> None:
-        """Delete what we wrote and the directory does not go on from: files of ours, by their exact names."""
-        try:
-            facts = self._read()
-            used = {facts["state"], facts["log"]} if facts is not None else {_BEFORE}
-            for path in self._directory.iterdir():
-                if _OURS.fullmatch(path.name) and path.name not in used and path.is_file():
-                    path.unlink()
-        except (OSError, CheckpointError) as error:
-            log.warning("old files in %s could not be deleted: %s", self._directory, str(error))
-
-    def _fresh_log(self, path: Path) -> Log:
+    def _begin_log(self, path: Path) -> Log:
         """An empty log, but for what is staged and not decided yet."""
-        partial = path.with_suffix(".partial")  # one that waits for its first values is replaced by its like
-        fresh = Log(os.open(partial, _APPEND, 0o600), sync=self._durable)
+        fresh, name_it = self._snapshots.open_log(path, durable=self._durable)
         try:
             waiting = self._store.way.staged if isinstance(self._store.way, Follower) else {}
             for (worker, session), staged in waiting.items():
                 fresh.append(records.of_staged(worker, session, staged))
-            os.replace(partial, path)
+            name_it()
         except BaseException:
             fresh.close()
             raise
         return fresh
-
-    def _read(self) -> dict[str, Any] | None:
-        path = self._directory / _FACTS
-        try:
-            with open(open_regular(path)) as file:
-                facts = json.load(file)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if not isinstance(facts, dict) or facts.pop("checksum", None) != _checksum_of(facts):
-            raise CheckpointError(
-                f"{path} was altered, or is of another version; bring back a copy, or start in another directory"
-            )
-        if facts["format"] != _FORMAT:
-            raise CheckpointError(f"{path} has format {facts['format']!r}, expected {_FORMAT}")
-        here, there = [self._store.place.index, self._store.place.count], facts["place"][:2]
-        if here != there:
-            raise CheckpointError(
-                f"{path} is of server {there[0]} of {there[1]}, expected {self._store.place}; start as many as then"
-            )
-        return dict(facts)
-
-    def _load(self, facts: dict[str, Any]) -> None:
-        store, path = self._store, self._directory / facts["state"]
-        try:
-            os.close(open_regular(path))
-            if _checksum(path) != facts["crc32"]:
-                raise CheckpointError(f"{path} was altered: its checksum is another")
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        parameters = {
-            name: tensors[f"parameter.{name}"] for name in facts["versions"] if f"parameter.{name}" in tensors
-        }
-        if store.layout is None:
-            place = store.place
-            slices = Slices.read(facts["layout"], place.count, split=place.split) if facts.get("layout") else None
-            store.commits.initialise(First(parameters, facts["owner"], facts["buffers"], slices))
-        try:
-            assert store.layout is not None, "it was put"
-            store.layout.check_whole({name: Spec.of(tensor) for name, tensor in parameters.items()})
-        except RefusedError as error:
-            raise CheckpointError(f"{path} belongs to another model: {error}") from error
-        for name, tensor in store.tensors().items():
-            tensor.copy_(parameters[name])
-        _restore_optimizer(store, tensors, facts["values"], facts["groups"])
-        state = store.state
-        state.version, state.versions, state.owner = facts["version"], facts["versions"], facts["owner"]
-        state.doubt()
-        store.commits.decisions.forget()
-        store.commits.decisions.extend(
-            records.to_decided({"version": v, "who": who}) for v, who in facts.get("decided", [])
-        )
-        store.attendance.workers.acknowledged.clear()
-        for worker, (sequence, version, notes) in facts["acknowledged"].items():
-            store.attendance.workers.acknowledged[worker] = Acknowledged(sequence, version, notes)
 
     # ---- the log ----
 
@@ -289,9 +159,11 @@ class Keeper:
         assert self._log is not None, "there is a log as soon as there is anything to write"
         if self._log.in_doubt:
             self._write()
+        if self._log.in_doubt:
+            raise CheckpointError("the disk does not take what it is given")
         self._log.append(record)
 
-    def _replay(self, facts: dict[str, Any] | None, path: Path, before: int | None = None) -> "_Stuck | None":
+    def _replay(self, facts: Facts | None, path: Path, before: int | None = None) -> "_Stuck | None":
         """Be as the directory says.
 
         Args:
@@ -303,7 +175,7 @@ class Keeper:
             The first record that cannot be applied, if there is one.
         """
         if facts is not None:
-            self._load(facts)
+            _load(self._store, facts, self._snapshots.tensors(facts))
         elif isinstance(self._store.way, Follower):
             self._store.way.staged.clear()
         for found in read(path):
@@ -332,7 +204,7 @@ class Keeper:
             else:
                 store.commits.replay(records.to_applied(record))
 
-    def _go_round(self, stuck: "_Stuck", facts: dict[str, Any] | None, path: Path) -> None:
+    def _go_round(self, stuck: "_Stuck", facts: Facts | None, path: Path) -> None:
         """Go on without a record that cannot be applied and all that follow it, if that is wanted.
 
         Raises:
@@ -340,20 +212,17 @@ class Keeper:
         """
         number = stuck.found.number
         self._replay(facts, path, before=number)  # half of it may have been applied
-        aside = _unused(self._directory, f"set-aside-{path.name}-{number}")
+        name = f"set-aside-{path.name}-{number}"
         what = f"{path} cannot be replayed: record {number} ({records.describe(stuck.found.record)}) fails: {stuck.why}"
         if not self._set_aside:
             raise CheckpointError(
                 f"{what}; to go on from version {self._store.version} without it and all that follow, start with "
-                f"--set-aside (set_aside=True), which keeps them in {aside.name}"
+                f"--set-aside (set_aside=True), which keeps them in {name}"
             )
         try:
-            with open(open_regular(path), "rb") as file, aside.open("xb") as copy:
-                file.seek(stuck.found.offset)
-                shutil.copyfileobj(file, copy)
-            _sync(aside)
+            aside = self._snapshots.set_aside(path, stuck.found.offset, name)
         except OSError as error:
-            raise CheckpointError(f"{what}; it could not be set aside in {aside}: {error.strerror}") from error
+            raise CheckpointError(f"{what}; it could not be set aside in {name}: {error.strerror}") from error
         log.warning("%s; going on from version %d: what follows is in %s", what, self._store.version, aside)
 
 
@@ -365,41 +234,50 @@ class _Stuck:
     why: str
 
 
-def _lock(directory: Path) -> int | None:
-    """Have a directory alone; None where directories cannot be locked.
+def _facts(store: Store, values: dict[str, Any]) -> Facts:
+    """What a snapshot says besides its tensors."""
+    return {
+        "version": store.version,
+        "versions": store.state.versions,
+        "owner": store.state.owner,
+        "buffers": sorted(store.state.buffers),
+        "acknowledged": {
+            worker: [last.sequence, last.version, last.notes]
+            for worker, last in store.attendance.workers.acknowledged.items()
+        },
+        "values": values,
+        "groups": _groups(store),
+        "layout": store.commits.slices.text.decode() if store.commits.slices is not None else None,
+        "decided": store.commits.decisions.since(-1),
+    }
+
+
+def _load(store: Store, facts: Facts, tensors: dict[str, Tensor]) -> None:
+    """Be as a snapshot says.
 
     Raises:
-        CheckpointError: Another server has it.
+        CheckpointError: It is of another model.
     """
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    state, acknowledged = store.state, store.attendance.workers.acknowledged
+    parameters = {name: tensors[f"parameter.{name}"] for name in facts["versions"] if f"parameter.{name}" in tensors}
+    if store.layout is None:
+        place = store.place
+        slices = Slices.read(facts["layout"], place.count, split=place.split) if facts["layout"] else None
+        store.commits.initialise(First(parameters, facts["owner"], facts["buffers"], slices))
+    assert store.layout is not None, "it was given its first values, here or before"
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise CheckpointError(
-            f"{directory} is used by another server; stop that one, or give this one a directory of its own"
-        ) from None
-    except OSError as error:
-        os.close(fd)
-        log.warning("%s cannot be locked (%s): see that no other server uses it", directory, error.strerror)
-        return None
-    return fd
-
-
-def _unused(directory: Path, name: str) -> Path:
-    """A path that there is not yet."""
-    return next(path for n in count() if not (path := directory / (f"{name}-{n}" if n else name)).exists())
-
-
-def _replace_text(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    _sync(partial)
-    os.replace(partial, path)
-
-
-def _checksum_of(facts: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+        store.layout.check_whole({name: Spec.of(tensor) for name, tensor in parameters.items()})
+    except RefusedError as error:
+        raise CheckpointError(f"the directory belongs to another model: {error}") from error
+    for name, tensor in store.tensors().items():
+        tensor.copy_(parameters[name])
+    _restore_optimizer(store, tensors, facts["values"], facts["groups"])
+    state.version, state.versions, state.owner = facts["version"], facts["versions"], facts["owner"]
+    state.doubt()
+    store.commits.decisions.forget()
+    store.commits.decisions.extend(records.to_decided({"version": v, "who": who}) for v, who in facts["decided"])
+    acknowledged.clear()
+    acknowledged.update({worker: Acknowledged(*last) for worker, last in facts["acknowledged"].items()})
 
 
 def _groups(store: Store) -> list[dict[str, Any]]:
@@ -427,19 +305,3 @@ def _restore_optimizer(
                 group[key] = torch.tensor(value, dtype=group[key].dtype)
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            checksum = zlib.crc32(piece, checksum)
-    return checksum
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -7,7 +7,6 @@ acknowledged. One that is harmed although others follow it is something else: so
 import json
 import mmap
 import os
-import stat
 import struct
 import zlib
 from collections.abc import Iterator
@@ -18,10 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from evenstep.core.errors import CheckpointError, RefusedError
+from evenstep.core.files import open_regular
 from evenstep.server.wire.tensors import LENGTH_BYTES, Head, encode, head_length
 from evenstep.server.wire.text import write_json
 
-__all__ = ["Log", "LogEntry", "Record", "open_regular", "read"]
+__all__ = ["Log", "LogEntry", "Record", "read"]
 
 Record = tuple[dict[str, Any], dict[str, Tensor]]
 """Facts and tensors."""
@@ -133,16 +133,15 @@ def read(path: Path) -> Iterator[LogEntry]:
         CheckpointError: It is no regular file, or cannot be read.
     """
     try:
-        fd = open_regular(path)
+        file = open_regular(path)
     except FileNotFoundError:
         return
-    try:
-        if not os.fstat(fd).st_size:
-            return
-        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as data:
-            yield from _records(data)
-    finally:
-        os.close(fd)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    with file:
+        if os.fstat(file.fileno()).st_size:
+            with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+                yield from _records(data)
 
 
 def _records(data: mmap.mmap) -> Iterator[LogEntry]:
@@ -190,22 +189,3 @@ def _record(data: mmap.mmap, at: int, end: int) -> Record | None:
     except (RefusedError, ValueError):
         return None
     return facts, head.tensors(bytearray(body[head_bytes:] or b"\0"))
-
-
-def open_regular(path: Path) -> int:
-    """Open a file for reading, if it is one: nothing that could keep us waiting.
-
-    Raises:
-        FileNotFoundError: There is none.
-        CheckpointError: It is something else, or cannot be read.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{path} is no regular file")
-    return fd
