@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup browser demo test check bench chaos soak clean
+.PHONY: setup browser demo test check bench chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,10 @@ bench: setup
 SEED ?= 0
 chaos: setup
 	$(BIN)/python -m evenstep.testing.chaos --seed $(SEED) --seeds 3 --faults 150
+
+# torch's own tests of a backend, against ours and against gloo.
+conformance: setup
+	$(BIN)/python tests/distributed/conformance.py
 
 MINUTES ?= 60
 soak: setup

@@ -70,6 +70,39 @@ def test_all_reduce_of_every_dtype_with_every_operation(dtype):
     run_ranks(3, body)
 
 
+def test_sparse_tensors_are_added_wherever_their_values_are(ranks):
+    def body(rank, num_ranks):
+        for seed, shape, dense in [(0, (6, 7), 0), (10, (5, 4, 3), 1), (20, (9,), 0)]:
+            parts = [torch.relu(values(shape, torch.float32, seed + other) - 0.5) for other in range(num_ranks)]
+            parts[-1].zero_()  # it has none
+            mine = parts[rank].to_sparse(len(shape) - dense)
+            dist.all_reduce(mine)
+            assert mine.is_coalesced()
+            assert torch.equal(mine.to_dense(), reduced("SUM", parts)), (shape, dense)
+            work = dist.all_reduce(mine, async_op=True)
+            work.wait()
+            assert torch.equal(mine.to_dense(), reduced("SUM", [reduced("SUM", parts)] * num_ranks))
+
+    ranks(body)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.distributed.all_gather_coalesced:FutureWarning")
+def test_tensors_of_different_sizes_are_gathered_together(ranks):
+    def body(rank, num_ranks):
+        shapes = [(3,), (0,), (2, 5), (70_000,)]
+        parts = [
+            [values(shape, torch.float32, 10 * other + n) for n, shape in enumerate(shapes)]
+            for other in range(num_ranks)
+        ]
+        found = [[torch.empty(shape) for shape in shapes] for _ in range(num_ranks)]
+        dist.all_gather_coalesced(found, parts[rank])
+        assert all(
+            same(a, b) for mine, theirs in zip(found, parts, strict=True) for a, b in zip(mine, theirs, strict=True)
+        )
+
+    ranks(body)
+
+
 def test_premul_sum_multiplies_what_each_rank_gives():
     def body(rank):
         parts = parts_of(2, (1000,))

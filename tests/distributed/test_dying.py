@@ -286,12 +286,54 @@ def test_a_monitored_barrier_names_all_who_did_not_come():
     run_ranks(3, body)
 
 
+def test_torchs_own_monitored_barrier_takes_our_groups_and_its_own():
+    def body(rank):
+        gloo = dist.new_group(backend="gloo")
+        dist.monitored_barrier(gloo)
+        dist.monitored_barrier(timeout=timedelta(seconds=10))
+        if rank > 0:
+            if rank == 1:
+                return failure(RuntimeError, lambda: dist.monitored_barrier(timeout=20.0))
+            time.sleep(1)
+            return None
+        return failure(
+            RuntimeError, lambda: dist.monitored_barrier(timeout=timedelta(seconds=0.3), wait_all_ranks=True)
+        )
+
+    first, second, _ = run_ranks(3, body)
+    assert re.match(r"Ranks 2 failed to pass monitoredBarrier in 300 ms: rank 2 \(pid .* said nothing for 0.3 s", first)
+    assert re.match(
+        r"Rank 1 successfully reached monitoredBarrier, but received errors .* from rank 0: rank 2 ", second
+    )
+
+
+def test_what_ranks_get_is_also_what_torchs_own_backends_raise():
+    def body(rank):
+        groups = [dist.new_group(timeout=timedelta(seconds=0.3)) for _ in range(3)]
+        if rank == 0:
+            failures = [
+                failure(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(3), group=groups[0])),
+                failure(dist.DistBackendError, lambda: dist.recv(torch.ones(3), 1, group=groups[1])),
+            ]
+            dist.barrier()
+            return [*failures, failure(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(3), group=groups[2]))]
+        dist.barrier()
+        failure(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(4), group=groups[2]))
+        return None
+
+    silent, message, mismatch = run_ranks(2, body)[0]
+    assert " Timed out " in silent
+    assert " Timed out " in message
+    assert "must start the same operations" in mismatch
+
+
 def test_a_tensor_of_another_layout_is_refused():
     def body(rank):
         dist.all_reduce(torch.eye(3))
         dist.all_reduce(torch.eye(3))  # the shape is known by now
         sparse = torch.eye(3).to_sparse()
-        failure(EvenstepError, lambda: dist.all_reduce(sparse))
+        failure(EvenstepError, lambda: dist.all_reduce(sparse, dist.ReduceOp.MAX))
+        failure(EvenstepError, lambda: dist.broadcast(sparse, 0))
         failure(EvenstepError, lambda: dist.all_reduce(torch.ones(3, device="meta")))
         failure(EvenstepError, lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BOR))
 

@@ -189,11 +189,12 @@ def test_two_network_namespaces_are_two_machines(tmp_path):
     """They have process namespaces of their own too: else they would share memory, and find out that they do."""
     script = tmp_path / "job.py"
     script.write_text(dedent(SCRIPT))
+    names = [f"es{os.getpid()}{end}" for end in "ab"]  # until they are moved they are everybody's
 
     @contextlib.contextmanager
     def two_ranks(number: int, inside: int) -> Iterator[subprocess.Popen]:
         variables = {"WORLD_SIZE": "4", "MASTER_ADDR": "10.77.31.1", "MASTER_PORT": "29417"}
-        variables["GLOO_SOCKET_IFNAME"] = f"esv{number}"
+        variables["GLOO_SOCKET_IFNAME"] = names[number]
         command = ["nsenter", "-t", str(inside), "-n", "-p", "-m", sys.executable, str(script), str(number)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(command, env={**os.environ, **variables}, text=True, **pipes) as started:
@@ -203,12 +204,12 @@ def test_two_network_namespaces_are_two_machines(tmp_path):
                 processes.kill_tree(started.pid)
 
     with machine() as first, machine() as second, contextlib.ExitStack() as undo:
-        subprocess.run(["ip", "link", "add", "esv0", "type", "veth", "peer", "name", "esv1"], check=True)
+        subprocess.run(["ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1]], check=True)
         for number, inside in enumerate((first, second)):
-            subprocess.run(["ip", "link", "set", f"esv{number}", "netns", str(inside)], check=True)
+            subprocess.run(["ip", "link", "set", names[number], "netns", str(inside)], check=True)
             enter = ["nsenter", "-t", str(inside), "-n", "ip"]
-            subprocess.run([*enter, "addr", "add", f"10.77.31.{number + 1}/24", "dev", f"esv{number}"], check=True)
-            subprocess.run([*enter, "link", "set", f"esv{number}", "up"], check=True)
+            subprocess.run([*enter, "addr", "add", f"10.77.31.{number + 1}/24", "dev", names[number]], check=True)
+            subprocess.run([*enter, "link", "set", names[number], "up"], check=True)
             subprocess.run([*enter, "link", "set", "lo", "up"], check=True)
         ranks = [undo.enter_context(two_ranks(*place)) for place in enumerate((first, second))]
         for each in ranks:

@@ -53,7 +53,7 @@ def test_state_of_several_optimizers_has_several_names(holdings_of):
     second = holdings.add(torch.optim.SGD([next(iter(holdings.models.slots.parameters.values()))], 0.1))
     assert holdings.optimizers[1] is second
     assert {name.split(".")[0] for name in holdings.state.entries} == {"model", "optimizer"}
-    assert second.news_of({"optimizer2.model.0.weight.momentum_buffer": torch.zeros(2, 3)}, {}) != []
+    assert second.kept.news_of({"optimizer2.model.0.weight.momentum_buffer": torch.zeros(2, 3)}, {}) != []
 
 
 def test_values_that_are_put_in_place_of_others_can_be_taken_back(holdings_of):
@@ -113,7 +113,7 @@ def test_what_is_settled_is_watched(holdings_of):
     (holdings,) = holdings_of()
     model = trained(holdings)
     holdings.models.check_versions()
-    holdings.optimizers[0].check_untouched()
+    holdings.optimizers[0].kept.check_untouched()
     with torch.no_grad():
         model[0].bias.add_(1)
     holdings.settle()

@@ -42,7 +42,7 @@ class Worker:
         self.holdings.group.barrier("state moved")
         self.holdings.models.bind(self.added)
         self.prepared.adopt(news, took_part=True)
-        self.prepared.remember()
+        self.prepared.kept.remember()
         return self
 
     @property
@@ -74,7 +74,7 @@ def own_part(worker, step):
     prepared.settle(news, {i for i, _, _ in mine})
     group.barrier(f"moved {step}")
     prepared.adopt(news, took_part=True)
-    prepared.remember()
+    prepared.kept.remember()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +161,7 @@ def test_what_user_code_does_to_the_state_between_steps_is_seen(holdings_of):
     (holdings,) = holdings_of()
     worker = Worker(holdings).prepare()
     own_part(worker, 0)
-    worker.prepared.check_untouched()
+    worker.prepared.kept.check_untouched()
     optimizer = worker.prepared.optimizer
     first = next(iter(optimizer.state.values()))
     for change in (
@@ -171,8 +171,8 @@ def test_what_user_code_does_to_the_state_between_steps_is_seen(holdings_of):
     ):
         change()
         with pytest.raises(NondeterminismError, match="the state of Adam was changed between steps"):
-            worker.prepared.check_untouched()
-        worker.prepared.remember()
+            worker.prepared.kept.check_untouched()
+        worker.prepared.kept.remember()
 
 
 def test_an_edit_is_shared_and_can_be_taken_back(holdings_of):
@@ -269,7 +269,7 @@ def test_a_checkpoint_s_state_becomes_news(holdings_of):
     (holdings,) = holdings_of()
     worker = Worker(holdings)
     tensors = {"optimizer.model.0.bias.exp_avg": torch.ones(4), "optimizer2.model.0.bias.exp_avg": torch.ones(4)}
-    news = worker.prepared.news_of(tensors, {"optimizer.model.2.weight.mu": 0.5})
+    news = worker.prepared.kept.news_of(tensors, {"optimizer.model.2.weight.mu": 0.5})
     assert [(i, list(forms), values) for i, forms, values in news] == [(1, ["exp_avg"], {}), (4, [], {"mu": 0.5})]
 
 

@@ -120,7 +120,7 @@ def test_a_worker_that_fails_takes_all_others_to_the_version_before(fault):
                 if worker == 1:
                     loss = fault(run._engine, monkeypatch)
                     if fault is raise_after_the_update:  # only worker 0 publishes buffers
-                        monkeypatch.setattr(run._engine.optimizers[0], "_news", lambda _: _raise())
+                        monkeypatch.setattr(run._engine.optimizers[0].kept, "news", lambda _: _raise())
                 try:
                     run.step(images(21).tensors, lambda part: loss(model, part))
                 except Exception as error:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from evenstep.distributed.work import NO_TIMEOUT
+from evenstep.distributed.work import NO_TIMEOUT, end_record
 
 __all__ = ["DirectWork", "Word"]
 
@@ -63,14 +63,21 @@ class DirectWork(Work):
         work: What gloo gave.
         tensor: What is sent, or received into: it must stay until it is over.
         timeout_s: How long to wait if the user does not say.
+        record: What a profiler is told of it.
         fail: Called with gloo's error and the seconds that were waited; raises one of ours.
     """
 
     def __init__(
-        self, work: Work, tensor: Tensor, timeout_s: float, fail: Callable[[RuntimeError, float], NoReturn]
+        self,
+        work: Work,
+        tensor: Tensor,
+        timeout_s: float,
+        record: Any,
+        fail: Callable[[RuntimeError, float], NoReturn],
     ) -> None:
         super().__init__()
         self._work, self._tensor, self._timeout_s, self._fail = work, tensor, timeout_s, fail
+        self._record = record
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait until it is over, but no longer than `timeout`, or else than the group's.
@@ -84,6 +91,9 @@ class DirectWork(Work):
             return bool(self._work.wait(timedelta(seconds=seconds)))
         except RuntimeError as error:
             self._fail(error, seconds)
+        finally:
+            record, self._record = self._record, None
+            end_record(record)
 
     def is_completed(self) -> bool:
         """Whether it is known to be over: gloo learns that in `wait`."""

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, Prefi
 
 from evenstep.core.errors import EvenstepError, MismatchError, PeerError, SilenceError, UnsupportedError
 from evenstep.distributed.between import DirectWork, Word
+from evenstep.distributed.errors import kind_of
 from evenstep.distributed.members import Member
 from evenstep.distributed.reductions import ITEM_BYTES
 from evenstep.distributed.team import ANY, Call, Pieces, Team
@@ -119,12 +120,12 @@ class Machines:
             start = int(table[source, : self._rank].sum())
             _at(outs[source], out_bytes[source]).copy_(data[start : start + out_bytes[source]])
 
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float, record: Any) -> Work:
         """See `Ranks`."""
         ours, name = tensor.detach().contiguous(), f"send to {self._members[peer]} with tag {tag}"
-        return self._message(name, peer, ours, timeout_s, lambda gloo: gloo.send([ours], peer, tag))
+        return self._message(name, peer, ours, timeout_s, record, lambda gloo: gloo.send([ours], peer, tag))
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
+    def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float, record: Any) -> Work:
         """See `Ranks`.
 
         Raises:
@@ -135,15 +136,17 @@ class Machines:
         ours = tensor.detach()
         if peer == ANY:
             name = f"receive from any rank with tag {tag}"
-            return self._message(name, peer, ours, timeout_s, lambda gloo: gloo.recv_anysource([ours], tag))
+            return self._message(name, peer, ours, timeout_s, record, lambda gloo: gloo.recv_anysource([ours], tag))
         name = f"receive from {self._members[peer]} with tag {tag}"
-        return self._message(name, peer, ours, timeout_s, lambda gloo: gloo.recv([ours], peer, tag))
+        return self._message(name, peer, ours, timeout_s, record, lambda gloo: gloo.recv([ours], peer, tag))
 
-    def _message(self, name: str, peer: int, tensor: Tensor, timeout_s: float, start: Callable[[Any], Work]) -> Work:
+    def _message(
+        self, name: str, peer: int, tensor: Tensor, timeout_s: float, record: Any, start: Callable[[Any], Work]
+    ) -> Work:
         self._team.check()
         fail = partial(self._lose_message, name, peer)
         try:
-            return DirectWork(start(self._direct), tensor, timeout_s, fail)
+            return DirectWork(start(self._direct), tensor, timeout_s, record, fail)
         except RuntimeError as error:  # the connection had broken before
             fail(error, timeout_s)
 
@@ -267,9 +270,11 @@ class Machines:
                 if pause_s == 0.02:
                     self._hear_of_failure()
                 if time.monotonic() > deadline:
-                    text = f"one of {self._others()} said nothing for {timeout_s:g} s in {self._at(tag)}"
+                    text = f"one of {self._others()} said nothing for {timeout_s:g} s: Timed out in {self._at(tag)}"
                     self._fail(SilenceError, text)
             work.wait()
+        except EvenstepError:  # some of ours are RuntimeErrors too
+            raise
         except RuntimeError as error:
             self._lose(f"one of {self._others()} was lost in {self._at(tag)}: {error}")
 
@@ -281,7 +286,7 @@ class Machines:
         try:
             yield
         except EvenstepError as error:
-            self._word.leave(f"{type(error).__name__}\n{error}")
+            self._word.leave(f"{kind_of(error).__name__}\n{error}")
             self._direct = None  # whoever waits for our message sees the connection close
             raise
 
@@ -326,7 +331,7 @@ class Machines:
         with self._telling():
             if "imed out" not in str(error):
                 self._lose(f"{other} was lost; {me} waits for it in {name}: {error}")
-            text = f"{other} said nothing for {timeout_s:g} s: {me} waits in {name}; look at what it does"
+            text = f"{other} said nothing for {timeout_s:g} s: Timed out at {me}, which waits in {name}; look at it"
             self._fail(SilenceError, f"{text}, or raise init_process_group(timeout=...)")
 
 

@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, PeerError
+from evenstep.distributed.errors import LostRankError
 from evenstep.distributed.reductions import dtype_code
 from evenstep.distributed.team import ANY, BACKGROUND_SPIN, Team
 from evenstep.distributed.work import NO_TIMEOUT, PendingWork
@@ -86,8 +88,8 @@ class _Message:
 class _MessageWork(PendingWork):
     """What the user waits for. While he does, the other ranks can see for whom."""
 
-    def __init__(self, name: str, tensor: Tensor, team: Team, peer: int) -> None:
-        super().__init__(name, [tensor])
+    def __init__(self, name: str, tensor: Tensor, team: Team, peer: int, record: Any) -> None:
+        super().__init__(name, [tensor], record)
         self._team, self._peer = team, peer
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -120,31 +122,32 @@ class Mail:
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> PendingWork:
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float, record: Any = None) -> PendingWork:
         """Start to send a tensor. It is over when the memory may be used again, whether or not it was received."""
-        message = self._message(f"send to {self._team.members[peer]}", tensor, peer, tag, timeout_s)
+        message = self._message(f"send to {self._team.members[peer]}", tensor, peer, tag, timeout_s, record)
         self._sends[peer].append(message)
-        return self._begin(message)
+        return self._begin(message, record)
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> PendingWork:
+    def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float, record: Any = None) -> PendingWork:
         """Start to receive into a tensor, from a rank or from `ANY`."""
         source = "any rank" if peer == ANY else str(self._team.members[peer])
-        message = self._message(f"receive from {source}", tensor, peer, tag, timeout_s)
+        message = self._message(f"receive from {source}", tensor, peer, tag, timeout_s, record)
         message.target = None if message.data.data_ptr() == tensor.data_ptr() else tensor
         self._receives.append(message)
-        return self._begin(message)
+        return self._begin(message, record)
 
-    def _message(self, what: str, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> _Message:
+    def _message(self, what: str, tensor: Tensor, peer: int, tag: int, timeout_s: float, record: Any) -> _Message:
         self._team.check()
         self._number += 1
         name = f"{what} with tag {tag}, message {self._number} of the group"
-        work = _MessageWork(name, tensor, self._team, peer)
+        work = _MessageWork(name, tensor, self._team, peer, record)
         data = tensor.detach().contiguous()
         return _Message(peer, tag, data, data.dtype, work, timeout_s, self._number)
 
-    def _begin(self, message: _Message) -> PendingWork:
-        """Do at once what can be done at once; leave the rest to the thread."""
-        self._guarded(self._move)
+    def _begin(self, message: _Message, record: Any) -> PendingWork:
+        """Do at once what can be done at once; leave the rest, or what a profiler looks at, to the thread."""
+        if record is None:
+            self._guarded(self._move)
         if not message.work.is_completed():
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="evenstep-mail", daemon=True)
@@ -179,7 +182,7 @@ class Mail:
                 me = self._team.members[self._rank]
                 text = f"{me} could not move its messages: {error!r}"
                 self._team.fail(PeerError, self._rank, text)
-                self._fail_all(PeerError(text, me.name))
+                self._fail_all(LostRankError(text, me.name))
                 if not isinstance(error, Exception):  # an interruption, which is for the caller
                     raise
         return True

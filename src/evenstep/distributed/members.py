@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from evenstep.core.errors import ConfigError, SilenceError
+from evenstep.core.errors import ConfigError
+from evenstep.distributed.errors import SilentRanksError
 from evenstep.native import core
 from evenstep.transport.segment import Segment
 
@@ -135,9 +136,10 @@ class Meeting:
         try:
             self._store.wait([key], timedelta(seconds=left))
         except RuntimeError as error:
-            raise SilenceError(
-                f"rank {rank} of the new group did not come within {self._timeout_s:g} s: rank {self._rank} waits for "
-                "it; look at what it does, or raise init_process_group(timeout=...)"
+            raise SilentRanksError(
+                f"rank {rank} of the new group did not come within {self._timeout_s:g} s: Timed out at rank "
+                f"{self._rank}, which waits for it; look at what it does, or raise init_process_group(timeout=...)",
+                [rank],
             ) from error
         return json.loads(self._store.get(key))
 

@@ -35,7 +35,7 @@ class Progress:
         self._jobs: queue.SimpleQueue[tuple[PendingWork, Job] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, name: str, job: Job, result: list[Any], asynchronous: bool) -> Work:
+    def start(self, name: str, job: Job, result: list[Any], asynchronous: bool, record: Any = None) -> Work:
         """Start a job.
 
         Args:
@@ -43,12 +43,13 @@ class Progress:
             job: What to do.
             result: The tensors that it fills.
             asynchronous: If not, this may do the job before it returns, and does so if no other is open.
+            record: What a profiler is told of it, if there is one; then the thread does it in any case.
 
         Raises:
             EvenstepError: What the job raised, if it was done here.
         """
         self.check_process()
-        if not asynchronous and self.enter():
+        if not asynchronous and record is None and self.enter():
             try:
                 job()
             finally:
@@ -56,7 +57,7 @@ class Progress:
             return DONE
         with self._lock:
             self._num_open += 1
-            work = PendingWork(name, result)
+            work = PendingWork(name, result, record)
             self._jobs.put((work, job))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)

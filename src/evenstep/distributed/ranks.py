@@ -39,10 +39,10 @@ class Ranks(Protocol):
     ) -> None:
         """Give each rank a piece and get one from each. As `call`."""
 
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
-        """Start to send a tensor to a rank."""
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float, record: Any) -> Work:
+        """Start to send a tensor to a rank. A profiler gets the record when it is over."""
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
+    def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float, record: Any) -> Work:
         """Start to receive a tensor from a rank, or from `ANY`."""
 
     def in_background(self, yes: bool) -> None:
@@ -69,14 +69,8 @@ class OneMachine:
         self.in_background = team.in_background
         self._team = team
         self._mail = Mail(team)
-
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
-        """See `Ranks`."""
-        return self._mail.send(tensor, peer, tag, timeout_s)
-
-    def receive(self, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> Work:
-        """See `Ranks`."""
-        return self._mail.receive(tensor, peer, tag, timeout_s)
+        self.send = self._mail.send
+        self.receive = self._mail.receive
 
     def close(self) -> None:
         """See `Ranks`."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, PeerError, SilenceError
+from evenstep.distributed.errors import group_error
 from evenstep.distributed.members import Member
 from evenstep.distributed.reductions import BYTES
 from evenstep.exchange.liveness import Liveness, spin_count
@@ -30,7 +31,6 @@ _STEP_BYTES = 1 << 17  # what is on its way stays in the cache
 SLOT_BYTES = 1 << 19  # beside a computation every meeting takes long, so there are fewer
 BACKGROUND_SPIN = 16
 _AWAITED = 0  # the word on the board that says for whose message a rank waits
-_ERRORS: dict[str, type[EvenstepError]] = {"MismatchError": MismatchError, "SilenceError": SilenceError}
 
 
 class Call(NamedTuple):
@@ -132,9 +132,11 @@ class Team:
         pid = core.pid(self.base, index)
         return pid == 0 or self._liveness.ended(pid)
 
-    def fail(self, kind: type[EvenstepError], culprit: int, text: str) -> None:
+    def fail(self, kind: type[EvenstepError], culprits: int | Sequence[int], text: str) -> None:
         """Tell everyone that the team has failed; the first failure is the one that counts."""
-        core.abort_all(self.base, self.index, culprit, f"{kind.__name__}\n{text}")
+        found = [culprits] if isinstance(culprits, int) else culprits
+        head = " ".join([kind.__name__, *(str(self.members[index].rank) for index in found)])
+        core.abort_all(self.base, self.index, found[0], f"{head}\n{text}")
 
     def abort(self) -> None:
         """Fail on behalf of the user, who wants nobody to wait any longer."""
@@ -150,10 +152,9 @@ class Team:
     def raise_failure(self) -> NoReturn:
         """Raise the error that everyone gets."""
         culprit, text = core.aborted(self.base) or (self.index, "PeerError\nthe group has failed")
-        kind, _, text = text.partition("\n")
-        if kind in _ERRORS:
-            raise _ERRORS[kind](text)
-        raise PeerError(text, self.members[culprit].name)
+        head, _, text = text.partition("\n")
+        kind, *ranks = head.split()
+        raise group_error(kind, text, self.members[culprit].name, [int(rank) for rank in ranks])
 
     def say_awaited(self, peer: int | None) -> None:
         """Let the others see for whose message this rank waits: they shall not take it for the one who is missing."""
@@ -199,10 +200,10 @@ class Team:
         if theirs:
             names += f", which waits for {', '.join(str(self.members[index]) for index in theirs)} itself,"
         text = (
-            f"{names} said nothing for {timeout_s:g} s: {self.members[self.index]} waits in {where}; look at what it "
-            "does, or raise init_process_group(timeout=...)"
+            f"{names} said nothing for {timeout_s:g} s: Timed out at {self.members[self.index]}, which waits in "
+            f"{where}; look at what it does, or raise init_process_group(timeout=...)"
         )
-        self.fail(SilenceError, culprits[0], text)
+        self.fail(SilenceError, culprits, text)
         self.raise_failure()
 
     def _fail(self, code: int, culprit: int, tag: bytes, timeout_s: float) -> NoReturn:

@@ -2,22 +2,42 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import Work
+from torch.autograd import (  # type: ignore[attr-defined]  # torch has no public way to tell sizes
+    _record_function_with_args_enter,
+    _record_function_with_args_exit,
+)
 from torch.futures import Future
 
 from evenstep.core.errors import SilenceError
 from evenstep.core.identity import check_not_a_copy
 
-__all__ = ["DONE", "NO_TIMEOUT", "PendingWork"]
+__all__ = ["DONE", "NO_TIMEOUT", "PendingWork", "begin_record", "end_record", "is_recording"]
 
 NO_TIMEOUT = timedelta(0)
 """What torch gives for a wait that is to take as long as the operation may."""
+
+
+is_recording: Callable[[], bool] = _profiler_enabled
+"""Whether a profiler wants to know of operations."""
+
+
+def begin_record(name: str, inputs: Sequence[Tensor]) -> Any:
+    """Let a profiler, if there is one, know that an operation begins, as torch's own backends do."""
+    return _record_function_with_args_enter(f"evenstep:{name}", *inputs) if is_recording() else None
+
+
+def end_record(record: Any) -> None:
+    """It is over. Called by another thread than it began in, which a profiler takes for a sign of asynchrony."""
+    if record is not None:
+        _record_function_with_args_exit(record)
 
 
 class DoneWork(Work):
@@ -45,11 +65,13 @@ class PendingWork(Work):
     Args:
         name: What it is, for errors.
         result: The tensors that it fills: what its future holds.
+        record: What a profiler is told of it; see `begin_record`.
     """
 
-    def __init__(self, name: str, result: list[Any]) -> None:
+    def __init__(self, name: str, result: list[Any], record: Any = None) -> None:
         super().__init__()
         self.name = name
+        self._record = record
         self._result = result
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -60,6 +82,8 @@ class PendingWork(Work):
 
     def complete(self, error: BaseException | None = None, source: int = -1) -> None:
         """Say that it is over: well, or with an error."""
+        record, self._record = self._record, None
+        end_record(record)
         with self._lock:
             self._error, self._source = error, source
             self._done.set()

@@ -16,6 +16,8 @@ from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.form import Form
 from evenstep.engine.state import Entry, State
 from evenstep.engine.structure import describe, fill, specs
+from evenstep.exchange.journal import Entry as JournalEntry
+from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.exchange.surroundings import current
 
 __all__ = ["Carried", "Carries", "Carry"]
@@ -74,8 +76,7 @@ class Carry:
 
     def reset(self) -> None:
         """Between steps: forget what was set, in all shards. All workers must call this alike."""
-        for shard in self._held:
-            self._carries.let_go(self, shard)
+        self._carries.reset(self)
 
 
 def _shard_here() -> tuple[int, range]:
@@ -91,13 +92,15 @@ class Carries:
 
     Args:
         state: Where it lies.
+        ledger: Of the workers.
+        version: Says how many steps have been committed.
 
     Attributes:
         uses: How often a step function has asked for something or set it.
     """
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, ledger: Ledger, version: Callable[[], int]) -> None:
+        self._state, self._ledger, self._version = state, ledger, version
         self._slots: list[Carry] = []
         self.uses = 0
 
@@ -142,13 +145,22 @@ class Carries:
             self._state.values[_name(slot, shard)] = json.dumps(description)
         self.begin()
 
-    def let_go(self, carry: Carry, shard: int) -> None:
-        """Forget what a shard has."""
-        held = carry._held[shard]
-        held.counts = False
-        for entry in held.entries:
-            entry.counts = False
-        self._state.values.pop(_name(carry._slot, shard), None)
+    def reset(self, carry: Carry) -> None:
+        """See `Carry.reset`. An operation like any other: a checkpoint is from before it or from after it."""
+        kind = f"reset of {_head(carry._slot)}"
+
+        def attempt() -> JournalEntry:
+            self._ledger.group.barrier(kind)
+            return JournalEntry(kind)
+
+        self._ledger.perform(Operation(kind, self._version()), attempt, lambda *_: self._forget(carry))
+
+    def _forget(self, carry: Carry) -> None:
+        for shard, held in carry._held.items():
+            held.counts = False
+            for entry in held.entries:
+                entry.counts = False
+            self._state.values.pop(_name(carry._slot, shard), None)
 
     def news_of(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Carried:
         """A checkpoint's, as news."""
@@ -165,7 +177,7 @@ class Carries:
     def replace(self, news: Carried) -> None:
         """A checkpoint's is committed, and nothing else is carried any more."""
         for carry in self._slots:
-            carry.reset()
+            self._forget(carry)
         self.adopt(news)
 
     def _room(self, carry: Carry, shard: int, description: Any, forms: list[Form]) -> _Held:

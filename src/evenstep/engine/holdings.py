@@ -4,7 +4,7 @@ It changes in operations of the ledger only. Whoever is about to change somethin
 that comes to nothing can be taken back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
 from evenstep.engine.carries import Carried, Carries
+from evenstep.engine.kept import News
 from evenstep.engine.models import Models
-from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.prepared import PreparedOptimizer
+from evenstep.engine.several import SeveralOptimizers, Trained
 from evenstep.exchange.ledger import Ledger
 from evenstep.transport.memory import DeviceMemory, Memory
 from evenstep.transport.segment import Segment
@@ -44,8 +46,9 @@ class Holdings:
         self.memory = _memory_of(config.device, self.group.segment)
         self.models = Models(config, self.group, self.memory)
         self.optimizers: list[PreparedOptimizer] = []
+        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self.state = self.models.state
-        self.carries = Carries(self.state)
+        self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
 
     @property
@@ -65,6 +68,19 @@ class Holdings:
         self.optimizers.append(prepared)
         return prepared
 
+    def together(self, optimizers: Sequence[PreparedOptimizer]) -> Trained:
+        """Some prepared optimizers, to step together.
+
+        Raises:
+            ConfigError: A parameter is in two of them.
+        """
+        if len(optimizers) == 1:
+            return optimizers[0]
+        key = tuple(map(id, optimizers))
+        if key not in self._several:
+            self._several[key] = SeveralOptimizers(optimizers)
+        return self._several[key]
+
     def replace(self, values: Mapping[str, Tensor]) -> None:
         """Put other values in the place of some of the state. One worker's, inside of an operation."""
         entries = [self.state.entries[name] for name in values]
@@ -82,7 +98,7 @@ class Holdings:
         """No operation is under way on this worker any more: nobody should change anything until the next."""
         for prepared in self.optimizers:
             prepared.gradients.clear()
-            prepared.remember()
+            prepared.kept.remember()
         self.models.slots.bind_base()
         self.models.remember_versions()
 
@@ -92,7 +108,7 @@ class Holdings:
         Returns:
             What is new in each optimizer's state, and what is carried.
         """
-        news = [prepared.news_of(tensors, values) for prepared in self.optimizers]
+        news = [prepared.kept.news_of(tensors, values) for prepared in self.optimizers]
         with torch.no_grad():
             for prepared, theirs in zip(self.optimizers, news, strict=True):
                 prepared.settle(theirs, set())

@@ -191,7 +191,7 @@ class Models:
                 if entry is not None and self.state.memory.shared:
                     parameter.data = parameter.data.clone()
             for prepared in optimizers:
-                prepared.release()
+                prepared.kept.release()
 
 
 def check_model(model: Any) -> None:

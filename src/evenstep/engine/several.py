@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from evenstep.core.errors import ConfigError
 from evenstep.engine.flat import FlatGradients
 from evenstep.engine.gradients import Gradients
-from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.kept import News
+from evenstep.engine.prepared import PreparedOptimizer
 
 __all__ = ["SeveralOptimizers", "Trained"]
 
@@ -84,11 +85,6 @@ class SeveralOptimizers:
         """Others have stepped."""
         for each in self.optimizers:
             each.stepped_elsewhere()
-
-    def check_untouched(self) -> None:
-        """See that nobody has changed the state of any."""
-        for each in self.optimizers:
-            each.check_untouched()
 
 
 class SeveralGradients:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed
 
-from evenstep.core.errors import MismatchError, SilenceError, UnsupportedError
+from evenstep.core.errors import EvenstepError, MismatchError, SilenceError, UnsupportedError
 from evenstep.nn.unchained import Unchained
 
 __all__ = ["GroupHandle", "ProcessGroup", "around"]
@@ -83,6 +83,8 @@ class ProcessGroup(Unchained):
         found = [torch.empty_like(row) for _ in range(distributed.get_world_size(self._group))]
         try:
             distributed.all_gather(found, row, group=self._group)
+        except EvenstepError:  # our own backend's, which say who it was
+            raise
         except RuntimeError as error:
             raise SilenceError(self._blame(tag, error)) from error
         return found

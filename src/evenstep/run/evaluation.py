@@ -39,7 +39,7 @@ def _call(engine: Engine, batch: Batch, function: Function) -> dict[int, Any]:
     """Call the function for every part, each time with the committed buffers and random numbers of its own."""
     values = {}
     with preserved():
-        for shard in range(*engine.evaluates[engine.group.rank]):
+        for shard in range(*engine.sharing.evaluated[engine.group.rank]):
             if batch.sizes[shard]:
                 part = batch.part(shard)
                 engine.models.restore_buffers()
@@ -86,7 +86,7 @@ def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function
     found: list[Any] = []
     for batch in batches:
         values = list(_call(engine, batch, function).values())
-        shares = [sum(batch.sizes[first:end]) for first, end in engine.evaluates]
+        shares = [sum(batch.sizes[first:end]) for first, end in engine.sharing.evaluated]
         found.append(_gather_nested(engine.group, f"predict batch {batch.number}", values, shares))
     leaves: list[Tensor] = []
     shape = structure.describe(_join(found), leaves, "what the model gave predict")

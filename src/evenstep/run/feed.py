@@ -91,7 +91,7 @@ class Feed:
 
         def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
             self._saving.begin_data(order.num_samples, order.batch_size, num_workers)
-            skip, span = lambda: self._ledger.catching_up, lambda: self._engine.mine
+            skip, span = lambda: self._ledger.catching_up, lambda: self._engine.sharing.mine
             loader = self._loader(dataset, "sample", span, loading, skip=skip)
             return loader.load(request for epoch, at in coming for request in order.requests(epoch, at["batch"]))
 
@@ -115,7 +115,7 @@ class Feed:
         self._engine.updates.refuse("stream")
         loader = StreamLoader(
             source, batch_size, self._config.shards, self._config.seed, collate=loading.collate_fn,
-            device=self._config.device, span=lambda: self._engine.mine, share=self._share_sizes,
+            device=self._config.device, span=lambda: self._engine.sharing.mine, share=self._share_sizes,
         )  # fmt: skip
 
         def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
@@ -190,7 +190,7 @@ class Feed:
     def once(self, dataset: Any, order: Order, loading: Loading) -> Iterator[Batch]:
         """The batches of a data set to be evaluated, each once."""
         rank = self._ledger.group.rank
-        span = range(*self._engine.evaluates[rank])
+        span = range(*self._engine.sharing.evaluated[rank])
         return self._loader(dataset, "evaluate", lambda: span, loading).load(order.requests(0))
 
     def _loader(

@@ -26,7 +26,8 @@ from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, Work
 from evenstep.engine.delivery import Delivery
 from evenstep.engine.holdings import Holdings
-from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.kept import News
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
 from evenstep.engine.several import Trained
@@ -293,7 +294,7 @@ class GroupedUpdates:
             news: News = []
             if self._standing.lock:
                 tensors, values = servers.optimizer_state() if self._group.rank == 0 else ({}, {})
-                news = self._group.gather_json("optimizer state", prepared.news_of(tensors, values))[0]
+                news = self._group.gather_json("optimizer state", prepared.kept.news_of(tensors, values))[0]
                 prepared.settle(news, set())
                 self._holdings.replace(tensors)
                 self._group.barrier("optimizer state is here")

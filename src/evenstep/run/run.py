@@ -306,7 +306,7 @@ class Run:
     @property
     def local_shards(self) -> range:
         """The shards of this worker now; they may change at any step, when workers come, go or are slow."""
-        return self._engine.mine
+        return self._engine.sharing.mine
 
     @property
     def num_workers(self) -> int:
@@ -347,7 +347,7 @@ class Run:
             check_model(model)
             if sync_batchnorm:
                 model = convert_sync_batchnorm(model)
-            self._engine.prepare(model, optimizer, whole=whole)
+            self._engine.intake.prepare(model, optimizer, whole=whole)
         except BaseException:
             self._tell_others()
             raise
@@ -512,7 +512,7 @@ class Run:
             found.append(known[0])
         if not found:
             raise ConfigError("run.step got no optimizer in its list; pass at least one, or leave it out")
-        return self._engine.several(found)
+        return self._engine.holdings.together(found)
 
     def _cut(self, batch: Any) -> Batch:
         whole = Whole(batch)
@@ -671,7 +671,7 @@ class Run:
         def attempt() -> Entry:
             nonlocal total
             if callable(rows):
-                mine = torch.stack([rows(shard) for shard in self._engine.mine])
+                mine = torch.stack([rows(shard) for shard in self._engine.sharing.mine])
             elif self._group.generation == generation:
                 mine = rows
             else:
@@ -680,7 +680,7 @@ class Run:
                     "not here; pass a function of the shard instead of a tensor"
                 )
             self._check_rows(mine)
-            shares = [end - first for first, end in self._engine.spans]
+            shares = [end - first for first, end in self._engine.sharing.spans]
             total = self._group.sum(tag, mine.cpu(), shares, everyone=True).to(mine.device)
             described = [str(total.dtype).removeprefix("torch."), str(total.device)]
             return Entry(kind, described, total.cpu().view(torch.uint8).numpy().tobytes())
@@ -694,7 +694,7 @@ class Run:
         return self._perform(kind, attempt, adopt)
 
     def _check_rows(self, rows: Tensor) -> None:
-        num_shards = len(self._engine.mine)
+        num_shards = len(self._engine.sharing.mine)
         if rows.ndim != 2 or len(rows) != num_shards:
             raise ConfigError(
                 f"exchange got {tuple(rows.shape)}, expected ({num_shards}, n): one row for each shard "

@@ -22,7 +22,8 @@ from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, Work
 from evenstep.engine.delivery import Delivery
 from evenstep.engine.holdings import Holdings
-from evenstep.engine.prepared import News, PreparedOptimizer
+from evenstep.engine.kept import News
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
 from evenstep.engine.several import Trained

@@ -1,0 +1,189 @@
+"""The reductions of a process group, in torch's names, on tensors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, ReduceOptions, ReduceScatterOptions, Work
+
+from evenstep.core.errors import UnsupportedError
+from evenstep.distributed.operations import Operations, one_after_the_other
+from evenstep.distributed.reductions import Reduction
+from evenstep.distributed.team import Call
+from evenstep.distributed.tensors import check_same_size, contiguous, num_bytes, parts
+from evenstep.distributed.work import DONE, is_recording
+from evenstep.native import core
+from evenstep.plan import tree
+
+__all__ = ["Reducing"]
+
+_SUM: Any = ReduceOp.SUM
+_UNSET = AllreduceOptions().timeout
+_MOST_KNOWN = 4096
+
+
+class Reducing(Operations):
+    """A process group that reduces."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._sums: dict[tuple[torch.dtype, torch.Size], Call] = {}
+
+    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
+        """Reduce a tensor over all ranks, in place."""
+        opts = AllreduceOptions() if opts is None else opts
+        # A small sum that is waited for takes a few microseconds, most of which are Python's: so it has a short way.
+        if not opts.asyncOp and len(tensors) == 1 and opts.reduceOp == _SUM and not is_recording():
+            tensor = tensors[0]
+            known = self._sums.get((tensor.dtype, tensor.shape))
+            if known is None:
+                self._learn_sum(opts.reduceOp, tensor)
+            elif tensor.is_cpu and tensor.is_contiguous() and opts.timeout == _UNSET and self._progress.enter():
+                address = tensor.data_ptr()
+                try:
+                    self._ranks.call(known, address, address, self._timeout_s)
+                finally:
+                    self._progress.leave()
+                return DONE
+        if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
+            return self._all_reduce_sparse(tensors[0], opts)
+        return self._all_reduce("all_reduce", tensors, opts)
+
+    def _learn_sum(self, op: Any, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        how, tag = self._reduction("all_reduce", op, tensor)
+        count = tensor.numel() * how.width
+        if len(self._sums) >= _MOST_KNOWN:
+            self._sums.clear()
+        self._sums[tensor.dtype, tensor.shape] = Call(core.ES_ALL_REDUCE, tag, how.dtype, how.op, num_items=count)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
+        """Reduce several tensors over all ranks, in place."""
+        opts = opts or AllreduceOptions()
+        return self._all_reduce("all_reduce_coalesced", tensors, opts)
+
+    def _all_reduce(self, name: str, tensors: list[Tensor], opts: Any) -> Work:
+        op, timeout_s = opts.reduceOp, self._timeout(opts)
+        calls = [(*self._reduction(name, op, tensor), tensor) for tensor in tensors]
+
+        def job() -> None:
+            for how, tag, tensor in calls:
+                source, target = contiguous(_premultiplied(tensor, op, how)), contiguous(tensor)
+                call = Call(core.ES_ALL_REDUCE, tag, how.dtype, how.op, num_items=target.numel() * how.width)
+                self._ranks.call(call, source.data_ptr(), target.data_ptr(), timeout_s)
+                self._finish(how, tensor, target)
+
+        return self._start(name, job, tensors, tensors, opts.asyncOp)
+
+    def _all_reduce_sparse(self, tensor: Tensor, opts: AllreduceOptions) -> Work:
+        """Sum a sparse tensor over all ranks, in place. The ranks may have values at different places."""
+        if opts.reduceOp != _SUM or not tensor.is_cpu:
+            raise UnsupportedError("of sparse tensors, only those on the CPU are reduced, and only by SUM")
+        timeout_s = self._timeout(opts)
+        shape, kinds = list(tensor.shape), (tensor.sparse_dim(), tensor.dense_dim())
+        tag = f"all_reduce(SUM, sparse {tensor.dtype}, {shape}, dimensions {kinds})".encode()
+
+        def job() -> None:
+            mine = tensor.detach().coalesce()
+            counts = self._gather_all(tag, torch.tensor([mine._nnz()]), timeout_s)
+            most = int(torch.stack(counts).max())
+            indices = _padded(mine.indices().t(), most)
+            of_all = zip(
+                counts,
+                self._gather_all(tag, indices, timeout_s),
+                self._gather_all(tag, _padded(mine.values(), most), timeout_s),
+                strict=True,
+            )
+            terms = [
+                torch.sparse_coo_tensor(
+                    places[: int(count)].t(), values[: int(count)], tensor.shape, check_invariants=False
+                )
+                for count, places, values in of_all
+            ]
+            with torch.no_grad():  # a sparse tensor's detached one is not its memory
+                tensor.copy_(tree.reduce(terms, torch.add).coalesce())
+
+        return self._start("all_reduce", job, [tensor], [tensor], opts.asyncOp)
+
+    def _gather_all(self, tag: bytes, mine: Tensor, timeout_s: float) -> list[Tensor]:
+        """What all ranks give, which is of one size."""
+        mine, found = mine.contiguous(), [torch.empty_like(mine) for _ in range(self._size)]
+        call = Call(core.ES_ALL_GATHER, tag, num_items=num_bytes(mine))
+        self._ranks.call(call, mine.data_ptr(), tuple(each.data_ptr() for each in found), timeout_s)
+        return found
+
+    def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
+        """Reduce a tensor over all ranks, to the root."""
+        opts = opts or ReduceOptions()
+        (tensor,) = tensors
+        root, op, timeout_s = opts.rootRank, opts.reduceOp, self._timeout(opts)
+        how, tag = self._reduction("reduce", op, tensor, root)
+
+        def job() -> None:
+            source, target = contiguous(_premultiplied(tensor, op, how)), contiguous(tensor)
+            out = target.data_ptr() if root == self._rank else None
+            call = Call(core.ES_REDUCE, tag, how.dtype, how.op, root, target.numel() * how.width)
+            self._ranks.call(call, source.data_ptr(), out, timeout_s)
+            if out is not None:
+                self._finish(how, tensor, target)
+
+        return self._start("reduce", job, tensors, tensors, opts.asyncOp)
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        """Reduce a list of tensors, one for each rank, over all ranks; each rank gets its own."""
+        opts = opts or ReduceScatterOptions()
+        (output,), (pieces,) = outputs, inputs
+        job = self._reduce_scatter("reduce_scatter", output, pieces, opts)
+        return self._start("reduce_scatter", job, pieces, outputs, opts.asyncOp)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None) -> Work:
+        """Reduce a tensor that has a part for each rank; each rank gets its own part."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        """As `reduce_scatter_single`, for several tensors."""
+        opts = opts or ReduceScatterOptions()
+        name = "reduce_scatter_tensor"
+        jobs = [
+            self._reduce_scatter(name, output, parts(input, output, self._size), opts)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._start(name, one_after_the_other(jobs), inputs, outputs, opts.asyncOp)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(
+        self, name: str, output: Tensor, pieces: Sequence[Tensor], opts: ReduceScatterOptions
+    ) -> Callable[[], None]:
+        op, timeout_s = opts.reduceOp, self._timeout(opts)
+        how, tag = self._reduction(name, op, output)
+        check_same_size(name, output, pieces)
+
+        def job() -> None:
+            sources = [contiguous(_premultiplied(piece, op, how)) for piece in pieces]
+            target = contiguous(output)
+            ins = tuple(source.data_ptr() for source in sources)
+            call = Call(core.ES_REDUCE_SCATTER, tag, how.dtype, how.op, num_items=target.numel() * how.width)
+            self._ranks.call(call, ins, target.data_ptr(), timeout_s)
+            self._finish(how, output, target)
+
+        return job
+
+
+def _premultiplied(tensor: Tensor, op: Any, how: Reduction) -> Tensor:
+    return (tensor.detach() * op.factor).to(tensor.dtype) if how.name == "PREMUL_SUM" else tensor
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """So many rows, of which the first are these."""
+    whole = rows.new_zeros((count, *rows.shape[1:]))
+    whole[: len(rows)] = rows
+    return whole

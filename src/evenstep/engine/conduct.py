@@ -1,0 +1,102 @@
+"""What an optimizer may do in its step, such that owners can step for each other; anything else is refused."""
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from evenstep.core.errors import UnsupportedError
+
+__all__ = ["Conduct", "check_kind", "options_of"]
+
+Options = list[dict[str, Any]]
+
+
+def check_kind(optimizer: Optimizer, *, whole: bool) -> None:
+    """See that an optimizer can be shared, as far as one knows before it steps.
+
+    Args:
+        optimizer: The optimizer.
+        whole: One worker steps all parameters.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"{name} calls the model by itself (its step needs a closure), but a step is computed by all workers; use "
+            "an optimizer that steps on gradients"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError("SparseAdam wants sparse gradients, which evenstep does not add up; use Adam")
+    if not whole and not type(optimizer).__module__.startswith("torch.optim"):
+        warnings.warn(
+            f"{name} is not from torch.optim: the result is the same for every number of workers only if it treats "
+            "each parameter on its own. If it looks at all of them at once (as Lamb's global norm does), pass "
+            "prepare(model, optimizer, whole=True): one worker then steps them all",
+            stacklevel=6,  # where the script calls run.prepare
+        )
+
+
+def options_of(optimizer: Optimizer) -> Options:
+    """The options of the parameter groups, such as learning rates, as plain values."""
+    return [
+        {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+class Conduct:
+    """Looks at one step of an optimizer; make it before the step.
+
+    Args:
+        optimizer: The optimizer.
+        whole: This worker steps all parameters, or none.
+
+    Attributes:
+        options: What the options of the groups were before.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, whole: bool) -> None:
+        self._optimizer, self._whole = optimizer, whole
+        self.options, self._attributes = options_of(optimizer), _attributes(optimizer)
+
+    def changed_options(self) -> Options | None:
+        """After the step: the options of the groups, if the step has changed them.
+
+        Raises:
+            UnsupportedError: It has changed something that the other workers would not have.
+        """
+        name = type(self._optimizer).__name__
+        for key, value in _attributes(self._optimizer).items():
+            if value != self._attributes.get(key, value):
+                raise UnsupportedError(
+                    f"{name} counts in its attribute '{key}', which a worker that replaces another would not have; "
+                    "keep it in the state of a parameter, or in its group with whole=True"
+                )
+        strange = [key for key in self._optimizer.state if not isinstance(key, Tensor)]
+        if strange:
+            raise UnsupportedError(
+                f"{name} keeps state under {strange[0]!r}, so it looks at all parameters at once; state belongs to a "
+                "parameter"
+            )
+        now = options_of(self._optimizer)
+        if now == self.options:
+            return None
+        if not self._whole:
+            raise UnsupportedError(
+                f"{name} changes the options of its groups in its step, so it looks at all parameters at once; pass "
+                "prepare(..., whole=True)"
+            )
+        return now
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer holds beside its state and options, as far as it is plain."""
+    plain = optimizer.__dict__.items()
+    return {name: v for name, v in plain if name[0] != "_" and isinstance(v, int | float | str)}
