@@ -95,6 +95,7 @@ class Engine:
         self.compute = _compute_for(holdings, self.context)
         self.sharing = Sharing(holdings, updates, self.context)
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
+        self._seconds: list[float] = []  # each worker's, of the last step that was computed
         self.ledger.holder = self
 
     @property

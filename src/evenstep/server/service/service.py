@@ -21,7 +21,6 @@ from torch import Tensor
 from evenstep.core.errors import RefusedError, ServerError
 from evenstep.server.service import sliced
 from evenstep.server.service.incoming import Incoming
-from evenstep.server.service.intake import Intake
 from evenstep.server.service.limits import Limits
 from evenstep.server.service.meetings import Meetings
 from evenstep.server.service.requests import (
@@ -42,6 +41,7 @@ from evenstep.server.service.requests import (
     Wait,
     parse,
 )
+from evenstep.server.service.update_memory import UpdateMemory
 from evenstep.server.store.commits import First
 from evenstep.server.store.deciding import Pending
 from evenstep.server.store.images import Image, View
@@ -103,7 +103,7 @@ class Service:
     def __init__(self, store: Store, limits: Limits, token: str | None) -> None:
         self.store, self.limits = store, limits
         self._token = token.encode() if token is not None else None
-        self.intake = Intake()
+        self.memory = UpdateMemory()
         self.meetings = Meetings()
         self._lock = threading.Lock()
         self._checked: dict[Any, Any] = {}
@@ -234,9 +234,9 @@ class ServiceCall:
         layout = self._store.layout
         if isinstance(self._request, Update) and layout is not None and self._store.options.staleness != 0:
             wait_s = self._service.limits.wait_s
-            self._service.intake.take(head.data_bytes, max(layout.num_bytes, _INTAKE_BYTES), wait_s)
+            self._service.memory.take(head.data_bytes, max(layout.num_bytes, _INTAKE_BYTES), wait_s)
             self._taken = head.data_bytes
-        self._spare = self._service.intake.area(head.data_bytes)
+        self._spare = self._service.memory.area(head.data_bytes)
         self._head, self._area = head, self._spare
         return self._spare.data[: head.data_bytes]
 
@@ -265,11 +265,11 @@ class ServiceCall:
         """The request is over, whether or not it succeeded."""
         service = self._service
         if self._taken:
-            service.intake.give(self._taken)
+            service.memory.give(self._taken)
             self._taken = 0
         spare, self._spare, self._area, self._head = self._spare, None, None, None
         if spare is not None:
-            service.intake.recycle(spare, lasting=self._store.keeps_no_update)
+            service.memory.recycle(spare, lasting=self._store.keeps_no_update)
         seconds, sent_bytes = time.monotonic() - self._begin_s, 0
         if reply is not None:
             sent_bytes = reply.num_bytes + reply.image_bytes

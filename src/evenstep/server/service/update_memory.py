@@ -6,10 +6,10 @@ from evenstep.core.errors import RefusedError
 from evenstep.server.wire.areas import Area
 from evenstep.server.wire.tensors import KEPT_BYTES, fresh
 
-__all__ = ["Intake"]
+__all__ = ["UpdateMemory"]
 
 
-class Intake:
+class UpdateMemory:
     """Bounds what all clients together may be sending, so that many clients do not need many copies' memory."""
 
     def __init__(self) -> None:
