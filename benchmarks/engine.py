@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from evenstep.arithmetic.settings import PORTABLE
 from models import TASKS, Task
 
 HERE = Path(__file__).resolve().parent
@@ -64,6 +65,7 @@ class Config:
         task: The name of the task in `models.TASKS`; empty for an exchange.
         num_workers: How many processes run it.
         shards: The number of shards, for our side.
+        arithmetic: ``native`` or ``portable``, for our side.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Config:
     task: str = ""
     num_workers: int = 1
     shards: int = 8
+    arithmetic: str = "native"
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,17 @@ CONFIGS = (
     Config("mlp-ours-2w-2s", "ours", "mlp", 2, 2),
     Config("mlp-ddp-2w", "ddp", "mlp", 2),
     Config("mlp-ours-2w-8s", "ours", "mlp", 2, 8),
+    Config("mlp-ours-1w-8s", "ours", "mlp", 1, 8),
+    Config("mlp-portable-1w-8s", "ours", "mlp", 1, 8, "portable"),
     Config("resnet-ours-2w-8s", "ours", "resnet", 2, 8),
     Config("resnet-ddp-2w", "ddp", "resnet", 2),
     Config("resnet-ours-1w-8s", "ours", "resnet", 1, 8),
+    Config("resnet-portable-1w-8s", "ours", "resnet", 1, 8, "portable"),
     Config("resnet-plain", "plain", "resnet"),
     Config("transformer-ours-2w-8s", "ours", "transformer", 2, 8),
     Config("transformer-ddp-2w", "ddp", "transformer", 2),
     Config("transformer-ours-1w-8s", "ours", "transformer", 1, 8),
+    Config("transformer-portable-1w-8s", "ours", "transformer", 1, 8, "portable"),
     Config("transformer-plain", "plain", "transformer"),
     Config("exchange-ours-2w", "exchange", "", 2, 2),
     Config("exchange-recorded-2w", "recorded", "", 2, 2),
@@ -112,6 +119,15 @@ ROWS = (
         "transformer, 1 worker, 8 shards / plain loop",
         "transformer-ours-1w-8s",
         "transformer-plain",
+        1.10,
+    ),
+    Row("mlp-portable", "MLP, portable / native arithmetic", "mlp-portable-1w-8s", "mlp-ours-1w-8s", 1.10),
+    Row("resnet-portable", "ResNet, portable / native", "resnet-portable-1w-8s", "resnet-ours-1w-8s", 1.10),
+    Row(
+        "transformer-portable",
+        "transformer, portable / native",
+        "transformer-portable-1w-8s",
+        "transformer-ours-1w-8s",
         1.10,
     ),
     Row("resnet-scaling", "ResNet, 2 workers / 1 worker", "resnet-ours-2w-8s", "resnet-ours-1w-8s", 0.55),
@@ -203,7 +219,9 @@ def commands_of(config: Config, steps: int, out: Path, ddp: str) -> tuple[list[l
         launcher = [] if config.num_workers == 1 else ["-m", "evenstep", "run", "-n", str(config.num_workers)]
         which = ["--model", config.task, "--shards", str(config.shards)] if config.kind == "ours" else []
         which = ["--recorded"] if config.kind == "recorded" else which
-        return [[sys.executable, *launcher, str(HERE / script), *which, *measured]], [single_threaded_environment()]
+        chosen = PORTABLE if config.arithmetic == "portable" else {}
+        environment = single_threaded_environment(EVENSTEP_ARITHMETIC=config.arithmetic, **chosen)
+        return [[sys.executable, *launcher, str(HERE / script), *which, *measured]], [environment]
     which = ["--model", config.task, "--ddp", ddp] if config.task else []
     command = [sys.executable, str(HERE / "engine.py"), "--peer", config.kind, *which, *measured]
     if config.kind == "plain":

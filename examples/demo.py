@@ -1,6 +1,6 @@
 """Trains `digits.py` on one worker, then on three of which one is killed half-way, and puts the results side by side.
 
-Run it by `make demo`.
+Run it by `make demo`. The arithmetic is portable: where there is AVX2, everyone sees the fingerprint of the README.
 """
 
 import os
@@ -12,8 +12,10 @@ from pathlib import Path
 
 import evenstep
 from evenstep.core.control import ask
+from evenstep.native import arithmetic
 
 SCRIPT = Path(__file__).with_name("digits.py")
+ARITHMETIC = "portable" if arithmetic.bits() else "native"
 HALF_WAY = 36  # of 72 steps
 
 
@@ -22,8 +24,8 @@ def train(num_workers, victim=None):
     lost = f", of which worker {victim} is killed half-way" if victim is not None else ""
     print(f"--- {SCRIPT.name} on {num_workers} worker{'s' if num_workers > 1 else ''}{lost}", flush=True)
     begin = time.monotonic()
-    launcher = ["-m", "evenstep", "run", "-n", str(num_workers)] if num_workers > 1 else []
-    with subprocess.Popen([sys.executable, *launcher, str(SCRIPT)], stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "evenstep", "run", "-n", str(num_workers), "--arithmetic", ARITHMETIC, str(SCRIPT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         if victim is not None:
             kill(process, victim)
         output, _ = process.communicate(timeout=300)

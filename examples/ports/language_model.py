@@ -47,7 +47,7 @@ with evenstep.Run(seed=0) as run:
         return evenstep.Loss(loss, weight=(targets != IGNORED).sum())
 
     generator = torch.Generator().manual_seed(1)
-    for step in range(30):
+    for step in range(31):
         loss = run.step(draw(generator), loss_of, clip_norm=1.0)
-        if step % 10 == 9:
+        if step % 10 == 0:
             run.print(f"step {step}  loss {float(loss):.4f}")

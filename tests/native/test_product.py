@@ -82,7 +82,7 @@ def test_a_product_has_the_bits_of_its_definition(bits, shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_products_are_right_and_do_not_depend_on_how_they_are_cut(bits, dtype):
-    for m, n, k in ((300, 1100, 513), (150, 70, 1030), (2, 2049, 257)):
+    for m, n, k in ((300, 1100, 513), (150, 70, 1030), (2, 2049, 257), (32, 1030, 520), (8, 2049, 300)):
         a, b = made(m, k, dtype, 1, False), made(k, n, dtype, 2, True)
         c, pieces = torch.empty(m, n, dtype=dtype), torch.empty(m, n, dtype=dtype)
         product(a, b, 1.0, 0.0, c)

@@ -30,20 +30,22 @@ class Portable:
 
     Args:
         on_nondeterminism: Whether what cannot be made equal raises or only warns.
+        sample: Whether to compare some operations with the golden table.
 
     Raises:
         ConfigError: This processor or this build of torch cannot do it.
         NondeterminismError: An operation gives other bits here than the golden table says.
     """
 
-    def __init__(self, on_nondeterminism: Literal["error", "warn"]) -> None:
+    def __init__(self, on_nondeterminism: Literal["error", "warn"], *, sample: bool = True) -> None:
         _check_machine()
         self._strict = on_nondeterminism == "error"
         _redirect()
         self._refusals = Refusals(on_nondeterminism)
         self._looked = self._closed = False
         try:
-            self._try_samples()
+            if sample:
+                self._try_samples()
         except BaseException:
             self.close()
             raise

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from evenstep.arithmetic import settings
-from evenstep.cli import graph, groups, topo
+from evenstep.cli import doctor, graph, groups, topo
 from evenstep.core.config import ARITHMETICS, DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
 from evenstep.core.output import complete_streams, say
@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.set_defaults(command=_verify)
 
+    doctor.add_parser(commands)
     topo.add_parser(commands)
     graph.add_parser(commands)
     _add_server(commands.add_parser(

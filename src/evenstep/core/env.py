@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Environment", "become", "kernel_choices", "read", "worker_variables", "write"]
+__all__ = ["Environment", "become", "kernel_choices", "mps_directory", "read", "worker_variables", "write"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,11 @@ def write(variables: dict[str, str]) -> None:
 def become(command: list[str], variables: dict[str, str]) -> NoReturn:
     """Run a command in place of this process, with these variables in addition."""
     os.execve(command[0], command, {**os.environ, **variables})
+
+
+def mps_directory() -> Path:
+    """Where NVIDIA's service that lets processes share a GPU can be found, if it runs."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
 
 
 def kernel_choices() -> dict[str, str | None]:

@@ -4,7 +4,7 @@ It changes in operations of the ledger only. Whoever is about to change somethin
 that comes to nothing can be taken back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from evenstep.engine.carries import Carried, Carries
 from evenstep.engine.kept import News
 from evenstep.engine.models import Models
 from evenstep.engine.prepared import PreparedOptimizer
+from evenstep.engine.several import SeveralOptimizers, Trained
 from evenstep.exchange.ledger import Ledger
 from evenstep.transport.memory import DeviceMemory, Memory
 from evenstep.transport.segment import Segment
@@ -45,6 +46,7 @@ class Holdings:
         self.memory = _memory_of(config.device, self.group.segment)
         self.models = Models(config, self.group, self.memory)
         self.optimizers: list[PreparedOptimizer] = []
+        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self.state = self.models.state
         self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
@@ -65,6 +67,19 @@ class Holdings:
         prepared = PreparedOptimizer(self.group, self.state, optimizer, self.names, prefix, whole=whole)
         self.optimizers.append(prepared)
         return prepared
+
+    def together(self, optimizers: Sequence[PreparedOptimizer]) -> Trained:
+        """Some prepared optimizers, to step together.
+
+        Raises:
+            ConfigError: A parameter is in two of them.
+        """
+        if len(optimizers) == 1:
+            return optimizers[0]
+        key = tuple(map(id, optimizers))
+        if key not in self._several:
+            self._several[key] = SeveralOptimizers(optimizers)
+        return self._several[key]
 
     def replace(self, values: Mapping[str, Tensor]) -> None:
         """Put other values in the place of some of the state. One worker's, inside of an operation."""

@@ -26,7 +26,7 @@ from evenstep.engine.lanes import Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
 from evenstep.engine.randomness import Stream, on_host, preserved
-from evenstep.engine.results import Reading, ShardResult
+from evenstep.engine.results import Note, Reading, ShardResult
 from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.engine.strangers import Strangers
 from evenstep.exchange.surroundings import inside
@@ -230,8 +230,9 @@ class _Piece:
         uses = carries.uses
         value = self._work.function(self._parts[shard])
         self.drew |= on_host() != before
-        self.carried |= carries.uses != uses
-        return split(value)
+        loss, metrics = split(value)
+        self.carried |= carries.uses != uses or any(isinstance(metric, Note) for metric in metrics.values())
+        return loss, metrics
 
     def _conclude(self, values: Sequence[tuple[PartLoss, dict[str, Any]]], lane: Lane) -> None:
         """Forward is over: what it gave."""

@@ -13,13 +13,13 @@ Whatever happens before the end of 5, version v can be had back.
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from evenstep.core import points
 from evenstep.engine.capture import CudaRecorder
@@ -30,20 +30,18 @@ from evenstep.engine.context import Context
 from evenstep.engine.determinism import Determinism
 from evenstep.engine.graphs import Graphs
 from evenstep.engine.holdings import Holdings
+from evenstep.engine.intake import Intake
 from evenstep.engine.kept import News
 from evenstep.engine.on_device import DeviceCompute
-from evenstep.engine.pace import Pace
-from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.several import SeveralOptimizers, Trained
+from evenstep.engine.several import Trained
+from evenstep.engine.sharing import Sharing
 from evenstep.engine.updates import Updates
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
 from evenstep.native import core
-from evenstep.plan.placement import share
-from evenstep.plan.summing import Span
 
 __all__ = ["Engine", "Outcome", "Task"]
 
@@ -53,7 +51,7 @@ class Outcome:
     """What a committed step tells the user: means over all samples of the batch."""
 
     loss: Tensor
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     grad_norm: float | None
 
 
@@ -84,8 +82,8 @@ class Engine:
         updates: What becomes of the sums of a step.
 
     Attributes:
-        spans: The shards that each worker trains on, by rank.
-        mine: The shards of this worker.
+        sharing: Which shards each worker has.
+        intake: Takes in models and optimizers.
     """
 
     def __init__(self, holdings: Holdings, updates: Updates) -> None:
@@ -95,42 +93,15 @@ class Engine:
         self.determinism = Determinism(self.config)
         core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
         self.context = Context(self.group, self.config.seed)
-        self.compute = self._make_compute()
-        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
-        self._replan()
+        self.compute = _compute_for(holdings, self.context)
+        self.sharing = Sharing(holdings, updates, self.context)
+        self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
         self.ledger.holder = self
-
-    def _make_compute(self) -> Compute | DeviceCompute:
-        memory, timeout_s = self.holdings.memory, self.config.timeout_s
-        if memory.shared:
-            return Compute(self.context, self.models, timeout_s)
-        graphs = Graphs(self.config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
-        return DeviceCompute(self.context, self.models, self.holdings.carries, timeout_s, graphs)
 
     @property
     def version(self) -> int:
         """How many steps have been committed."""
         return self.holdings.version
-
-    @property
-    def evaluates(self) -> list[Span]:
-        """The shards that each worker evaluates: all of them, also where others train on some."""
-        return self.spans if self.updates.shards is None else [(0, self.config.shards)]
-
-    def _replan(self, spans: list[Span] | None = None) -> None:
-        """Share out shards, parameters and scratch memory among the workers of this generation."""
-        self.holdings.memory.clear_scratch()
-        if spans is None:
-            self._pace = Pace(self.group.num_workers)
-            spans = share(self.config.shards, self.group.weights or self._pace.weights)
-        self.spans = spans if self.updates.shards is None else [self.updates.shards]
-        self.mine = range(*self.spans[self.group.rank])
-        self.context.spans = self.spans
-        for prepared in self.optimizers:
-            self._lay_out(prepared)
-
-    def _lay_out(self, prepared: PreparedOptimizer) -> None:
-        prepared.gradients.lay_out(*self.updates.lay_out(prepared, self.spans))
 
     # ---- what the ledger asks of who holds the state ----
 
@@ -152,46 +123,12 @@ class Engine:
         """See `Undecided`."""
         points.reach("recover")
         with self.updates.recovery():
-            self._replan()
+            self.sharing.replan()
             if self.group.rank == 0 or not self.holdings.memory.shared:
                 self.state.rollback()
             self.group.barrier("recovered")
             self.holdings.pull()
             self.holdings.settle()
-
-    # ---- between steps ----
-
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, whole: bool = False) -> None:
-        """Take a model, and the optimizer that trains it, into the run. All workers must call this alike.
-
-        Args:
-            model: The model.
-            optimizer: The optimizer, if any.
-            whole: The optimizer looks at all parameters at once: one worker steps them.
-        """
-        if whole:
-            self.updates.refuse("whole optimizer")
-        self.updates.admit(model, optimizer)
-        added = self.models.add(model)
-        self.compute.forget_lanes()
-        prepared = None if optimizer is None else self.holdings.add(optimizer, whole=whole)
-        if prepared is not None:
-            self._lay_out(prepared)
-
-        def attempt() -> Entry:
-            self.models.agree(added)
-            news = prepared.agree() if prepared else []
-            self.group.barrier("state moved")
-            return Entry("prepare", news)
-
-        def adopt(entry: Entry, took_part: bool) -> None:
-            self.models.bind(added)
-            if prepared is not None:
-                prepared.adopt(entry.value, took_part)
-            self.holdings.settle()
-
-        self.ledger.perform(Operation("prepare", self.version), attempt, adopt)
-        self.updates.join(model, prepared)
 
     def edit(self, function: Callable[[], None], seed: int) -> None:
         """Let the first worker change parameters, buffers and optimizers; everyone has the result afterwards."""
@@ -218,37 +155,6 @@ class Engine:
 
         self.ledger.perform(Operation("edit", self.version), attempt, adopt)
 
-    def _take_in(self, prepared: PreparedOptimizer) -> None:
-        """Train what user code has added to an optimizer since it was prepared."""
-        added = prepared.added()
-        if not added:
-            return
-        self.updates.refuse("added parameters")
-        prepared.extend(added, self.holdings.names)
-        self._lay_out(prepared)
-        kind = "parameters added"
-
-        def attempt() -> Entry:
-            prepared.compare(kind)
-            return Entry(kind)
-
-        self.ledger.perform(Operation(kind, self.version), attempt, lambda *_: None)
-
-    # ---- a step ----
-
-    def several(self, optimizers: Sequence[PreparedOptimizer]) -> Trained:
-        """Some prepared optimizers, to step together.
-
-        Raises:
-            ConfigError: A parameter is in two of them.
-        """
-        if len(optimizers) == 1:
-            return optimizers[0]
-        key = tuple(map(id, optimizers))
-        if key not in self._several:
-            self._several[key] = SeveralOptimizers(optimizers)
-        return self._several[key]
-
     def step(self, task: Task) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed."""
         kind, trained = f"step {self.version}", task.trained
@@ -263,7 +169,7 @@ class Engine:
             if took_part:
                 self.models.pull()
                 if all(task.samples.sizes):  # a shard without samples takes no time
-                    self._keep_pace()
+                    self.sharing.keep_pace(self._seconds)
             if skipped or not took_part:
                 trained.stepped_elsewhere()
             self.holdings.settle()
@@ -278,7 +184,7 @@ class Engine:
             for prepared in trained.optimizers:
                 prepared.kept.check_untouched()
         for prepared in trained.optimizers:
-            self._take_in(prepared)
+            self.intake.take_in_added(prepared)
         operation = Operation(kind, self.version, is_step=True)
         with self.holdings.memory.at_work():
             outcome = self.ledger.perform(operation, lambda: self._try(kind, task), adopt)
@@ -292,7 +198,7 @@ class Engine:
         begun = self.updates.begin(task.samples, task.clipping)
         if isinstance(begun, Results):
             return Entry(kind, [begun.loss, begun.metrics, None, [], [], {}, False])
-        parts = {k: begun.part(k) for k in self.mine if begun.sizes[k]}
+        parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         work = Work(
             self.version, number, parts, begun.sizes, begun.name, task.function, task.trained, task.clipping,
@@ -318,7 +224,7 @@ class Engine:
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
         """Forward and backward of this worker's shards."""
         gradients = work.prepared.gradients
-        active = [rank for rank, (first, end) in enumerate(self.spans) if any(work.sizes[first:end])]
+        active = [rank for rank, (first, end) in enumerate(self.sharing.spans) if any(work.sizes[first:end])]
         gradients.begin(1 + self.group.exchanges, active, list(work.parts))
         begin, waited_s = time.monotonic(), self.group.waited_s
         results = self.compute.run(work) if work.parts else dict
@@ -378,19 +284,6 @@ class Engine:
             self.group.barrier(work.where + "state moved")
         return news, carried
 
-    def _keep_pace(self) -> None:
-        """Move shards away from a worker that is clearly slower than the others, unless others share them out."""
-        if self.group.left or self.group.weights is not None or self.updates.shards is not None:
-            return
-        before, spans = self.spans, self._pace.observe(self._seconds, self.spans)
-        if spans is None:
-            return
-        self._replan(spans)
-        if self.group.rank == 0:
-            shares = zip(self.group.members, self._seconds, before, spans, strict=True)
-            told = (f"worker {w}: {s:.3f} s for {b[1] - b[0]} shards, now {n[1] - n[0]}" for w, s, b, n in shares)
-            self.group.tell({"slow": "shards move to faster workers: " + "; ".join(told)})
-
     def close(self) -> None:
         """Give the models back to the user as ordinary ones, and the process its settings."""
         self.updates.close()
@@ -398,3 +291,12 @@ class Engine:
         self.compute.close()
         self.holdings.release()
         self.determinism.restore()
+
+
+def _compute_for(holdings: Holdings, context: Context) -> Compute | DeviceCompute:
+    """What computes shards where the state of a run lies."""
+    memory, config = holdings.memory, holdings.config
+    if memory.shared:
+        return Compute(context, holdings.models, config.timeout_s)
+    graphs = Graphs(config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
+    return DeviceCompute(context, holdings.models, holdings.carries, config.timeout_s, graphs)

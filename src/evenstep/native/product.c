@@ -70,16 +70,9 @@ static AVX2 INLINE void turn_f64(const double *from, ptrdiff_t stride, double *i
 #define STORE(p, v) _mm256_storeu_ps(p, v)
 #define TURN(from, stride, into, width) turn_f32(from, stride, into, width)
 #include "product_kernel.h"
-#undef T
-#undef V
-#undef LANES
-#undef NAME
-#undef FMA
-#undef SPREAD
-#undef LOAD
-#undef STORE
-#undef TURN
 
+#define ROWS 6
+#define TARGET AVX2
 #define T double
 #define V __m256d
 #define LANES 4
@@ -90,17 +83,6 @@ static AVX2 INLINE void turn_f64(const double *from, ptrdiff_t stride, double *i
 #define STORE(p, v) _mm256_storeu_pd(p, v)
 #define TURN(from, stride, into, width) turn_f64(from, stride, into, width)
 #include "product_kernel.h"
-#undef T
-#undef V
-#undef LANES
-#undef NAME
-#undef FMA
-#undef SPREAD
-#undef LOAD
-#undef STORE
-#undef TURN
-#undef ROWS
-#undef TARGET
 
 #define ROWS 12
 #define TARGET AVX512
@@ -114,16 +96,9 @@ static AVX2 INLINE void turn_f64(const double *from, ptrdiff_t stride, double *i
 #define STORE(p, v) _mm512_storeu_ps(p, v)
 #define TURN(from, stride, into, width) FOUR(turn_f32, from, stride, into, width, 8)
 #include "product_kernel.h"
-#undef T
-#undef V
-#undef LANES
-#undef NAME
-#undef FMA
-#undef SPREAD
-#undef LOAD
-#undef STORE
-#undef TURN
 
+#define ROWS 12
+#define TARGET AVX512
 #define T double
 #define V __m512d
 #define LANES 8
@@ -134,17 +109,6 @@ static AVX2 INLINE void turn_f64(const double *from, ptrdiff_t stride, double *i
 #define STORE(p, v) _mm512_storeu_pd(p, v)
 #define TURN(from, stride, into, width) FOUR(turn_f64, from, stride, into, width, 4)
 #include "product_kernel.h"
-#undef T
-#undef V
-#undef LANES
-#undef NAME
-#undef FMA
-#undef SPREAD
-#undef LOAD
-#undef STORE
-#undef TURN
-#undef ROWS
-#undef TARGET
 
 static int limit = 512;
 
@@ -155,8 +119,11 @@ int es_product_bits(void) {
 
 void es_limit_product_bits(int bits) { limit = bits; }
 
-/* Room for a block of b and a block of a. One for each thread, until it ends. */
-enum { SPACE = DEPTH * (BLOCK_COLUMNS + BLOCK_ROWS) };
+/* Where all of a large b would have to be turned for the sake of few rows, the product is computed from the other side. */
+enum { FEW_ROWS = 64, MANY_ELEMENTS = 1 << 19, PIECE = 512 * FEW_ROWS };
+
+/* Room for a block of b, a block of a, and a piece of a transposed product. One for each thread, until it ends. */
+enum { SPACE = DEPTH * (BLOCK_COLUMNS + BLOCK_ROWS) + PIECE };
 
 static pthread_key_t key;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -176,24 +143,27 @@ static void *room(void) {
 
 static es_matrix transposed(es_matrix x) { return (es_matrix){x.at, x.column, x.row}; }
 
-#define PRODUCT(T, name)                                                                                           \
-    void es_product_##name(size_t m, size_t n, size_t k, T alpha, es_matrix a, es_matrix b, T beta, es_matrix c) { \
-        if (c.column != 1) {                                                                                       \
-            es_product_##name(n, m, k, alpha, transposed(b), transposed(a), beta, transposed(c));                  \
-            return;                                                                                                \
-        }                                                                                                          \
-        T *to = (T *)c.at;                                                                                         \
-        for (size_t i = 0; i < m && beta != 1 && (beta != 0 || k == 0); ++i)                                       \
-            for (size_t j = 0; j < n; ++j) {                                                                       \
-                T *at = to + (ptrdiff_t)i * c.row + j;                                                             \
-                *at = beta == 0 ? 0 : *at * beta;                                                                  \
-            }                                                                                                      \
-        (es_product_bits() == 512 ? name##_512_product : name##_256_product)(m, n, k, alpha, a, b, to, c.row,      \
-                                                                             beta != 0, room());                   \
-    }
+/* Whether so many rows are worth being the columns of the transposed product: few vectors would be half empty. */
+static int fills_vectors(size_t rows) {
+    size_t whole = rows <= 8 ? 8 : (rows + 15) / 16 * 16;
+    return rows <= FEW_ROWS && whole - rows <= rows / 8;
+}
 
-PRODUCT(float, f32)
-PRODUCT(double, f64)
+#define T float
+#define NAME(x) f32_##x
+#include "product_type.h"
+
+#define T double
+#define NAME(x) f64_##x
+#include "product_type.h"
+
+void es_product_f32(size_t m, size_t n, size_t k, float alpha, es_matrix a, es_matrix b, float beta, es_matrix c) {
+    f32_product(m, n, k, alpha, a, b, beta, c);
+}
+
+void es_product_f64(size_t m, size_t n, size_t k, double alpha, es_matrix a, es_matrix b, double beta, es_matrix c) {
+    f64_product(m, n, k, alpha, a, b, beta, c);
+}
 
 #else
 int es_product_bits(void) { return 0; }

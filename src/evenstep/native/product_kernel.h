@@ -66,21 +66,21 @@ static const NAME(tile_fn) NAME(tiles)[ROWS][2][2] = {
 /* Panels of WIDTH columns of b, [depth][WIDTH] each, filled up with zeros. */
 static TARGET void NAME(pack_columns)(size_t depth, size_t columns, const T *b, ptrdiff_t row, ptrdiff_t column,
                                       T *into) {
-    for (size_t j = 0; j < columns; j += WIDTH) {
+    size_t whole = columns / WIDTH * WIDTH, turned = row == 1 && column != 1 ? depth / LANES * LANES : 0;
+    if (column == 1) /* row by row, as they lie in memory */
+        for (size_t p = 0; p < depth; ++p)
+            for (size_t j = 0; j < whole; j += LANES)
+                STORE(into + j / WIDTH * WIDTH * depth + p * WIDTH + j % WIDTH, LOAD(b + (ptrdiff_t)p * row + j));
+    for (size_t j = column == 1 ? whole : 0; j < columns; j += WIDTH) {
         size_t width = columns - j < WIDTH ? columns - j : WIDTH, p = 0;
         const T *from = b + (ptrdiff_t)j * column;
         T *to = into + j * depth;
-        if (width == WIDTH && column == 1) {
-            for (; p < depth; ++p)
-                for (int v = 0; v < 2; ++v) STORE(to + p * WIDTH + v * LANES, LOAD(from + (ptrdiff_t)p * row + v * LANES));
-        } else if (width == WIDTH && row == 1) {
-            for (; p + LANES <= depth; p += LANES)
+        if (width < WIDTH)
+            memset(to, 0, depth * WIDTH * sizeof(T));
+        else
+            for (; p < turned; p += LANES)
                 for (int v = 0; v < 2; ++v) TURN(from + p + v * LANES * column, column, to + p * WIDTH + v * LANES, WIDTH);
-        }
-        if (width < WIDTH) memset(to, 0, depth * WIDTH * sizeof(T));
-        for (size_t i = 0; i < width && row == 1; ++i)
-            for (size_t q = p; q < depth; ++q) to[q * WIDTH + i] = from[q + i * column];
-        for (; p < depth && row != 1; ++p)
+        for (; p < depth; ++p)
             for (size_t i = 0; i < width; ++i) to[p * WIDTH + i] = from[(ptrdiff_t)p * row + (ptrdiff_t)i * column];
     }
 }
@@ -151,3 +151,14 @@ static TARGET void NAME(product)(size_t m, size_t n, size_t k, T alpha, es_matri
 #undef TILES
 #undef TILE
 #undef WIDTH
+#undef T
+#undef V
+#undef LANES
+#undef ROWS
+#undef TARGET
+#undef NAME
+#undef FMA
+#undef SPREAD
+#undef LOAD
+#undef STORE
+#undef TURN

@@ -1,0 +1,152 @@
+"""Facts about this machine that a run depends on, read without judging them.
+
+What cannot be read is None: a container may hide it, another system may not have it.
+"""
+
+import os
+import platform
+import resource
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evenstep.core import env
+
+__all__ = ["Facts", "Processor", "read_facts", "read_processor"]
+
+T = TypeVar("T")
+_NOTABLE = ("avx2", "fma", "avx512f", "amx_tile")
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Which kind of processor this is.
+
+    Attributes:
+        maker: Such as GenuineIntel or AuthenticAMD.
+        model: Its name, family and number.
+        features: Those of its instruction sets that kernels are chosen by.
+    """
+
+    maker: str
+    model: str
+    features: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.maker}; {' '.join(self.features) or 'no AVX2'})"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found; sizes in bytes, limits None where there is none.
+
+    Attributes:
+        kernel: The release of Linux.
+        has_memfd: Whether memory without a name can be shared.
+        has_pidfd: Whether a process can be watched for its end.
+        sees_itself: Whether /proc shows this process under the number that it has.
+        ptrace_scope: Who may look into whose processes; 0: one's own.
+        shared_bytes: The size of /dev/shm.
+        memory_bytes: What is available.
+        cores: How many there are.
+        usable_cores: On how many this process may run.
+        quota_cores: How many it may use at a time.
+        load: Processes that want to run, over the last minute.
+        open_files: How many files a process may have open.
+        file_bytes: How large a file may be.
+        address_bytes: How much a process may map.
+        gpus: Their names.
+        mps: Whether NVIDIA's service that lets processes share a GPU is running.
+    """
+
+    kernel: str
+    has_memfd: bool
+    has_pidfd: bool
+    sees_itself: bool
+    ptrace_scope: int | None
+    shared_bytes: int | None
+    memory_bytes: int | None
+    cores: int
+    usable_cores: int
+    quota_cores: float | None
+    load: float
+    open_files: int | None
+    file_bytes: int | None
+    address_bytes: int | None
+    gpus: tuple[str, ...]
+    mps: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def read_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
+    """The processor of this machine."""
+    found = {"vendor_id": platform.machine(), "model name": platform.processor() or "unknown", "flags": ""}
+    with suppress(OSError):
+        for line in cpuinfo.read_text().partition("\n\n")[0].splitlines():
+            key, _, value = line.partition(":")
+            found[key.strip()] = value.strip()
+    which = ", ".join(
+        f"{word} {found[key]}" for key, word in (("cpu family", "family"), ("model", "model")) if key in found
+    )
+    features = tuple(name for name in _NOTABLE if name in found["flags"].split())
+    return Processor(found["vendor_id"], f"{found['model name']}{f', {which}' if which else ''}", features)
+
+
+def read_facts(gpus: tuple[str, ...] = (), proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Facts:
+    """Look at this machine; the names of its GPUs must be brought, as only torch knows them."""
+    shared = _tried(lambda: os.statvfs("/dev/shm"))
+    scope = _tried(lambda: int((proc / "sys/kernel/yama/ptrace_scope").read_text()))
+    return Facts(
+        kernel=platform.release(),
+        has_memfd=_opens(lambda: os.memfd_create("evenstep")),
+        has_pidfd=_opens(lambda: os.pidfd_open(os.getpid())),
+        sees_itself=_tried(lambda: os.readlink(proc / "self")) == str(os.getpid()),
+        ptrace_scope=scope,
+        shared_bytes=shared and shared.f_frsize * shared.f_blocks,
+        memory_bytes=_tried(lambda: _memory(proc / "meminfo")),
+        cores=os.cpu_count() or 1,
+        usable_cores=len(os.sched_getaffinity(0)),
+        quota_cores=_tried(lambda: _quota(cgroups / "cpu.max")),
+        load=os.getloadavg()[0],
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        file_bytes=_limit(resource.RLIMIT_FSIZE),
+        address_bytes=_limit(resource.RLIMIT_AS),
+        gpus=gpus,
+        mps=(env.mps_directory() / "control").exists(),
+    )
+
+
+def _tried(function: Callable[[], T]) -> T | None:
+    try:
+        return function()
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _opens(function: Callable[[], int]) -> bool:
+    descriptor = _tried(function)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _memory(meminfo: Path) -> int | None:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _quota(cpu_max: Path) -> float | None:
+    quota, period = cpu_max.read_text().split()
+    return None if quota == "max" else int(quota) / int(period)

@@ -1,0 +1,49 @@
+"""The doctor reads what is there, and says None of what is not."""
+
+import os
+
+from evenstep.doctor.facts import read_facts, read_processor
+
+CPUINFO = """\
+processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 207
+model name\t: Intel(R) Xeon(R) Processor
+flags\t\t: fpu avx2 fma avx512f amx_tile
+
+processor\t: 1
+model name\t: another
+"""
+
+
+def test_the_processor_is_that_of_the_first_core(tmp_path):
+    path = tmp_path / "cpuinfo"
+    path.write_text(CPUINFO)
+    found = read_processor(path)
+    assert str(found) == "Intel(R) Xeon(R) Processor, family 6, model 207 (GenuineIntel; avx2 fma avx512f amx_tile)"
+
+
+def test_a_system_that_does_not_tell_its_processor_is_no_error(tmp_path):
+    assert read_processor(tmp_path / "missing").features == ()
+
+
+def test_limits_and_sizes_are_read(tmp_path):
+    (tmp_path / "sys/kernel/yama").mkdir(parents=True)
+    (tmp_path / "sys/kernel/yama/ptrace_scope").write_text("2\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    os.symlink("1", tmp_path / "self")
+    found = read_facts(("a GPU",), tmp_path, tmp_path)
+    assert (found.ptrace_scope, found.memory_bytes, found.quota_cores) == (2, 2 << 20, 1.5)
+    assert not found.sees_itself
+    assert found.gpus == ("a GPU",)
+    assert found.usable_cores == len(os.sched_getaffinity(0))
+    assert found.has_memfd
+    assert found.has_pidfd
+
+
+def test_what_is_not_there_is_none(tmp_path):
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    found = read_facts((), tmp_path, tmp_path)
+    assert (found.ptrace_scope, found.memory_bytes, found.quota_cores) == (None, None, None)
