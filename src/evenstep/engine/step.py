@@ -96,6 +96,7 @@ class Engine:
         self.compute = _compute_for(holdings, self.context)
         self.sharing = Sharing(holdings, updates, self.context)
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
+        self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
         self.ledger.holder = self
 
     @property
@@ -168,7 +169,7 @@ class Engine:
             task.scaling.settle(skipped=skipped)
             if took_part:
                 self.models.pull()
-                if all(task.samples.sizes):  # a shard without samples takes no time
+                if self._seconds and all(task.samples.sizes):  # a shard without samples takes no time
                     self.sharing.keep_pace(self._seconds)
             if skipped or not took_part:
                 trained.stepped_elsewhere()
@@ -195,6 +196,7 @@ class Engine:
         points.reach("step begins")
         self.models.take_buffers()  # of an attempt that came to nothing
         self.holdings.carries.begin()
+        self._seconds = []
         begun = self.updates.begin(task.samples, task.clipping)
         if isinstance(begun, Results):
             return Entry(kind, [begun.loss, begun.metrics, None, [], [], {}, False])
