@@ -55,7 +55,7 @@ class Worker:
 
     def work(self, batch, function, version=0):
         parts = {k: batch.part(k) for k in range(len(batch.sizes)) if batch.sizes[k]}
-        return Work(version, version, parts, batch.sizes, batch.name, function, self.prepared, Clipping())
+        return Work(version, version, parts, batch.sizes, batch.name, function, self.prepared, Clipping(), keeps=0)
 
 
 def network(seed=1, norm=False):

@@ -35,6 +35,10 @@ class Sharing:
         """The shards that this worker trains on."""
         return range(*self.spans[self._group.rank])
 
+    def owner_of(self, shard: int) -> int:
+        """The rank of the worker that computes a shard."""
+        return next(rank for rank, span in enumerate(self.spans) if shard in range(*span))
+
     @property
     def evaluated(self) -> list[Span]:
         """The shards that each worker evaluates: all of them, also where others train on some."""
@@ -47,6 +51,7 @@ class Sharing:
             spans: The shards of each; None: as even as the weights of the workers.
         """
         self._holdings.memory.clear_scratch()
+        self._holdings.place()
         if spans is None:
             self._pace = Pace(self._group.num_workers)
             spans = share(self._holdings.config.shards, self._group.weights or self._pace.weights)
@@ -66,7 +71,8 @@ class Sharing:
             seconds: How long each worker has computed in the last step.
         """
         group = self._group
-        if group.left or group.weights is not None or self._updates.shards is not None:
+        given = group.weights is not None or self._updates.shards is not None
+        if group.left or given or not self._holdings.memory.shared:  # how long a GPU is busy is not known here
             return
         before, spans = self.spans, self._pace.observe(seconds, self.spans)
         if spans is None:

@@ -13,7 +13,7 @@ Whatever happens before the end of 5, version v can be had back.
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core import points
+from evenstep.core.errors import MismatchError
 from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.carries import Carried
 from evenstep.engine.clipping import Clipping, norms_of, total_norm
@@ -125,9 +126,10 @@ class Engine:
         points.reach("recover")
         with self.updates.recovery():
             self.sharing.replan()
-            if self.group.rank == 0 or not self.holdings.memory.shared:
+            if self.state.sites.is_first:
                 self.state.rollback()
             self.group.barrier("recovered")
+            self.holdings.catch_up()
             self.holdings.pull()
             self.holdings.settle()
 
@@ -143,6 +145,7 @@ class Engine:
                 if news or gone:
                     self.updates.refuse("edited optimizer")
                 prepared.settle(news, {i for i, _, _ in news} if first else set())
+            self._spread_edit(changes)
             if first:
                 self.updates.edited()
             self.group.barrier("state moved")
@@ -155,6 +158,18 @@ class Engine:
             self.holdings.settle()
 
         self.ledger.perform(Operation("edit", self.version), attempt, adopt)
+
+    def _spread_edit(self, changes: Sequence[Any]) -> None:
+        """Give all sites what the first worker has edited."""
+        if self.state.sites.are_one:
+            return
+        entries = self.models.editable()
+        for prepared, (news, _, _) in zip(self.optimizers, changes, strict=True):
+            fresh = [entry for entry in prepared.kept.entries_of(news) if not entry.counts]
+            entries += prepared.kept.committed() + fresh
+        if self.state.sites.is_first and self.group.rank:
+            self.state.save([entry for entry in entries if entry.counts])
+        self.state.spread("edit", entries, 0)
 
     def step(self, task: Task) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed."""
@@ -202,9 +217,11 @@ class Engine:
             return Entry(kind, [begun.loss, begun.metrics, None, [], [], {}, False])
         parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
+        firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
+        keeps = firsts[self.state.sites.members.index(self.state.sites.mine)]
         work = Work(
             self.version, number, parts, begun.sizes, begun.name, task.function, task.trained, task.clipping,
-            task.scaling.scale,
+            task.scaling.scale, keeps,
         )  # fmt: skip
         report = self._compute(work, task.samples.contents() if self.group.num_workers > 1 else {})
         results = self._share(work, report)
@@ -217,7 +234,8 @@ class Engine:
             norm = self._clip(work, sums)
             points.reach("before update")
             mine = self.updates.update(work, sums)
-        self.models.publish_buffers()
+        first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
+        self.models.publish_buffers(work.where, self.sharing.owner_of(first), everywhere=None not in firsts)
         points.reach("after update")
         news, carried = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
@@ -276,12 +294,18 @@ class Engine:
         """Everyone has updated; what is new in the state is where everyone finds it then."""
         carries = self.holdings.carries
         of_all = self.group.gather_json(work.where + "update", [mine, carries.news()])
-        news = sorted(chain(*(theirs[0] for theirs in of_all)))
+        of_sites = [sorted(chain(*(of_all[rank][0] for rank in ranks))) for ranks in self.state.sites.members]
+        news: News = of_sites[0]
+        if any(theirs != news for theirs in of_sites):
+            raise MismatchError(
+                f"in step {work.version} the sites have made different optimizer state of the same gradients: "
+                f"{of_sites}"[:1000]
+            )
         carried = sorted(chain(*(theirs[1] for theirs in of_all)), key=lambda item: item[:2])
         if news:
             work.prepared.settle(news, {i for i, _, _ in mine})
         if carried:
-            carries.settle(carried)
+            carries.settle(carried, self.sharing.owner_of)
         if news or carried:
             self.group.barrier(work.where + "state moved")
         return news, carried
