@@ -62,7 +62,7 @@ def test_an_update_that_is_sent_again_counts_once(holdings_of):
     with worker(holdings, server) as here:
         publish = here.holdings.models.publish_buffers
 
-        def dies_once():
+        def dies_once(*_, **__):
             here.holdings.models.publish_buffers = publish
             raise LookupError("after the server had it")
 
