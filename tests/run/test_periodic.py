@@ -1,4 +1,4 @@
-"""In between a worker trains by itself, then sends what that changed, every so many batches or at the end of an epoch."""
+"""In between a worker trains by itself, then sends what that changed: every so many batches, or once an epoch."""
 
 import pytest
 import torch

@@ -129,7 +129,7 @@ def test_gradients_that_are_added_up_elsewhere_cannot_be_clipped_or_weighted_her
     with served(holdings, FakeServer()) as here:
         with pytest.raises(UnsupportedError, match="they cannot be clipped here; with aggregate=True they can"):
             here.step(Batch(*samples()), loss_of(here.model), clip_norm=1.0)
-        with pytest.raises(UnsupportedError, match="returned an evenstep.Loss"):
+        with pytest.raises(UnsupportedError, match=r"returned an evenstep\.Loss"):
             here.step(Batch(*samples()), lambda part: Loss(loss_of(here.model)(part), weight=1))
         assert [each for each in here.engine.updates._apart.client.server.told if "kind" in each] == [], "nothing sent"
 
