@@ -265,12 +265,14 @@ def test_what_would_see_this_worker_only_is_refused(tmp_path):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_loss_that_is_not_finite_is_a_result_as_any_other(every):
-    with ParameterServer(build(), OPTIMIZERS["Adam"], staleness=None, transports=("http",)) as server:
-        with evenstep.Run(server=evenstep.Server(server.url, staleness=None, update_every=every), quiet=True) as run:
-            model = build()
-            model, _ = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
-            for batch in run.batches(images(), 26, epochs=2):
-                loss, metrics = run.step(batch, lambda part: (outcome(model, part)[0] * torch.nan, {"x": torch.inf}))
-                assert math.isnan(loss)
-                assert metrics == {"x": math.inf}
-            assert server.store.version == 4 // every
+    with (
+        ParameterServer(build(), OPTIMIZERS["Adam"], staleness=None, transports=("http",)) as server,
+        evenstep.Run(server=evenstep.Server(server.url, staleness=None, update_every=every), quiet=True) as run,
+    ):
+        model = build()
+        model, _ = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
+        for batch in run.batches(images(), 26, epochs=2):
+            loss, metrics = run.step(batch, lambda part: (outcome(model, part)[0] * torch.nan, {"x": torch.inf}))
+            assert math.isnan(loss)
+            assert metrics == {"x": math.inf}
+        assert server.store.version == 4 // every

@@ -91,7 +91,8 @@ class ServedUpdates:
         if not self._synchronous:
             report = replace(report, results=self._apart.last)
         note = replace(report, worker=self._apart.worker).pack()
-        buffers = bare(self._holdings.models.take_buffers()) if self._apart.shards[0] == 0 else {}
+        kept = self._holdings.models.take_buffers()  # those of the run's first shard come back from the server
+        buffers = bare(kept) if self._apart.shards[0] == 0 else {}
         update, more = self._synchronously(work) if self._synchronous else self._asynchronously(work)
         if (options := options_for_server(work.prepared.optimizers[0])) != self._options:
             more["options"] = options
