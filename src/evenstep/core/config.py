@@ -29,6 +29,8 @@ class RunConfig:
         on_nondeterminism: Whether an operation that torch knows to be non-deterministic raises or only warns.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor.
         graphs: Whether steps on a GPU are replayed from CUDA graphs: "auto" where they can be, True or an error, False.
+        recheck: One of so many steps is computed twice, by different workers; 0: none.
+        tolerate_wrong: How often a worker may be found to compute wrong before it goes.
     """
 
     shards: int
@@ -40,6 +42,8 @@ class RunConfig:
     on_nondeterminism: Literal["error", "warn"]
     arithmetic: Literal["native", "portable"] = "native"
     graphs: Literal["auto"] | bool = "auto"
+    recheck: int = 0
+    tolerate_wrong: int = 0
 
     @classmethod
     def resolve(
@@ -67,6 +71,10 @@ class RunConfig:
             raise ConfigError(f"timeout_s={self.timeout_s!r}, expected a number of seconds above 0")
         if self.on_nondeterminism not in ("error", "warn"):
             raise ConfigError(f"on_nondeterminism={self.on_nondeterminism!r}, expected 'error' or 'warn'")
+        for name in ("recheck", "tolerate_wrong"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"{name}={value!r}, expected a whole number that is not negative")
         if self.graphs not in ("auto", True, False):
             raise ConfigError(f"graphs={self.graphs!r}, expected 'auto', True or False")
         self._check_arithmetic()

@@ -33,6 +33,8 @@ class Environment:
         faults: Where a test has planted faults for this process.
         standing: Where the group of this worker stands, if there are groups and servers; a text of `plan.groups`.
         job: Tells the job of a launcher from others; None: there is no launcher.
+        recheck: Of how many steps one is computed twice, if the launcher's command line says so.
+        tolerate_wrong: How often a worker may compute wrong, if it says so.
     """
 
     worker: int = 0
@@ -50,6 +52,8 @@ class Environment:
     faults: Path | None = None
     standing: str | None = None
     job: str | None = None
+    recheck: int | None = None
+    tolerate_wrong: int | None = None
 
 
 def _number(name: str, divisor: int = 1) -> Any:
@@ -81,6 +85,8 @@ def read() -> Environment:
         "faults": Path(faults) if faults else None,
         "standing": os.environ.get("EVENSTEP_STANDING"),
         "job": os.environ.get("EVENSTEP_JOB"),
+        "recheck": _number("EVENSTEP_RECHECK"),
+        "tolerate_wrong": _number("EVENSTEP_TOLERATE_WRONG"),
     }
     worker = _number("EVENSTEP_WORKER")
     if worker is not None:
@@ -119,6 +125,8 @@ def worker_variables(
     resume: bool = False,
     standing: str | None = None,
     job: str | None = None,
+    recheck: int | None = None,
+    tolerate_wrong: int | None = None,
 ) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
     variables = {
@@ -139,6 +147,10 @@ def worker_variables(
         variables["EVENSTEP_JOB"] = job
     if resume:
         variables["EVENSTEP_RESUME"] = "1"
+    if recheck is not None:
+        variables["EVENSTEP_RECHECK"] = str(recheck)
+    if tolerate_wrong is not None:
+        variables["EVENSTEP_TOLERATE_WRONG"] = str(tolerate_wrong)
     return variables
 
 

@@ -205,6 +205,7 @@ class Roster(NamedTuple):
         stepped: Whether any step has been committed.
         ending: Whether the run is about to end.
         has_stopped: Whether the workers have stopped after a step, as they were asked to.
+        convicted: The places whose workers computed wrong: none of them is taken again.
     """
 
     wanted: int
@@ -218,6 +219,7 @@ class Roster(NamedTuple):
     stepped: bool = False
     ending: Ending = Ending.NONE
     has_stopped: bool = False
+    convicted: tuple[int, ...] = ()
 
     # ---- looking ----
 
@@ -303,6 +305,10 @@ class Roster(NamedTuple):
         roster = self._set(place, given_up=True)
         return roster._set(place, stage=Stage.LEAVES) if leaves else roster
 
+    def convicts(self, place: int) -> "Roster":
+        """A worker computed wrong, as others say, who go on without it: it is not in the next generation, nor later."""
+        return self._replace(convicted=(*self.convicted, place), wanted=max(self.wanted - 1, 1))
+
     def starves(self, place: int) -> "Roster":
         """The system has killed a worker because there was no memory left."""
         return self._set(place, starved=True)
@@ -349,7 +355,7 @@ class Roster(NamedTuple):
         """Go on without a worker, and have another one started in its place."""
         needed = code < 0 and not self.has_stopped and not any(w.is_member for w in self.alive)
         most = 0 if self.ending is Ending.STOPS and not needed else self.max_restarts
-        crowd = len(self.staying) + len(self.starts)
+        crowd = sum(w.place not in self.convicted for w in self.staying) + len(self.starts)
         roster, delay_s, decisions = self, None, []
         if (most is None or self.restarts < most) and crowd < self.wanted:
             failures = self._failures_in(worker.place) + 1
@@ -401,7 +407,7 @@ class Roster(NamedTuple):
     def _is_free(self, place: int) -> bool:
         """Whether nobody is in a place; one that was told to go may still read there."""
         worker = self.of(place)
-        return worker is None or not worker.alive
+        return place not in self.convicted and (worker is None or not worker.alive)
 
     def stop(self) -> Turn:
         """The run shall stop after this step."""
@@ -434,7 +440,11 @@ class Roster(NamedTuple):
         if not self._all_wait():
             asked = any(not w.is_member for w in waiting) or len(self.staying) > self.wanted
             return self, [Regroup(self.generation + 1)] if asked else []
-        return self._announce(waiting[: self.wanted], waiting[self.wanted :])
+        chosen = [w for w in waiting if w.place not in self.convicted][: self.wanted]
+        if not chosen:  # the others, who had said so, have gone since
+            coming = self.starts or any(w.place not in self.convicted for w in self.staying)
+            return (self, []) if coming else self._fail(waiting[0].place)
+        return self._announce(chosen, [w for w in waiting if w not in chosen])
 
     def _all_wait(self) -> bool:
         return not any(w.is_member and not w.waits for w in self.staying)

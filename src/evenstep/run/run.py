@@ -84,6 +84,10 @@ class Run:
             changes what the bits rest on; "warn" only says so.
         graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
             makes it an error where they cannot; False never does.
+        recheck: Compute one of so many steps twice before it commits, by different workers, to find a machine that
+            computes wrong; 0: none. See docs/wrong-machines.md. `evenstep run --recheck` goes before it.
+        tolerate_wrong: How often a worker may be found to compute wrong before it is dismissed; such a step is done
+            again in any case.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
             docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         server: The parameter server at which workers meet, as an `evenstep.Server`, or its address if the rest of that
@@ -112,6 +116,8 @@ class Run:
         on_nondeterminism: Literal["error", "warn"] = "error",
         graphs: Literal["auto"] | bool = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
+        recheck: int = 0,
+        tolerate_wrong: int = 0,
         server: Server | str | None = None,
     ) -> None:
         self._env = environment.read()
@@ -126,6 +132,8 @@ class Run:
             on_nondeterminism=on_nondeterminism,
             graphs=graphs,
             arithmetic=arithmetic,
+            recheck=recheck if self._env.recheck is None else self._env.recheck,
+            tolerate_wrong=tolerate_wrong if self._env.tolerate_wrong is None else self._env.tolerate_wrong,
         )
         server = Server.of(server)
         standing = Standing.of(self._env.standing) if self._env.standing else None
