@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,12 @@ def plain(name: str, steps: int, warmup: int) -> dict[str, Any]:
 def ours(name: str, shards: int, graphs: bool, steps: int, warmup: int) -> dict[str, Any]:
     """`run.step`."""
     task = TASKS[name]
-    with evenstep.Run(shards=shards, device="cuda", quiet=True, graphs=graphs) as run:
+    with evenstep.Run(shards=shards, device="cuda", quiet=True, graphs="auto" if graphs else False) as run:
         model = task.build()
         model, _ = run.prepare(model, task.optimizer(model.parameters()))
         batch = task.batch("cuda")
         found = measure(lambda: run.step(batch, lambda part: task.loss(model, part)), steps, warmup)
-        return {**found, "fingerprint": run.fingerprint()}
+        return {**found, "fingerprint": run.fingerprint(), "worker": run.worker}
 
 
 def measure(step: Any, steps: int, warmup: int) -> dict[str, Any]:
@@ -76,14 +77,17 @@ def measure(step: Any, steps: int, warmup: int) -> dict[str, Any]:
     }
 
 
-def run_one(args: argparse.Namespace, **options: Any) -> dict[str, Any]:
-    """Measure one configuration in a process of its own."""
-    command = [sys.executable, str(Path(__file__)), "--one", json.dumps(options), "--steps", str(args.steps)]
+def run_one(args: argparse.Namespace, workers: int = 1, **options: Any) -> dict[str, Any]:
+    """Measure one configuration in processes of its own."""
+    launcher = ["-m", "evenstep", "run", "-n", str(workers)] if workers > 1 else []
+    rest = ["--one", json.dumps(options), "--steps", str(args.steps), "--warmup", str(args.warmup)]
+    command = [sys.executable, *launcher, str(Path(__file__)), *rest]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]}
     sys.stderr.write(done.stderr)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    lines = [line[line.index("{") :] for line in done.stdout.splitlines() if "{" in line]
+    return next(found for found in map(json.loads, lines) if not found.get("worker"))
 
 
 def main() -> int:
@@ -94,6 +98,7 @@ def main() -> int:
     parser.add_argument("--graphs", default="on,off")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=12, help="until graphs are captured and checked")
+    parser.add_argument("--workers", default="1,2", help="of one GPU; more than one wants nvidia-cuda-mps-control -d")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -109,11 +114,14 @@ def main() -> int:
         base = run_one(args, kind="plain", name=name)
         print(f"| {name} | plain loop | {show(base)} |", flush=True)
         for shards in map(int, args.shards.split(",")):
-            for graphs in args.graphs.split(","):
-                found = run_one(args, kind="ours", name=name, shards=shards, graphs=graphs == "on")
+            for graphs, workers in product(args.graphs.split(","), map(int, args.workers.split(","))):
+                if workers > shards:
+                    continue
+                found = run_one(args, workers, kind="ours", name=name, shards=shards, graphs=graphs == "on")
                 failed += "error" in found
-                goal = GOALS.get((name, shards)) if graphs == "on" else None
-                print(f"| {name} | K={shards}, graphs {graphs} | {show(found, base, goal)} |", flush=True)
+                goal = GOALS.get((name, shards)) if graphs == "on" and workers == 1 else None
+                what = f"K={shards}, graphs {graphs}, {workers} workers"
+                print(f"| {name} | {what} | {show(found, base, goal)} |", flush=True)
     return int(bool(failed))
 
 

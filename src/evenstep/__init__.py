@@ -25,6 +25,7 @@ from evenstep.core.errors import (
 if TYPE_CHECKING:
     from evenstep import data
     from evenstep.engine.loss import Loss
+    from evenstep.engine.results import Note
     from evenstep.run.run import Run
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Loss",
     "MismatchError",
     "NondeterminismError",
+    "Note",
     "PeerError",
     "Run",
     "SilenceError",
@@ -44,7 +46,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-_LATE = {"Loss": "evenstep.engine.loss", "Run": "evenstep.run.run"}
+_LATE = {"Loss": "evenstep.engine.loss", "Note": "evenstep.engine.results", "Run": "evenstep.run.run"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,10 @@ LIKE = [torch.zeros(3, 4).t(), torch.zeros(5), torch.zeros(2, 3, dtype=torch.flo
 NAMES = ["a", "b", "c", "d"]
 
 
+def nobody(plan, like):
+    raise AssertionError("there is one site")
+
+
 def leaf(i, shard):
     generator = torch.Generator().manual_seed(50 * i + shard)
     return torch.randn(LIKE[i].shape, generator=generator, dtype=LIKE[i].dtype)
@@ -20,7 +24,7 @@ def leaf(i, shard):
 
 def both(num_shards, shards, gives):
     plan = plan_summing([t.nbytes for t in LIKE], [(0, num_shards)], 0)
-    one, other = Gradients(NAMES), FlatGradients(NAMES, LIKE)
+    one, other = Gradients(NAMES), FlatGradients(NAMES, LIKE, nobody)
     one.plan = other.plan = plan
     one.delivery = Local(plan)
     for gradients in (one, other):
@@ -69,7 +73,7 @@ def test_views_are_laid_out_as_their_parameters():
 def test_what_is_given_is_left_alone():
     given = [leaf(i, 0) for i in range(len(LIKE))]
     kept = [g.clone() for g in given]
-    gradients = FlatGradients(NAMES, LIKE)
+    gradients = FlatGradients(NAMES, LIKE, nobody)
     gradients.plan = plan_summing([t.nbytes for t in LIKE], [(0, 2)], 0)
     gradients.begin(1, [0], [0, 1])
     gradients.take(0, given)
@@ -78,7 +82,7 @@ def test_what_is_given_is_left_alone():
 
 
 def test_a_sparse_gradient_is_refused_by_name():
-    gradients = FlatGradients(NAMES, LIKE)
+    gradients = FlatGradients(NAMES, LIKE, nobody)
     gradients.plan = plan_summing([t.nbytes for t in LIKE], [(0, 1)], 0)
     gradients.begin(1, [0], [0])
     with pytest.raises(UnsupportedError, match="parameter 'b' got a sparse gradient"):

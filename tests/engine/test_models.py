@@ -70,8 +70,8 @@ def test_buffers_are_committed_as_the_first_shard_left_them(holdings_of):
     assert first.kept_buffers["model.1.running_mean"].tolist() == [5] * 4, "a copy"
     before = first.state.fingerprint()
     first.state.operation = 4
-    first.publish_buffers()
-    second.publish_buffers()
+    first.publish_buffers("", 0, everywhere=True)
+    second.publish_buffers("", 0, everywhere=True)
     assert (theirs[1].running_mean == 0).all()
     second.pull()
     assert (theirs[1].running_mean == 5).all()
@@ -85,7 +85,7 @@ def test_what_was_kept_in_vain_can_be_taken_away(holdings_of):
     models.keep_buffers({name: torch.ones_like(b) for name, b in models.slots.buffers.items()})
     assert models.take_buffers().keys() == models.slots.buffers.keys()
     before = models.state.fingerprint()
-    models.publish_buffers()
+    models.publish_buffers("", 0, everywhere=True)
     assert models.state.fingerprint() == before
 
 

@@ -7,7 +7,9 @@ from recorders import FakeRecorder
 
 import evenstep
 from evenstep.engine import holdings, step
+from evenstep.testing import Fault, plant
 from evenstep.transport.memory import DeviceMemory
+from workers import cli_run, run_workers
 
 
 @pytest.fixture
@@ -36,3 +38,58 @@ def test_every_kind_of_training_ends_on_the_same_bits(case, graphs, on_device):
     recorder = on_device()
     assert trained(case, graphs=graphs) == expected
     recorder.recorded.clear()
+
+
+@pytest.mark.filterwarnings("ignore:steps are computed without CUDA graphs")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_several_sites_end_on_the_same_bits(case, on_device):
+    expected = trained(case)
+    on_device()
+    assert run_workers(3, lambda _: trained(case)) == [expected] * 3
+
+
+TRAINING = """
+    import torch, evenstep
+    import torch.nn.functional as F
+    from torch import nn
+
+    with evenstep.Run(shards=4, graphs=False) as run:
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 3))
+        model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        for step in range(10):
+            inputs = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+            run.step((inputs, torch.arange(12) % 3), lambda part: F.cross_entropy(model(part[0]), part[1]))
+            if step == 4:
+                run.edit(lambda: [p.mul_(0.5) for p in model.parameters()])
+"""
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("point", ["forward", "before update", "inside update", "after update", "before commit"])
+def test_a_site_that_is_lost_is_replaced_and_given_the_state(point, worker, script, tmp_path, on_device):
+    path = script(TRAINING)
+    expected = cli_run("run", "-n", "1", path).stdout
+    on_device()
+    faults = plant([Fault("kill", point, 6, worker=worker)], tmp_path / "faults")
+    done = cli_run("run", "-n", "2", path, variables=faults)
+    assert "was killed" in done.stderr
+    assert done.stdout == expected
+
+
+def test_if_all_sites_are_lost_it_is_said_and_nothing_wrong_is_computed(script, tmp_path, on_device):
+    path = script(TRAINING)
+    on_device()
+    faults = plant([Fault("kill all", "forward", 6)], tmp_path / "faults")
+    done = cli_run("run", "-n", "2", path, variables=faults)
+    assert done.code == 8
+    assert "lost at once, and the state with them" in done.stderr
+    assert "fingerprint" not in done.stdout
+
+
+def test_sites_may_come_and_go(script, tmp_path, on_device):
+    path = script(TRAINING)
+    expected = cli_run("run", "-n", "1", path).stdout
+    on_device()
+    faults = [Fault("scale", "after commit", 3, worker=0, workers=3), Fault("scale", "after commit", 7, worker=0)]
+    done = cli_run("run", "-n", "1", path, variables=plant(faults, tmp_path / "faults"))
+    assert done.stdout == expected

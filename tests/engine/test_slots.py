@@ -138,3 +138,25 @@ def test_models_that_are_made_of_something_else_by_now_are_refused(model, slots)
     model.first.register_parameter("extra", nn.Parameter(torch.ones(1)))
     with pytest.raises(UnsupportedError, match=r"has parameters \['bias', 'extra', 'weight'\]"):
         slots.check()
+
+
+def test_a_recurrent_layer_does_not_take_the_weights_of_a_lane_for_new_ones():
+    slots, model = Slots(), nn.LSTM(3, 4)
+    slots.add(model, "model")
+    for lane in [Lane(slots, own=True) for _ in range(2)]:
+        lane.begin({})
+        lane.resume()
+        assert not model._weights_have_changed()
+        assert [w.data_ptr() for w in model._flat_weights] == [p.data_ptr() for p in slots.parameters.values()]
+
+
+def test_a_leaf_that_was_moved_comes_back_to_what_is_trained():
+    slots, model = Slots(), nn.Linear(3, 4)
+    slots.add(model, "model")
+    lane = Lane(slots, own=True)
+    leaf = lane.leaves["model.weight"]
+    leaf.data = leaf.detach().clone()
+    with torch.no_grad():
+        slots.parameters["model.weight"].fill_(2)
+    lane.begin({})
+    assert (leaf == 2).all()

@@ -104,7 +104,7 @@ def test_the_owners_are_those_of_a_run():
         with evenstep.Run(shards=8, quiet=True) as run:
             trained = [p for p in model.parameters() if p.requires_grad]
             run.prepare(model, torch.optim.SGD(trained, 0.1))
-            return list(run._engine.optimizers[0].gradients.plan.owners), run._engine.spans
+            return list(run._engine.optimizers[0].gradients.plan.owners), run._engine.sharing.spans
 
     owners, spans = run_workers(3, body)[0]
     shared = trace(Residual(), 8, 3).partition

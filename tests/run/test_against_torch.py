@@ -151,3 +151,17 @@ def test_steps_do_not_disturb_the_random_numbers_of_the_script():
             run.step(batch, lambda p: model(p[0]).sum())
         assert torch.equal(before, torch.get_rng_state())
         assert found[0] == expected[0]
+
+
+def test_a_script_in_autocast_over_all_steps_trains_on_the_weights_of_now():
+    def train(outside):
+        torch.manual_seed(2)
+        with evenstep.Run(shards=2, quiet=True) as run, torch.autocast("cpu", torch.bfloat16, enabled=outside):
+            model = network(norm=False)
+            model, _ = run.prepare(model, momentum(model.parameters()))
+            for images, labels in batches_of(8, 8, 8):
+                with torch.autocast("cpu", torch.bfloat16):
+                    run.step((images, labels), lambda part: F.cross_entropy(model(part[0]), part[1]))
+            return run.fingerprint()
+
+    assert train(outside=True) == train(outside=False)

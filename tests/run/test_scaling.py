@@ -22,7 +22,7 @@ def train(folder=None, *, load=False, stop_at=None, spans=None, **options):
         if load:
             run.load(folder)
         if spans is not None:
-            run._engine._replan(spans)
+            run._engine.sharing.replan(spans)
         sizes = []
         for batch in run.batches(DATA, epochs=2, **options):
             sizes.append(len(batch))

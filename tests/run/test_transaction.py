@@ -56,7 +56,7 @@ def raise_inside_the_update(engine, monkeypatch):
 
 
 def raise_after_the_update(engine, monkeypatch):
-    monkeypatch.setattr(engine.models, "publish_buffers", lambda: _raise())
+    monkeypatch.setattr(engine.models, "publish_buffers", lambda *_, **__: _raise())
     return loss_of
 
 

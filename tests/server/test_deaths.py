@@ -137,7 +137,7 @@ def test_where_there_must_be_more_workers_than_are_left_that_is_said():
         kill(pid)
         with (
             connect(server.url, worker="here") as client,
-            pytest.raises(UnreachableError, match="update 1 of 'here' waits for other workers in vain"),
+            pytest.raises(UnreachableError, match="update 1 of 'here' gave up waiting for other workers"),
         ):
             client.update_parameters(ones(), kind="delta", timeout_s=2 * LEASE_S)
 

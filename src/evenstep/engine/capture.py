@@ -1,6 +1,7 @@
 """Pieces of a step captured as CUDA graphs: forward and backward apart, so that results are known before the end."""
 
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from evenstep.engine.graphs import Products, Task
+from evenstep.transport import pinned
+from evenstep.transport.driver import Driver
 
 __all__ = ["CudaRecorder"]
 
@@ -33,7 +36,7 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what was cached while it was computed is needed again, in the graphs' own pool
         before_bytes = torch.cuda.memory_reserved(self._device)
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        forward, backward = _graph(), _graph()
         try:
             # A capture that fails leaves its generators unusable, so none of them may be the one that all others use.
             generator.graphsafe_set_state(own[0])
@@ -41,8 +44,9 @@ class CudaRecorder:
                 for state in own:
                     graph.register_generator_state(state)
             piece = task.piece(inputs, task.seeds, own)
-            self._capture(forward, piece.forward)
-            self._capture(backward, piece.backward)
+            for graph, function in ((forward, piece.forward), (backward, piece.backward)):
+                self._capture(graph, function)
+                _check(graph)
         finally:
             generator.graphsafe_set_state(before)
         num_bytes = torch.cuda.memory_reserved(self._device) - before_bytes
@@ -53,7 +57,8 @@ class CudaRecorder:
         try:
             function()
         except BaseException:
-            with suppress(RuntimeError):  # it says that the capture is not valid
+            with suppress(RuntimeError), warnings.catch_warnings():  # it says that the capture is not valid
+                warnings.simplefilter("ignore")
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -62,6 +67,34 @@ class CudaRecorder:
         """See `Recorder`."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return free > 1.2 * num_bytes
+
+
+def _graph() -> torch.cuda.CUDAGraph:
+    """A graph that can be looked into, where torch lets us."""
+    try:
+        return torch.cuda.CUDAGraph(keep_graph=True)
+    except TypeError:
+        return torch.cuda.CUDAGraph()
+
+
+def _check(graph: torch.cuda.CUDAGraph) -> None:
+    """See that a graph stays with its device.
+
+    A copy from the host is captured with the address of its source, and reads whatever lies there at every replay.
+    Older versions of CUDA refuse to capture it.
+
+    Raises:
+        RuntimeError: It does not.
+    """
+    if not hasattr(graph, "raw_cuda_graph"):
+        return
+    for address in Driver().touches_host(graph.raw_cuda_graph()):
+        if address is None or not pinned.holds(address):
+            raise RuntimeError(
+                "it copies between host and device inside: a tensor that is made on the CPU, or an operation that does "
+                "so by itself, as cuDNN's recurrent layers do"
+            )
+    graph.instantiate()
 
 
 class _Recording:

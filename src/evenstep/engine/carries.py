@@ -122,8 +122,13 @@ class Carries:
             for shard, (description, leaves) in sorted(carry._set.items())
         ]
 
-    def settle(self, news: Carried) -> None:
-        """Put what was set where everyone finds it. All workers must call this alike, with the news of all."""
+    def settle(self, news: Carried, owner_of: Callable[[int], int] | None = None) -> None:
+        """Put what was set where everyone finds it. All workers must call this alike, with the news of all.
+
+        Args:
+            news: What was set.
+            owner_of: Says who computed a shard, where that is: its values are given to all sites. None: all have them.
+        """
         for slot, shard, description, forms in news:
             carry = self._slots[slot]
             held = self._room(carry, shard, description, [Form.unpack(form) for form in forms])
@@ -133,6 +138,10 @@ class Carries:
                 with torch.no_grad():
                     for entry, leaf in zip(held.entries, carry._set[shard][1], strict=True):
                         entry.live.copy_(leaf)
+            if owner_of is not None:
+                if held.counts and shard not in carry._set and not self._state.sites.are_one:
+                    self._state.save(held.entries)
+                self._state.spread(f"carried by shard {shard}", held.entries, owner_of(shard))
 
     def adopt(self, news: Carried) -> None:
         """A step with these news is committed."""

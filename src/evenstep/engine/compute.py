@@ -74,6 +74,7 @@ class Work:
         prepared: Whose parameters are trained.
         clipping: What their gradients are limited to.
         scale: What losses are multiplied by before backward; None: nothing.
+        keeps: Of buffers that a forward changes, the values of this shard are kept here.
     """
 
     version: int
@@ -85,6 +86,7 @@ class Work:
     prepared: Trained
     clipping: Clipping
     scale: float | None = None
+    keeps: int | None = None
 
     @property
     def where(self) -> str:
@@ -95,11 +97,6 @@ class Work:
         """The rows of a shard in the batch, all shards' one after the other."""
         before = sum(self.sizes[:shard])
         return range(before, before + self.sizes[shard])
-
-    @property
-    def first(self) -> int:
-        """The first shard that has samples: of buffers that a forward changes, its values are committed."""
-        return next(shard for shard, size in enumerate(self.sizes) if size)
 
     def share(self, shard: int, loss: PartLoss) -> list[Tensor]:
         """What backward begins from in a shard, if from anything."""
@@ -167,7 +164,7 @@ class Compute:
                 error.add_note(f"in shard {shard} of worker {self.context.worker}, step {work.version}")
                 raise
             lane.pause()
-            if shard == work.first:
+            if shard == work.keeps:
                 self._models.keep_buffers(lane.buffers_after())
             values[shard] = (loss.detached(), metrics)
         return values
@@ -204,7 +201,7 @@ class Compute:
         except Exception as error:
             error.add_note(f"in worker {self.context.worker}, step {work.version}")
             raise
-        if shards[0] == work.first:
+        if shards[0] == work.keeps:
             self._models.keep_buffers(lanes[0].buffers_after())
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 

@@ -39,6 +39,7 @@ class Context:
 
     def begins(self, shard: int) -> None:
         """A shard is computed from now on."""
+        torch.clear_autocast_cache()  # of weights as they were: a script may be in autocast over many steps
         self._group.board.computes(self._group.worker, shard)
         points.reach("forward")
 

@@ -5,6 +5,7 @@ is complete: on a device it is launches that cost, and nobody waits for a single
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from evenstep.engine.counter import Counter
 from evenstep.engine.delivery import Delivery
 from evenstep.plan.summing import Summing
 
-__all__ = ["Buffer", "FlatGradients", "Peers"]
+__all__ = ["AddsUp", "Buffer", "Connect", "FlatGradients", "Node"]
 
 _ALIGNMENT = 128  # elements; whole cache lines of every type
 
@@ -50,8 +51,30 @@ class Buffer:
         return self
 
 
-Peers = Callable[[Sequence["Buffer | None"], Sequence[bool]], tuple[Sequence[Tensor], Sequence[bool]]]
-"""Adds up the nodes of all sites, given this one's and which parameters they have; gives the sums, and which exist."""
+class Node(NamedTuple):
+    """The sums over one tree node.
+
+    Attributes:
+        buffer: The sums; None: there are none.
+        present: Which parameters have one.
+    """
+
+    buffer: Buffer | None
+    present: Sequence[bool]
+
+
+class AddsUp(Protocol):
+    """Adds up the nodes of several sites."""
+
+    def add_up(self, nodes: Sequence[Node]) -> list[Tensor | None]:
+        """The sum of every parameter over all sites, given this one's nodes; meets the others."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+Connect = Callable[[Summing, Sequence[Tensor]], AddsUp]
+"""Makes what adds up the nodes of a plan, for parameters like these."""
 
 
 class FlatGradients:
@@ -60,6 +83,7 @@ class FlatGradients:
     Args:
         names: Of the parameters.
         like: The parameters.
+        connect: Makes what adds up the nodes of several sites.
 
     Attributes:
         plan: How shards become nodes.
@@ -69,14 +93,15 @@ class FlatGradients:
     """
 
     plan: Summing
-    peers: Peers | None = None
+    peers: AddsUp | None = None
     reduced: Callable[[int, dict[int, Tensor | None]], None] | None = None
     expects: Callable[[int], None] | None = None
 
-    def __init__(self, names: Sequence[str], like: Sequence[Tensor]) -> None:
-        self._names, self._like = names, like
+    def __init__(self, names: Sequence[str], like: Sequence[Tensor], connect: Connect) -> None:
+        self._names, self._like, self._connect = names, like, connect
         self._free: list[Buffer] = []
         self._held: list[Buffer | None] = []
+        self._lent: list[Buffer] = []  # what the sums of single parameters were gathered in
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, t in enumerate(like):
             by_dtype.setdefault(t.dtype, []).append(i)
@@ -86,6 +111,9 @@ class FlatGradients:
         """The workers, or the shards of each, have changed. What is here is added up here."""
         del delivery
         self.plan = plan
+        if self.peers is not None:
+            self.peers.close()
+        self.peers = None if len({rank for rank, _ in plan.nodes}) == 1 else self._connect(plan, self._like)
 
     def begin(self, token: int, active: Sequence[int], shards: Sequence[int]) -> None:
         """Start a step; see `Gradients.begin`."""
@@ -178,8 +206,7 @@ class FlatGradients:
 
     def _sums(self) -> dict[int, Tensor | None]:
         if self.peers is not None:
-            found, there = self.peers(*self._uniform())
-            return {i: total if here else None for i, (total, here) in enumerate(zip(found, there, strict=True))}
+            return dict(enumerate(self.peers.add_up(self._nodes())))
         if self._singly is not None:
             return {i: _added(self._singly.nodes(i), self.plan.program) for i in range(len(self._names))}
         while len(self._held) > 1:  # the nodes of a worker that is alone with some shards, from left to right
@@ -192,13 +219,19 @@ class FlatGradients:
         present = self._present or (False,) * len(self._names)
         return {i: root.views[i] if root is not None and here else None for i, here in enumerate(present)}
 
-    def _uniform(self) -> tuple[list[Buffer | None], Sequence[bool]]:
-        if self._singly is not None:
-            raise UnsupportedError(
-                "a parameter has a gradient in some shards only; with several GPUs every shard must use the same "
-                "parameters: compute a zero from the unused ones, or train on one GPU"
-            )
-        return self._held, self._present or (False,) * len(self._names)
+    def _nodes(self) -> list[Node]:
+        none = (False,) * len(self._names)
+        if self._singly is None:
+            present = self._present or none
+            return [Node(buffer, none if buffer is None else present) for buffer in self._held]
+        found = []
+        for n in range(len(self.plan.leaves.nodes)):
+            sums = [self._singly.nodes(i)[n] for i in range(len(self._names))]
+            buffer = self._free.pop() if self._free else Buffer(self._like)
+            self._each(torch._foreach_copy_, buffer, sums)
+            self._lent.append(buffer)
+            found.append(Node(buffer, [total is not None for total in sums]))
+        return found
 
     def nodes(self) -> list[tuple[tuple[int, int], dict[int, Tensor]]]:
         """See `Gradients.nodes`."""
@@ -212,10 +245,16 @@ class FlatGradients:
             found.append((span, {i: node for i, node in each.items() if node is not None}))
         return found
 
+    def close(self) -> None:
+        """Let go of the other sites."""
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None
+
     def clear(self) -> None:
         """The step is over: its buffers are free again."""
-        self._free += [buffer for buffer in self._held if buffer is not None]
-        self._held = []
+        self._free += [buffer for buffer in (*self._held, *self._lent) if buffer is not None]
+        self._held, self._lent = [], []
         self._singly = None
 
 

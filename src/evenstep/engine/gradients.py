@@ -123,6 +123,9 @@ class Gradients:
             found.append((span, held))
         return found
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def clear(self) -> None:
         """Let go of all gradients."""
         self._sums, self._to_reduce = {}, []

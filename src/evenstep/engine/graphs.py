@@ -53,7 +53,7 @@ class Piece(Protocol):
     Attributes:
         products: What they gave; the gradients after backward.
         drew: Whether user code drew random numbers on the host.
-        carried: Whether it has asked for what the last step left, or leaves something.
+        carried: Whether it has asked for what the last step left, or leaves something, or a note.
     """
 
     @property
@@ -174,7 +174,7 @@ class Graphs:
         if piece.drew:
             self._give_up("it draws random numbers on the host, and a replay would repeat them")
         elif piece.carried:
-            self._give_up("it uses a run.carry, and a replay would hand on that of the capture")
+            self._give_up("it uses a run.carry or a Note, and a replay would hand on that of the capture")
         elif (effect := difference(look, task.look(True))) is not None:
             self._give_up(f"it changes what it can see: {effect}")
         return piece.products

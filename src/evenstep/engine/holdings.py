@@ -4,7 +4,7 @@ It changes in operations of the ledger only. Whoever is about to change somethin
 that comes to nothing can be taken back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
+from evenstep.core.errors import CheckpointError
 from evenstep.engine.carries import Carried, Carries
 from evenstep.engine.kept import News
 from evenstep.engine.models import Models
 from evenstep.engine.prepared import PreparedOptimizer
+from evenstep.engine.several import SeveralOptimizers, Trained
+from evenstep.engine.spreading import ThroughHost
 from evenstep.exchange.ledger import Ledger
+from evenstep.plan.sites import Sites
 from evenstep.transport.memory import DeviceMemory, Memory
 from evenstep.transport.segment import Segment
 
@@ -45,7 +49,9 @@ class Holdings:
         self.memory = _memory_of(config.device, self.group.segment)
         self.models = Models(config, self.group, self.memory)
         self.optimizers: list[PreparedOptimizer] = []
+        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self.state = self.models.state
+        self.state.spreading = ThroughHost(self.group)
         self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
 
@@ -65,6 +71,19 @@ class Holdings:
         prepared = PreparedOptimizer(self.group, self.state, optimizer, self.names, prefix, whole=whole)
         self.optimizers.append(prepared)
         return prepared
+
+    def together(self, optimizers: Sequence[PreparedOptimizer]) -> Trained:
+        """Some prepared optimizers, to step together.
+
+        Raises:
+            ConfigError: A parameter is in two of them.
+        """
+        if len(optimizers) == 1:
+            return optimizers[0]
+        key = tuple(map(id, optimizers))
+        if key not in self._several:
+            self._several[key] = SeveralOptimizers(optimizers)
+        return self._several[key]
 
     def replace(self, values: Mapping[str, Tensor]) -> None:
         """Put other values in the place of some of the state. One worker's, inside of an operation."""
@@ -99,7 +118,7 @@ class Holdings:
                 prepared.settle(theirs, set())
             carried = self.carries.news_of(tensors, values)
             self.carries.settle(carried)
-        if self.group.rank == 0:
+        if self.state.sites.is_first:
             self.replace({name: tensor for name, tensor in tensors.items() if name in self.state.entries})
         self.group.barrier("checkpoint restored")
         return news, carried
@@ -114,8 +133,35 @@ class Holdings:
         self.settle()
         self.version = version
 
+    def place(self) -> None:
+        """A generation has begun: see who is around which memory."""
+        if not self.memory.shared:
+            self.group.segment.memory.clear_scratch()
+        ranks = range(self.group.num_workers)
+        self.state.sites = Sites.of(self.group.rank, [0 if self.memory.shared else rank for rank in ranks])
+
+    def catch_up(self) -> None:
+        """Give sites that have missed something the state of one that has not. All workers, in a new generation.
+
+        Raises:
+            CheckpointError: Nobody has it any more.
+        """
+        if self.memory.shared:
+            return
+        missed = self.group.gather_json("who has the state", self.ledger.missed)
+        if all(missed):
+            raise CheckpointError(
+                "all workers with the state on their GPUs were lost at once, and the state with them; go on from the "
+                "last checkpoint, if run.checkpoint has written any: evenstep run --resume"
+            )
+        if any(missed):
+            entries = [entry for _, entry in sorted(self.state.entries.items()) if entry.counts]
+            self.state.spread("the state", entries, missed.index(False))
+
     def release(self) -> None:
         """Give models and optimizers back to the user as ordinary ones."""
+        for prepared in self.optimizers:
+            prepared.gradients.close()
         self.models.release(self.optimizers)
 
 

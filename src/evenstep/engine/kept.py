@@ -62,9 +62,17 @@ class Kept:
         """All tensors that are kept for these parameters and shared already."""
         return [entry for i in indices for entry in self._entries.get(i, {}).values()]
 
+    def entries_of(self, news: News) -> list[Entry]:
+        """Where the tensors of some news lie."""
+        return [self._entries[i][key] for i, tensors, _ in news for key in sorted(tensors)]
+
+    def committed(self) -> list[Entry]:
+        """Everything that is committed."""
+        return [entry for entry in self.entries(self._entries) if entry.counts]
+
     def save_all(self) -> None:
         """Save everything that is committed."""
-        self._state.save([entry for entry in self.entries(self._entries) if entry.counts])
+        self._state.save(self.committed())
 
     def rollback(self) -> None:
         """Forget what an operation created or replaced before it was given up."""

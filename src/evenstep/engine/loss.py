@@ -60,14 +60,17 @@ class PartLoss:
         """What backward begins from: this part's share in the batch; None: it has none.
 
         The weight of the whole batch is known only when all parts have been computed, so for a weighted loss this is
-        the share in its sum over all rows, and the sum of the gradients is scaled in the end.
+        the share in its sum over all rows, and the sum of the gradients is scaled in the end: unless this part is the
+        whole batch, which then has the very gradients of its mean.
         """
         if self.loss is None:
             return self.value * (num_rows / num_all_rows)
         if self.loss.is_total:
-            return self.value / num_all_rows
+            return self.value / (self.loss.weight if num_rows == num_all_rows else num_all_rows)
         weight = float(self.loss.weight)  # waits for a device: whether it is 0 decides whether there is a backward
-        return self.value * (weight / num_all_rows) if weight else None
+        if not weight:
+            return None
+        return self.value if num_rows == num_all_rows else self.value * (weight / num_all_rows)
 
 
 def split(value: Any) -> tuple[PartLoss, dict[str, Any]]:

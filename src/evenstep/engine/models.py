@@ -73,6 +73,7 @@ class Models:
             with torch.no_grad():
                 for entry in added.entries:
                     entry.live.copy_(added.tensors[entry.name])
+        self.state.spread(f"{added.prefix}: values", added.entries, 0)
 
     def bind(self, added: "Added") -> None:
         """Let the model use the values that are everyone's."""
@@ -118,14 +119,27 @@ class Models:
         kept, self._kept = self._kept or {}, None
         return kept
 
-    def publish_buffers(self) -> None:
-        """Save version v of the buffers and put in what the first shard with samples left, if it was computed here."""
-        if self._kept is None:
-            return
+    def publish_buffers(self, tag: str, owner: int, *, everywhere: bool) -> None:
+        """Save version v of the buffers and put in what the first shard with samples left.
+
+        Every site has those of its own first shard. Layers that span shards leave the same ones in each of them; of any
+        other buffer that a forward changes, the values of the run's first shard count.
+
+        Args:
+            tag: The step, in words.
+            owner: The rank of the worker that computed the run's first shard.
+            everywhere: Whether every site computed a shard; else it has none of them.
+        """
         entries = [self.state.entries[name] for name in self.slots.buffers]
-        self.state.save(entries)
-        copy_into(self._kept, {entry.name: entry.live for entry in entries})
-        self._kept = None
+        if self._kept is not None:
+            self.state.save(entries)
+            copy_into(self._kept, {entry.name: entry.live for entry in entries})
+            self._kept = None
+        if not self.state.sites.are_one:
+            spread = [e for e in entries if not everywhere or e.name not in self.slots.spanning_buffers()]
+            if self.state.sites.is_first:
+                self.state.save(spread)  # a site without samples has not yet
+            self.state.spread(tag + "buffers", spread, owner)
 
     def pull(self) -> None:
         """Bring this worker's own copies to the committed version."""
@@ -163,13 +177,17 @@ class Models:
         self.slots.bind_base()
         self.pull()
 
+    def editable(self) -> list[Entry]:
+        """What user code may change."""
+        return [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
+
     def edit(self, function: Callable[[], None], seed: int, optimizers: Sequence[PreparedOptimizer]) -> list[Any]:
         """Let user code change parameters, buffers and optimizers. The first worker's.
 
         Returns:
             What it changed in each optimizer: see `PreparedOptimizer.changes`.
         """
-        entries = [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
+        entries = self.editable()
         self.state.save(entries)
         with torch.no_grad():
             edits = [prepared.edit() for prepared in optimizers]

@@ -26,7 +26,7 @@ from evenstep.engine.lanes import Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
 from evenstep.engine.randomness import Stream, on_host, preserved
-from evenstep.engine.results import Reading, ShardResult
+from evenstep.engine.results import Note, Reading, ShardResult
 from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.engine.strangers import Strangers
 from evenstep.exchange.surroundings import inside
@@ -126,9 +126,10 @@ class DeviceCompute:
             repr(spec),
             tuple((tuple(t.shape), t.dtype, t.stride(), str(t.device)) for t in inputs),
             repr([leaf for leaf in leaves if not isinstance(leaf, Tensor)]),
-            tuple(shards) if spanning else (work.first in shards, work.sizes[shards[0]], sum(work.sizes)),
+            tuple(shards) if spanning else (work.keeps in shards, work.sizes[shards[0]], sum(work.sizes)),
             tuple(work.sizes) if spanning else (),
             tuple(trained),
+            work.scale,
             id(work.prepared),
             work.scale,  # a replay would repeat that of the capture
         )
@@ -230,8 +231,9 @@ class _Piece:
         uses = carries.uses
         value = self._work.function(self._parts[shard])
         self.drew |= on_host() != before
-        self.carried |= carries.uses != uses
-        return split(value)
+        loss, metrics = split(value)
+        self.carried |= carries.uses != uses or any(isinstance(metric, Note) for metric in metrics.values())
+        return loss, metrics
 
     def _conclude(self, values: Sequence[tuple[PartLoss, dict[str, Any]]], lane: Lane) -> None:
         """Forward is over: what it gave."""
@@ -243,7 +245,7 @@ class _Piece:
             for shard, (loss, metrics) in zip(shards, values, strict=True)
         ]
         numbers = torch.stack([t for reading in readings for t in reading.tensors])
-        buffers = lane.buffers_after() if shards[0] == work.first else None
+        buffers = lane.buffers_after() if shards[0] == work.keeps else None
         self.products = Products(numbers, readings, [], buffers)
 
     def _go_backward(self, lanes: Sequence[Lane]) -> None:
@@ -283,6 +285,7 @@ class _Single(_Piece):
         lane.begin(self._compute.committed_buffers())
         lane.resume()
         self._streams[0].resume()
+        torch.clear_autocast_cache()  # what was cast outside of a graph would not be cast again in its replays
         before = None if shard == next(iter(self._work.parts)) else next(iter(self._work.parts))
         with inside(Alone(shard, self._work.rows(shard), before)):
             value = self._call(shard)
@@ -293,6 +296,7 @@ class _Single(_Piece):
         ((shard, _),) = self._parts.items()
         with inside(Alone(shard, range(0), next(iter(self._work.parts)))):
             self._go_backward([self._compute.lane(0)])
+        torch.clear_autocast_cache()  # nor may what was cast in a graph be used outside
 
 
 class _Joint(_Piece):

@@ -5,6 +5,8 @@ parameter gives it a gradient, so `optimizer.step()` changes owned parameters on
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from evenstep.engine.edits import Edit
 from evenstep.engine.flat import FlatGradients
 from evenstep.engine.gradients import Gradients
 from evenstep.engine.kept import OPTIONS, Kept, News
+from evenstep.engine.peers import connect
 from evenstep.engine.state import State
 from evenstep.exchange.group import Group
 from evenstep.plan.summing import Leaves, Span, Summing, plan_nodes, plan_summing
@@ -76,7 +79,9 @@ class PreparedOptimizer:
     def _make_gradients(self) -> None:
         memory = self._state.memory
         self.gradients: Gradients | FlatGradients = (
-            Gradients(self.names) if memory.shared else FlatGradients(self.names, self.parameters)
+            Gradients(self.names)
+            if memory.shared
+            else FlatGradients(self.names, self.parameters, partial(connect, self._group, memory.device))
         )
         shape = (self._group.segment.num_workers, max(len(self.names), 1))
         self._words = self._state.memory.words(shape[0] * shape[1]).view(shape)
@@ -128,6 +133,7 @@ class PreparedOptimizer:
         of_all = self.compare(f"{self._prefix}: optimizer", self.kept.news(range(len(self.names))))
         news: News = of_all[0]
         self.kept.settle(news, {i for i, _, _ in news} if self._group.rank == 0 else set())
+        self._state.spread(f"{self._prefix}: values", self.kept.entries_of(news), 0)
         return news
 
     def compare(self, tag: str, more: Any = None) -> list[Any]:
@@ -241,6 +247,8 @@ class PreparedOptimizer:
         """
         sizes = [p.numel() * p.element_size() for p in self.parameters]
         plan = plan_summing(sizes, spans, self._group.rank, parts, whole=self._whole)
+        if not self._state.memory.shared:  # every site adds up, and updates, all of them
+            return replace(plan, owners=(plan.rank,) * len(sizes)), Local(plan)
         if len(spans) == 1:
             return plan, Local(plan)
         leaves = [Leaves.of(span, spans[-1][1]) for span in spans]

@@ -4,8 +4,9 @@ Each is a sum over something and the weight of that something. Sums and weights 
 so the mean does not depend on who computed which shard.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,20 @@ from evenstep.core.errors import ConfigError
 from evenstep.engine.loss import Loss, PartLoss
 from evenstep.plan import tree
 
-__all__ = ["Mean", "Reading", "Results", "ShardResult", "add", "merge"]
+__all__ = ["Mean", "Note", "Reading", "Results", "ShardResult", "add", "merge"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A metric of a part that is no mean, such as the numbers of its hardest samples.
+
+    `run.step` gives the list of all parts' values, in the order of their shards, on every worker.
+
+    Attributes:
+        value: Plain: numbers, texts, None, and lists and dicts of them.
+    """
+
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -59,11 +73,13 @@ class ShardResult:
         loss: Over its rows, or over what the function says.
         weighted: Whether the function says over what.
         metrics: By name.
+        notes: By name, as JSON.
     """
 
     loss: Mean
     weighted: bool
     metrics: dict[str, Mean]
+    notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, loss: PartLoss, metrics: Mapping[str, Any], num_rows: int) -> "ShardResult":
@@ -73,13 +89,13 @@ class ShardResult:
 
     def pack(self) -> list[Any]:
         """As JSON."""
-        return [self.loss.pack(), self.weighted, {name: mean.pack() for name, mean in self.metrics.items()}]
+        return [self.loss.pack(), self.weighted, {name: mean.pack() for name, mean in self.metrics.items()}, self.notes]
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> "ShardResult":
         """The inverse of `pack`."""
-        loss, weighted, metrics = packed
-        return cls(Mean.unpack(loss), weighted, {name: Mean.unpack(mean) for name, mean in metrics.items()})
+        loss, weighted, metrics, notes = packed
+        return cls(Mean.unpack(loss), weighted, {name: Mean.unpack(mean) for name, mean in metrics.items()}, notes)
 
 
 class Reading:
@@ -92,18 +108,35 @@ class Reading:
 
     Attributes:
         tensors: What has to be read, without dimensions, in float64.
+
+    Raises:
+        ConfigError: A metric has another number of values, or a note is no plain value.
     """
 
     def __init__(self, loss: PartLoss, metrics: Mapping[str, Any], num_rows: int) -> None:
         self.tensors: list[Tensor] = []
         self._weighted = loss.loss is not None
         self._loss = _mean("loss", loss.value if loss.loss is None else loss.loss, num_rows, self.tensors)
-        self._metrics = {name: _mean(name, metric, num_rows, self.tensors) for name, metric in metrics.items()}
+        self._metrics = {
+            name: _mean(name, metric, num_rows, self.tensors)
+            for name, metric in metrics.items()
+            if not isinstance(metric, Note)
+        }
+        self._notes = {name: _text(name, note.value) for name, note in metrics.items() if isinstance(note, Note)}
 
     def result(self, numbers: Sequence[float]) -> ShardResult:
         """The result, of the numbers in `tensors`."""
         metrics = {name: make(numbers) for name, make in self._metrics.items()}
-        return ShardResult(self._loss(numbers), self._weighted, metrics)
+        return ShardResult(self._loss(numbers), self._weighted, metrics, self._notes)
+
+
+def _text(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"note '{name}' cannot be sent to other workers ({error}); expected a plain value, such as tensor.tolist()"
+        ) from error
 
 
 def _mean(name: str, value: Any, num_rows: int, tensors: list[Tensor]) -> Callable[[Sequence[float]], Mean]:
@@ -143,12 +176,12 @@ class Results:
 
     Attributes:
         loss: The mean loss.
-        metrics: The mean of each metric.
+        metrics: The mean of each metric, or the list of what the parts noted.
         scale: What the summed gradients have to be multiplied by; None: nothing; 0: there are none to be used.
     """
 
     loss: float
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     scale: float | None
 
     def scale_gradients(self, sums: dict[int, Tensor | None]) -> None:
@@ -172,10 +205,10 @@ def merge(by_shard: Mapping[int, ShardResult], sizes: Sequence[int]) -> Results:
     first = min(by_shard)
     like = by_shard[first]
     for k, found in by_shard.items():
-        if found.metrics.keys() != like.metrics.keys():
+        if (here := _names(found)) != (there := _names(like)):
             raise ConfigError(
-                f"the step function gave metrics {sorted(found.metrics)} in shard {k} but {sorted(like.metrics)} in "
-                f"shard {first}; it must give the same ones for every part"
+                f"the step function gave metrics {here} in shard {k} but {there} in shard {first}; it must give the "
+                "same ones for every part"
             )
         if found.weighted != like.weighted:
             kinds = {True: "an evenstep.Loss", False: "a plain loss"}
@@ -184,12 +217,24 @@ def merge(by_shard: Mapping[int, ShardResult], sizes: Sequence[int]) -> Results:
                 f"{first}; it must give the same for every part"
             )
     loss = add({k: result.loss for k, result in by_shard.items()}, len(sizes))
-    metrics = {
+    metrics: dict[str, Any] = {
         name: add({k: result.metrics[name] for k, result in by_shard.items()}, len(sizes)).value
         for name in sorted(like.metrics)
     }
-    scale = (sum(sizes) / loss.weight if loss.weight else 0.0) if like.weighted else None
-    return Results(loss.value, metrics, scale)
+    for name in sorted(like.notes):
+        metrics[name] = [json.loads(by_shard[k].notes[name]) for k in sorted(by_shard)]
+    return Results(loss.value, metrics, _scale(loss, sizes) if like.weighted else None)
+
+
+def _names(result: ShardResult) -> list[str]:
+    return sorted([*result.metrics, *(f"{name} (a note)" for name in result.notes)])
+
+
+def _scale(loss: Mean, sizes: Sequence[int]) -> float | None:
+    """See `Results`; a part that is the whole batch has gone backward from the mean itself."""
+    if not loss.weight:
+        return 0.0
+    return None if max(sizes) == sum(sizes) else sum(sizes) / loss.weight
 
 
 def add(means: Mapping[int, Mean], num_shards: int) -> Mean:

@@ -4,6 +4,7 @@ Several shards of one worker can be alive at once, and their gradients must not 
 of its own over the same parameter memory, and buffers of its own. Whichever shard runs has its lane bound to the model.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,12 @@ class Slots:
                     "values into it instead: run.edit(lambda: parameter.copy_(values))"
                 )
 
+    def spanning_buffers(self) -> set[str]:
+        """The buffers of layers that combine something over all shards: alike on all who compute any."""
+        spanning = {id(m._buffers) for m in self.modules if getattr(m, "spans_shards", False)}
+        places = zip(self._places, self._names, strict=True)
+        return {name for (place, _), name in places if id(place) in spanning}
+
     def in_place_order(self, tensors: dict[str, Tensor]) -> list[Tensor]:
         """One tensor for every place."""
         return [tensors[name] for name in self._names]
@@ -85,6 +92,9 @@ class Slots:
             names: Any = module._flat_weights_names
             weights: Any = [held[key] if key in held else getattr(module, key, None) for key in names]
             module._flat_weights = weights
+            # Else it takes them for new ones, and on a GPU moves them into memory of its own, where no update reaches.
+            refs: Any = [None if weight is None else weakref.ref(weight) for weight in weights]
+            module._flat_weight_refs = refs
 
     def bound(self) -> list[Tensor]:
         """What hangs at every place now: a forward may have put another buffer there."""
@@ -124,6 +134,8 @@ class Lane:
         """Start a shard's step: the buffers of version v, and whatever is frozen by now stays frozen."""
         for name, parameter in self._slots.parameters.items():
             leaf = self.leaves[name]
+            if leaf.data_ptr() != parameter.data_ptr():
+                leaf.data = parameter.detach()  # whoever has moved it: what is trained lies there
             if leaf.requires_grad != parameter.requires_grad:
                 leaf.requires_grad_(parameter.requires_grad)
             leaf.grad = None

@@ -10,7 +10,7 @@ back what was saved. Images and marks are there for everyone around the memory, 
 dead owner had begun.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from evenstep.core.fingerprint import digest, fingerprint
 from evenstep.engine.form import Form
+from evenstep.engine.spreading import Spreading
 from evenstep.native import core
+from evenstep.plan.sites import Sites
 from evenstep.transport.memory import ALIGNMENT, Memory, aligned
 
 __all__ = ["Entry", "State"]
@@ -54,10 +56,15 @@ class State:
     """All entries by name, and the plain values that optimizers keep beside tensors.
 
     Attributes:
+        memory: Where it lies.
+        sites: Who else has a state like it.
+        spreading: How values come from one site to the others; None: there is one site, for good.
         operation: The number of the operation that changes the state now.
     """
 
     memory: Memory
+    sites: Sites = Sites.of(0, [0])  # noqa: RUF009  # a value
+    spreading: Spreading | None = None
     operation: int = 0
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -93,6 +100,17 @@ class State:
         self.memory.fence()
         for entry in entries:
             core.store(self._mark(entry), 1 + self.operation)  # a mark always means a whole backup
+
+    def spread(self, tag: str, entries: Sequence[Entry], source: int) -> None:
+        """Give all sites the values that one worker has. All workers must call this alike, inside of an operation.
+
+        Args:
+            tag: What is spread, in words.
+            entries: Which values; those of other sites are replaced, and must have been saved if they count.
+            source: The rank of the worker.
+        """
+        if self.spreading is not None and not self.sites.are_one and entries:
+            self.spreading.spread(tag, [entry.live for entry in entries], source, self.sites)
 
     def change_of(self, entry: Entry) -> Tensor | None:
         """What the last operation, which is committed, subtracted from an entry; None if it left it alone."""

@@ -16,12 +16,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from evenstep.core import points
+from evenstep.core.errors import MismatchError
 from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.carries import Carried
 from evenstep.engine.clipping import Clipping, norms_of, total_norm
@@ -30,20 +31,18 @@ from evenstep.engine.context import Context
 from evenstep.engine.determinism import Determinism
 from evenstep.engine.graphs import Graphs
 from evenstep.engine.holdings import Holdings
+from evenstep.engine.intake import Intake
 from evenstep.engine.kept import News
 from evenstep.engine.on_device import DeviceCompute
-from evenstep.engine.pace import Pace
-from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.several import SeveralOptimizers, Trained
+from evenstep.engine.several import Trained
+from evenstep.engine.sharing import Sharing
 from evenstep.engine.updates import Updates
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
 from evenstep.native import core
-from evenstep.plan.placement import share
-from evenstep.plan.summing import Span
 
 __all__ = ["Engine", "Outcome", "Task"]
 
@@ -53,7 +52,7 @@ class Outcome:
     """What a committed step tells the user: means over all samples of the batch."""
 
     loss: Tensor
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     grad_norm: float | None
 
 
@@ -84,8 +83,8 @@ class Engine:
         updates: What becomes of the sums of a step.
 
     Attributes:
-        spans: The shards that each worker trains on, by rank.
-        mine: The shards of this worker.
+        sharing: Which shards each worker has.
+        intake: Takes in models and optimizers.
     """
 
     def __init__(self, holdings: Holdings, updates: Updates) -> None:
@@ -95,42 +94,16 @@ class Engine:
         self.determinism = Determinism(self.config)
         core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
         self.context = Context(self.group, self.config.seed)
-        self.compute = self._make_compute()
-        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
-        self._replan()
+        self.compute = _compute_for(holdings, self.context)
+        self.sharing = Sharing(holdings, updates, self.context)
+        self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
+        self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
         self.ledger.holder = self
-
-    def _make_compute(self) -> Compute | DeviceCompute:
-        memory, timeout_s = self.holdings.memory, self.config.timeout_s
-        if memory.shared:
-            return Compute(self.context, self.models, timeout_s)
-        graphs = Graphs(self.config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
-        return DeviceCompute(self.context, self.models, self.holdings.carries, timeout_s, graphs)
 
     @property
     def version(self) -> int:
         """How many steps have been committed."""
         return self.holdings.version
-
-    @property
-    def evaluates(self) -> list[Span]:
-        """The shards that each worker evaluates: all of them, also where others train on some."""
-        return self.spans if self.updates.shards is None else [(0, self.config.shards)]
-
-    def _replan(self, spans: list[Span] | None = None) -> None:
-        """Share out shards, parameters and scratch memory among the workers of this generation."""
-        self.holdings.memory.clear_scratch()
-        if spans is None:
-            self._pace = Pace(self.group.num_workers)
-            spans = share(self.config.shards, self.group.weights or self._pace.weights)
-        self.spans = spans if self.updates.shards is None else [self.updates.shards]
-        self.mine = range(*self.spans[self.group.rank])
-        self.context.spans = self.spans
-        for prepared in self.optimizers:
-            self._lay_out(prepared)
-
-    def _lay_out(self, prepared: PreparedOptimizer) -> None:
-        prepared.gradients.lay_out(*self.updates.lay_out(prepared, self.spans))
 
     # ---- what the ledger asks of who holds the state ----
 
@@ -152,46 +125,13 @@ class Engine:
         """See `Undecided`."""
         points.reach("recover")
         with self.updates.recovery():
-            self._replan()
-            if self.group.rank == 0 or not self.holdings.memory.shared:
+            self.sharing.replan()
+            if self.state.sites.is_first:
                 self.state.rollback()
             self.group.barrier("recovered")
+            self.holdings.catch_up()
             self.holdings.pull()
             self.holdings.settle()
-
-    # ---- between steps ----
-
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, whole: bool = False) -> None:
-        """Take a model, and the optimizer that trains it, into the run. All workers must call this alike.
-
-        Args:
-            model: The model.
-            optimizer: The optimizer, if any.
-            whole: The optimizer looks at all parameters at once: one worker steps them.
-        """
-        if whole:
-            self.updates.refuse("whole optimizer")
-        self.updates.admit(model, optimizer)
-        added = self.models.add(model)
-        self.compute.forget_lanes()
-        prepared = None if optimizer is None else self.holdings.add(optimizer, whole=whole)
-        if prepared is not None:
-            self._lay_out(prepared)
-
-        def attempt() -> Entry:
-            self.models.agree(added)
-            news = prepared.agree() if prepared else []
-            self.group.barrier("state moved")
-            return Entry("prepare", news)
-
-        def adopt(entry: Entry, took_part: bool) -> None:
-            self.models.bind(added)
-            if prepared is not None:
-                prepared.adopt(entry.value, took_part)
-            self.holdings.settle()
-
-        self.ledger.perform(Operation("prepare", self.version), attempt, adopt)
-        self.updates.join(model, prepared)
 
     def edit(self, function: Callable[[], None], seed: int) -> None:
         """Let the first worker change parameters, buffers and optimizers; everyone has the result afterwards."""
@@ -205,6 +145,7 @@ class Engine:
                 if news or gone:
                     self.updates.refuse("edited optimizer")
                 prepared.settle(news, {i for i, _, _ in news} if first else set())
+            self._spread_edit(changes)
             if first:
                 self.updates.edited()
             self.group.barrier("state moved")
@@ -218,36 +159,17 @@ class Engine:
 
         self.ledger.perform(Operation("edit", self.version), attempt, adopt)
 
-    def _take_in(self, prepared: PreparedOptimizer) -> None:
-        """Train what user code has added to an optimizer since it was prepared."""
-        added = prepared.added()
-        if not added:
+    def _spread_edit(self, changes: Sequence[Any]) -> None:
+        """Give all sites what the first worker has edited."""
+        if self.state.sites.are_one:
             return
-        self.updates.refuse("added parameters")
-        prepared.extend(added, self.holdings.names)
-        self._lay_out(prepared)
-        kind = "parameters added"
-
-        def attempt() -> Entry:
-            prepared.compare(kind)
-            return Entry(kind)
-
-        self.ledger.perform(Operation(kind, self.version), attempt, lambda *_: None)
-
-    # ---- a step ----
-
-    def several(self, optimizers: Sequence[PreparedOptimizer]) -> Trained:
-        """Some prepared optimizers, to step together.
-
-        Raises:
-            ConfigError: A parameter is in two of them.
-        """
-        if len(optimizers) == 1:
-            return optimizers[0]
-        key = tuple(map(id, optimizers))
-        if key not in self._several:
-            self._several[key] = SeveralOptimizers(optimizers)
-        return self._several[key]
+        entries = self.models.editable()
+        for prepared, (news, _, _) in zip(self.optimizers, changes, strict=True):
+            fresh = [entry for entry in prepared.kept.entries_of(news) if not entry.counts]
+            entries += prepared.kept.committed() + fresh
+        if self.state.sites.is_first and self.group.rank:
+            self.state.save([entry for entry in entries if entry.counts])
+        self.state.spread("edit", entries, 0)
 
     def step(self, task: Task) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed."""
@@ -262,8 +184,8 @@ class Engine:
             task.scaling.settle(skipped=skipped)
             if took_part:
                 self.models.pull()
-                if all(task.samples.sizes):  # a shard without samples takes no time
-                    self._keep_pace()
+                if self._seconds and all(task.samples.sizes):  # a shard without samples takes no time
+                    self.sharing.keep_pace(self._seconds)
             if skipped or not took_part:
                 trained.stepped_elsewhere()
             self.holdings.settle()
@@ -278,7 +200,7 @@ class Engine:
             for prepared in trained.optimizers:
                 prepared.kept.check_untouched()
         for prepared in trained.optimizers:
-            self._take_in(prepared)
+            self.intake.take_in_added(prepared)
         operation = Operation(kind, self.version, is_step=True)
         with self.holdings.memory.at_work():
             outcome = self.ledger.perform(operation, lambda: self._try(kind, task), adopt)
@@ -289,14 +211,17 @@ class Engine:
         points.reach("step begins")
         self.models.take_buffers()  # of an attempt that came to nothing
         self.holdings.carries.begin()
+        self._seconds = []
         begun = self.updates.begin(task.samples, task.clipping)
         if isinstance(begun, Results):
             return Entry(kind, [begun.loss, begun.metrics, None, [], [], {}, False])
-        parts = {k: begun.part(k) for k in self.mine if begun.sizes[k]}
+        parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
+        firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
+        keeps = firsts[self.state.sites.members.index(self.state.sites.mine)]
         work = Work(
             self.version, number, parts, begun.sizes, begun.name, task.function, task.trained, task.clipping,
-            task.scaling.scale,
+            task.scaling.scale, keeps,
         )  # fmt: skip
         report = self._compute(work, task.samples.contents() if self.group.num_workers > 1 else {})
         results = self._share(work, report)
@@ -309,7 +234,8 @@ class Engine:
             norm = self._clip(work, sums)
             points.reach("before update")
             mine = self.updates.update(work, sums)
-        self.models.publish_buffers()
+        first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
+        self.models.publish_buffers(work.where, self.sharing.owner_of(first), everywhere=None not in firsts)
         points.reach("after update")
         news, carried = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
@@ -318,7 +244,7 @@ class Engine:
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
         """Forward and backward of this worker's shards."""
         gradients = work.prepared.gradients
-        active = [rank for rank, (first, end) in enumerate(self.spans) if any(work.sizes[first:end])]
+        active = [rank for rank, (first, end) in enumerate(self.sharing.spans) if any(work.sizes[first:end])]
         gradients.begin(1 + self.group.exchanges, active, list(work.parts))
         begin, waited_s = time.monotonic(), self.group.waited_s
         results = self.compute.run(work) if work.parts else dict
@@ -368,28 +294,21 @@ class Engine:
         """Everyone has updated; what is new in the state is where everyone finds it then."""
         carries = self.holdings.carries
         of_all = self.group.gather_json(work.where + "update", [mine, carries.news()])
-        news = sorted(chain(*(theirs[0] for theirs in of_all)))
+        of_sites = [sorted(chain(*(of_all[rank][0] for rank in ranks))) for ranks in self.state.sites.members]
+        news: News = of_sites[0]
+        if any(theirs != news for theirs in of_sites):
+            raise MismatchError(
+                f"in step {work.version} the sites have made different optimizer state of the same gradients: "
+                f"{of_sites}"[:1000]
+            )
         carried = sorted(chain(*(theirs[1] for theirs in of_all)), key=lambda item: item[:2])
         if news:
             work.prepared.settle(news, {i for i, _, _ in mine})
         if carried:
-            carries.settle(carried)
+            carries.settle(carried, self.sharing.owner_of)
         if news or carried:
             self.group.barrier(work.where + "state moved")
         return news, carried
-
-    def _keep_pace(self) -> None:
-        """Move shards away from a worker that is clearly slower than the others, unless others share them out."""
-        if self.group.left or self.group.weights is not None or self.updates.shards is not None:
-            return
-        before, spans = self.spans, self._pace.observe(self._seconds, self.spans)
-        if spans is None:
-            return
-        self._replan(spans)
-        if self.group.rank == 0:
-            shares = zip(self.group.members, self._seconds, before, spans, strict=True)
-            told = (f"worker {w}: {s:.3f} s for {b[1] - b[0]} shards, now {n[1] - n[0]}" for w, s, b, n in shares)
-            self.group.tell({"slow": "shards move to faster workers: " + "; ".join(told)})
 
     def close(self) -> None:
         """Give the models back to the user as ordinary ones, and the process its settings."""
@@ -398,3 +317,12 @@ class Engine:
         self.compute.close()
         self.holdings.release()
         self.determinism.restore()
+
+
+def _compute_for(holdings: Holdings, context: Context) -> Compute | DeviceCompute:
+    """What computes shards where the state of a run lies."""
+    memory, config = holdings.memory, holdings.config
+    if memory.shared:
+        return Compute(context, holdings.models, config.timeout_s)
+    graphs = Graphs(config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
+    return DeviceCompute(context, holdings.models, holdings.carries, config.timeout_s, graphs)

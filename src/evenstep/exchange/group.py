@@ -276,6 +276,14 @@ class Group:
         shares = [size if other == rank else 0 for other in range(self.num_workers)]
         return self.gather(tag, row, shares, everyone=True).numpy().tobytes() if size else b""
 
+    def gather_bytes(self, tag: str, data: bytes) -> list[bytes]:
+        """Offer bytes of any number; return everyone's in rank order. All workers take part."""
+        sizes = [int(size) for size in self.gather(f"{tag} (sizes)", torch.tensor([[len(data)]]))]
+        row = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).view(-1, 1)[: len(data)]
+        found = self.gather(tag, row, sizes, everyone=True).numpy().tobytes() if any(sizes) else b""
+        ends = list(accumulate(sizes))
+        return [found[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
     def barrier(self, tag: str) -> None:
         """Wait until all workers have come here."""
         self.gather(tag, torch.zeros(1, 1))

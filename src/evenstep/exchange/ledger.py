@@ -64,6 +64,7 @@ class Ledger:
         holder: Who holds the state, if anybody yet.
         prelude: Called once before the next operation, if set; it may do an operation of its own, and set itself again.
         took_part: Whether this worker took part in the last operation.
+        missed: Whether it has left out any since the state was last brought to what is committed.
         asked: What the supervisor had asked for when the last operation was committed; alike on all who took part.
     """
 
@@ -73,6 +74,7 @@ class Ledger:
         self.holder: Undecided | None = None
         self.prelude: Callable[[], None] | None = None
         self.took_part = True
+        self.missed = False
         self._next = 0
         self._recovered = group.generation
         self._reported = 0  # the generation whose first step the supervisor knows of
@@ -110,6 +112,7 @@ class Ledger:
             prelude, self.prelude = self.prelude, None
             prelude()
         entry, self.took_part = self._obtain(operation, attempt)
+        self.missed |= not self.took_part
         result = adopt(entry, self.took_part)
         self._next += 1
         return result
@@ -159,7 +162,7 @@ class Ledger:
         if self._recovered != self.group.generation:
             if self.holder is not None:
                 self.holder.recover()
-            self._recovered = self.group.generation
+            self._recovered, self.missed = self.group.generation, False
 
     def _commit(self, operation: Operation, entry: Entry) -> None:
         """Everyone has tried and succeeded; the first worker makes it count, and nobody goes on before that."""

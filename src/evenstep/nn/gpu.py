@@ -41,6 +41,7 @@ from evenstep.nn.tiles import (
     walk,
     whole,
 )
+from evenstep.transport import pinned
 
 __all__ = [
     "Found",
@@ -248,35 +249,14 @@ def _shape(size: tuple[int, ...], rows: bool, dtype: torch.dtype) -> tuple[Geome
     return shape, size[0] * inner // shape.inner
 
 
-class _Tables:
-    """Brings tables to a device.
-
-    A CUDA graph reads a table from the host whenever it is replayed: so one that is captured lies in pinned memory, for
-    good, that was taken before the capture began.
-    """
-
-    def __init__(self) -> None:
-        self._pinned: Tensor | None = None
-        self._used = 0
-
-    def on(self, device: torch.device, table: Tensor) -> Tensor:
-        """A table on a device. Waits for nothing."""
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            if device.type == "cuda" and (self._pinned is None or 2 * self._used > len(self._pinned)):
-                self._pinned, self._used = torch.empty(_TABLE_WORDS, dtype=torch.int64, pin_memory=True), 0
-                _pinned_tables.append(self._pinned)
-            return table.to(device, non_blocking=True)
-        end = self._used + table.numel()
-        if self._pinned is None or end > len(self._pinned):
-            raise RuntimeError("a CUDA graph has more batch norms than there is pinned memory for")
-        kept, self._used = self._pinned[self._used : end].view(table.shape), end
-        kept.copy_(table)
-        return kept.to(device, non_blocking=True)
-
-
-_TABLE_WORDS = 1 << 17
-_pinned_tables: list[Tensor] = []  # whatever was captured may be replayed at any time
-_tables = _Tables()
+def _on_device(table: Tensor, device: torch.device) -> Tensor:
+    """Bring a table to a device, without waiting. A CUDA graph reads it from the host whenever it is replayed."""
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            table = pinned.take(table)
+        else:
+            pinned.make_room()
+    return table.to(device, non_blocking=True)
 
 
 class Shards:
@@ -324,7 +304,7 @@ class Shards:
             row = [frame.outer, frame.sums.splits, frame.maps.splits]
             row += [0 if column is None else column[number].data_ptr() for column in columns]
             rows.append(row + [0] * (_FIELDS - len(row)))
-        return _tables.on(self.device, torch.tensor(rows, dtype=torch.int64))
+        return _on_device(torch.tensor(rows, dtype=torch.int64), self.device)
 
     def _partials(self) -> Tensor:
         size = len(self.xs) * self._most * 2 * self._frame.shape.channels

@@ -16,7 +16,7 @@ from evenstep.engine.results import Mean, add
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import Group
 
-__all__ = ["collect_outputs", "evaluating", "fill", "mean_metrics"]
+__all__ = ["call_parts", "collect_outputs", "evaluating", "fill", "mean_metrics"]
 
 Function = Callable[[Any], Any]
 
@@ -35,11 +35,11 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def _call(engine: Engine, batch: Batch, function: Function) -> dict[int, Any]:
+def call_parts(engine: Engine, batch: Batch, function: Function) -> dict[int, Any]:
     """Call the function for every part, each time with the committed buffers and random numbers of its own."""
     values = {}
     with preserved():
-        for shard in range(*engine.evaluates[engine.group.rank]):
+        for shard in range(*engine.sharing.evaluated[engine.group.rank]):
             if batch.sizes[shard]:
                 part = batch.part(shard)
                 engine.models.restore_buffers()
@@ -54,7 +54,7 @@ def mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) ->
     mine: list[dict[str, Any]] = []
     for batch in batches:
         row = {}
-        for shard, found in _call(engine, batch, metrics).items():
+        for shard, found in call_parts(engine, batch, metrics).items():
             if not isinstance(found, dict):
                 raise ConfigError(
                     f"metrics returned a {type(found).__name__}; expected a dict such as {{'accuracy': values}}"
@@ -85,8 +85,8 @@ def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function
     """
     found: list[Any] = []
     for batch in batches:
-        values = list(_call(engine, batch, function).values())
-        shares = [sum(batch.sizes[first:end]) for first, end in engine.evaluates]
+        values = list(call_parts(engine, batch, function).values())
+        shares = [sum(batch.sizes[first:end]) for first, end in engine.sharing.evaluated]
         found.append(_gather_nested(engine.group, f"predict batch {batch.number}", values, shares))
     leaves: list[Tensor] = []
     shape = structure.describe(_join(found), leaves, "what the model gave predict")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from evenstep.core.config import RunConfig
@@ -34,8 +35,13 @@ class Loading:
 class Batches:
     """Global batches of a data set. Going through them again goes on with the next epochs, as with a `DataLoader`."""
 
-    def __init__(self, go_through: Callable[[], Iterator[Batch]], count: Callable[[], int]) -> None:
-        self._go_through, self._count = go_through, count
+    def __init__(
+        self,
+        go_through: Callable[[], Iterator[Batch]],
+        count: Callable[[], int],
+        at: Callable[[int, int], Iterator[Batch]],
+    ) -> None:
+        self._go_through, self._count, self._at = go_through, count, at
 
     def __iter__(self) -> Iterator[Batch]:
         return self._go_through()
@@ -47,6 +53,15 @@ class Batches:
             TypeError: It cannot be known before.
         """
         return self._count()
+
+    def at(self, epoch: int, batch: int = 0) -> Iterator[Batch]:
+        """Go through one epoch, for a script that counts them itself.
+
+        Args:
+            epoch: Which one, counted from 0, whatever was gone through before.
+            batch: How many of its batches to leave out.
+        """
+        return self._at(epoch, batch)
 
 
 class Feed:
@@ -91,14 +106,29 @@ class Feed:
 
         def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
             self._saving.begin_data(order.num_samples, order.batch_size, num_workers)
-            skip, span = lambda: self._ledger.catching_up, lambda: self._engine.mine
+            skip, span = lambda: self._ledger.catching_up, lambda: self._engine.sharing.mine
             loader = self._loader(dataset, "sample", span, loading, skip=skip)
             return loader.load(request for epoch, at in coming for request in order.requests(epoch, at["batch"]))
 
         return Batches(
             lambda: self._go_through(load, epochs),
             lambda: sum(order.count(at["batch"]) for _, at in self._coming(epochs)),
+            lambda epoch, batch: self._go_through_at(load, epoch, batch),
         )
+
+    def untrained(self, dataset: Any, order: Order, loading: Loading) -> Batches:
+        """Batches that no step trains on: they are no epochs of the run, and random numbers of their own are drawn."""
+        passes = count()
+
+        def load(epoch: int, first: int) -> Iterator[Batch]:
+            skip, span = lambda: self._ledger.catching_up, lambda: range(*self._engine.sharing.evaluated[self._rank])
+            return self._loader(dataset, "evaluate", span, loading, skip=skip).load(order.requests(epoch, first))
+
+        return Batches(lambda: load(next(passes), 0), order.count, load)
+
+    @property
+    def _rank(self) -> int:
+        return self._ledger.group.rank
 
     def streams(self, source: Streamed, batch_size: int | None, epochs: int, loading: Loading) -> Batches:
         """The batches of a stream; the arguments are those of `batches`.
@@ -115,14 +145,18 @@ class Feed:
         self._engine.updates.refuse("stream")
         loader = StreamLoader(
             source, batch_size, self._config.shards, self._config.seed, collate=loading.collate_fn,
-            device=self._config.device, span=lambda: self._engine.mine, share=self._share_sizes,
+            device=self._config.device, span=lambda: self._engine.sharing.mine, share=self._share_sizes,
         )  # fmt: skip
 
         def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
             self._saving.begin_data(None, batch_size, None)
             return loader.load(coming)
 
-        return Batches(lambda: self._go_through(load, epochs), _nobody_knows)
+        return Batches(
+            lambda: self._go_through(load, epochs),
+            _nobody_knows,
+            lambda epoch, batch: self._go_through_at(load, epoch, batch),
+        )
 
     def _share_sizes(self, kind: str, sizes_here: Callable[[], dict[int, int]]) -> list[int]:
         """See `StreamLoader`."""
@@ -142,6 +176,12 @@ class Feed:
         batches = load(coming)
         self._begun += epochs
         return self._show(batches, base, epochs)
+
+    def _go_through_at(
+        self, load: Callable[[Sequence[tuple[int, Place]]], Iterator[Batch]], epoch: int, first: int
+    ) -> Iterator[Batch]:
+        self._begun = epoch + 1
+        return self._show(load([(epoch, {"epoch": epoch, "batch": first})]), epoch, 1)
 
     def _coming(self, epochs: int) -> Iterator[tuple[int, Place]]:
         """The epochs that would be gone through now, and where in each one would begin."""
@@ -189,8 +229,7 @@ class Feed:
 
     def once(self, dataset: Any, order: Order, loading: Loading) -> Iterator[Batch]:
         """The batches of a data set to be evaluated, each once."""
-        rank = self._ledger.group.rank
-        span = range(*self._engine.evaluates[rank])
+        span = range(*self._engine.sharing.evaluated[self._rank])
         return self._loader(dataset, "evaluate", lambda: span, loading).load(order.requests(0))
 
     def _loader(

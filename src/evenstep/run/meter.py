@@ -1,6 +1,7 @@
 """What the steps of an epoch have given so far, and who shows it."""
 
 from collections.abc import Callable
+from typing import Any
 
 from evenstep.run.progress import Display, Pipe, Progress
 
@@ -34,11 +35,11 @@ class Meter:
         self._loss: float | None = None
         self._metrics: dict[str, float] = {}
 
-    def add(self, num_samples: int, loss: float, metrics: dict[str, float]) -> None:
-        """Add means over the samples of a step."""
-        self._loss, self._metrics = loss, metrics
+    def add(self, num_samples: int, loss: float, metrics: dict[str, Any]) -> None:
+        """Add means over the samples of a step; what is no mean is left out."""
+        self._loss, self._metrics = loss, {name: mean for name, mean in metrics.items() if isinstance(mean, float)}
         self.num_samples += num_samples
-        for name, mean in {"loss": loss, **metrics}.items():
+        for name, mean in {"loss": loss, **self._metrics}.items():
             self._sums[name] = self._sums.get(name, 0.0) + num_samples * mean
 
     def means(self) -> dict[str, float]:

@@ -52,6 +52,7 @@ from evenstep.run.kinds import choose
 from evenstep.run.meter import Meter
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
+from evenstep.run.sharing import collect, once
 from evenstep.run.summed import Summed
 from evenstep.run.through import Through
 from evenstep.run.voice import Voice
@@ -78,6 +79,7 @@ class Run:
         threads: Intra-op threads of every shard's computation; part of the arithmetic.
         timeout_s: How long any wait for another worker may take.
         quiet: No progress display and no closing fingerprint line.
+        progress: Whether there is a progress display.
         on_nondeterminism: "error" raises where torch knows an operation to be non-deterministic, or where user code
             changes what the bits rest on; "warn" only says so.
         graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
@@ -113,6 +115,7 @@ class Run:
         threads: int = 1,
         timeout_s: float = 300.0,
         quiet: bool = False,
+        progress: bool = True,
         on_nondeterminism: Literal["error", "warn"] = "error",
         graphs: Literal["auto"] | bool = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
@@ -175,7 +178,7 @@ class Run:
             self._tell_others()
             self._release()
             raise
-        if not self.config.quiet and not (apart and self.worker > 0):
+        if progress and not self.config.quiet and not (apart and self.worker > 0):
             self._meter.display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
         if not self.config.quiet and self.worker == 0:
             unclosed.opened(self, self._voice.say)
@@ -306,7 +309,7 @@ class Run:
     @property
     def local_shards(self) -> range:
         """The shards of this worker now; they may change at any step, when workers come, go or are slow."""
-        return self._engine.mine
+        return self._engine.sharing.mine
 
     @property
     def num_workers(self) -> int:
@@ -347,7 +350,7 @@ class Run:
             check_model(model)
             if sync_batchnorm:
                 model = convert_sync_batchnorm(model)
-            self._engine.prepare(model, optimizer, whole=whole)
+            self._engine.intake.prepare(model, optimizer, whole=whole)
         except BaseException:
             self._tell_others()
             raise
@@ -367,6 +370,7 @@ class Run:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         loaders: int = 0,
         prefetch: int = 2,
+        train: bool = True,
     ) -> Batches:
         """Global batches, of which this worker loads only the samples of its own shards.
 
@@ -392,6 +396,7 @@ class Run:
             collate_fn: Makes a part from a list of samples; torch's `default_collate` if None.
             loaders: Loader processes of each worker; 0 loads inline.
             prefetch: Batches that each loader process holds ready.
+            train: False for batches that no step trains on, such as those for `collect`: they are no epochs of the run.
 
         Raises:
             ConfigError: The arguments contradict each other, or the data set is no map-style one.
@@ -399,10 +404,11 @@ class Run:
         """
         loading = Loading(collate_fn, loaders, prefetch)
         if isinstance(dataset, Streamed):
-            if shuffle is not None or sampler is not None or drop_last or batch_per_worker or deal != "position":
+            others = sampler is not None or drop_last or batch_per_worker or deal != "position" or not train
+            if shuffle is not None or others:
                 raise ConfigError(
                     "a stream has an order of its own, and a last batch of any size: shuffle, sampler, drop_last, "
-                    "batch_per_worker and deal are for data with an index"
+                    "batch_per_worker, deal and train=False are for data with an index"
                 )
             return self._feed.streams(dataset, batch_size, epochs, loading)
         size, seed = num_samples(dataset), self.config.seed
@@ -411,6 +417,10 @@ class Run:
             size, batch_size, self.shards, seed, shuffled, drop_last, deal, self.group, self.num_groups,
             None if sampler is None else Sampling(sampler, size, seed),
         )  # fmt: skip
+        if not train:
+            if batch_per_worker:
+                raise ConfigError("batch_per_worker=True with train=False; expected one of them: give the global batch")
+            return self._feed.untrained(dataset, order, loading)
         num_workers = self._feed.num_workers_at_start() if batch_per_worker else None
         if num_workers is not None:
             order = order.times(num_workers)
@@ -512,7 +522,7 @@ class Run:
             found.append(known[0])
         if not found:
             raise ConfigError("run.step got no optimizer in its list; pass at least one, or leave it out")
-        return self._engine.several(found)
+        return self._engine.holdings.together(found)
 
     def _cut(self, batch: Any) -> Batch:
         whole = Whole(batch)
@@ -596,6 +606,53 @@ class Run:
         size, seed = num_samples(dataset), self.config.seed
         return Order(size, batch_size, self.shards, seed, shuffle=False, drop_last=False, group=group, groups=groups)
 
+    def collect(self, batch: Any, function: Callable[[Any], Any]) -> list[Any]:
+        """What a function gives for every part of a batch, in the order of the parts; the same on every worker.
+
+        For evaluations that are no means and no rows, batch by batch. The prepared models are in eval mode meanwhile,
+        and no gradients are kept. All workers must call this alike.
+
+        Args:
+            batch: One of `batches(..., train=False)`, or a whole global batch as for `step`.
+            function: Called with every part that has samples; returns numbers, texts, tensors and arrays, in lists,
+                tuples and dicts.
+        """
+        return collect(self._engine, self._perform, batch if isinstance(batch, Batch) else self._cut(batch), function)
+
+    def once(self, function: Callable[[], Any]) -> Any:
+        """Let one worker do something for all, exactly once: write a file, look at a directory, ask the clock.
+
+        All workers must call this alike, between steps, and wait for it (`timeout_s` at most). A worker that replaces
+        another, and a run that is resumed, get what it gave then without doing it again. It begins again only if the
+        worker that does it dies in the middle of it.
+
+        Args:
+            function: Returns numbers, texts, tensors and arrays, in lists, tuples and dicts; or nothing.
+
+        Returns:
+            What it returned, on every worker.
+        """
+        return once(self._engine, self._perform, function)
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether the next call is one that others have done already: parameters are then newer than the script's."""
+        return self._ledger.catching_up
+
+    def count_from(self, step: int) -> None:
+        """Go on as a run that has done so many steps: random numbers of a step are seeded by its number.
+
+        For scripts that bring checkpoints of their own. All workers must call this alike, before the first step.
+
+        Raises:
+            ConfigError: A step was done, or this is no number of steps.
+        """
+        if self.version or step < 0:
+            raise ConfigError(
+                f"count_from({step}) after {self.version} steps; expected a number >= 0, before the first"
+            )
+        self._engine.holdings.version = step
+
     def edit(self, function: Callable[[], None]) -> None:
         """Change parameters or buffers of prepared models between steps: clip, reset, average, load.
 
@@ -671,7 +728,7 @@ class Run:
         def attempt() -> Entry:
             nonlocal total
             if callable(rows):
-                mine = torch.stack([rows(shard) for shard in self._engine.mine])
+                mine = torch.stack([rows(shard) for shard in self._engine.sharing.mine])
             elif self._group.generation == generation:
                 mine = rows
             else:
@@ -680,7 +737,7 @@ class Run:
                     "not here; pass a function of the shard instead of a tensor"
                 )
             self._check_rows(mine)
-            shares = [end - first for first, end in self._engine.spans]
+            shares = [end - first for first, end in self._engine.sharing.spans]
             total = self._group.sum(tag, mine.cpu(), shares, everyone=True).to(mine.device)
             described = [str(total.dtype).removeprefix("torch."), str(total.device)]
             return Entry(kind, described, total.cpu().view(torch.uint8).numpy().tobytes())
@@ -694,7 +751,7 @@ class Run:
         return self._perform(kind, attempt, adopt)
 
     def _check_rows(self, rows: Tensor) -> None:
-        num_shards = len(self._engine.mine)
+        num_shards = len(self._engine.sharing.mine)
         if rows.ndim != 2 or len(rows) != num_shards:
             raise ConfigError(
                 f"exchange got {tuple(rows.shape)}, expected ({num_shards}, n): one row for each shard "

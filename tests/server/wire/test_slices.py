@@ -4,10 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from evenstep.core.errors import RefusedError, UnsupportedError
-from evenstep.server.store.optimizers import can_split, sliced
+from evenstep.core.errors import RefusedError
 from evenstep.server.wire.slices import ALIGNMENT, Slices
 from evenstep.server.wire.tensors import INDICES, VALUES, ParameterLayout, Spec
 
@@ -82,70 +80,3 @@ def test_what_cannot_be_cut_is_one_sentence():
     for text in texts:
         with pytest.raises(RefusedError, match=r"the layout of all parameters|tensor 'w' has"):
             Slices.read(text, 2, split=True)
-
-
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, 0.1),
-    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
-    "fused AdamW": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
-    "NAdam": lambda p: torch.optim.NAdam(p),
-    "RAdam": lambda p: torch.optim.RAdam(p),
-    "Adamax": lambda p: torch.optim.Adamax(p),
-    "Adagrad": lambda p: torch.optim.Adagrad(p),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
-    "Rprop": lambda p: torch.optim.Rprop(p),
-    "ASGD": lambda p: torch.optim.ASGD(p),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_on_pieces_steps_to_the_bits_of_one_on_the_whole(name):
-    torch.manual_seed(4)
-    shapes = {"w": (61, 37), "b": (37,), "v": (3, 517)}
-    start = {key: torch.randn(shape) for key, shape in shapes.items()}
-    whole = {key: nn.Parameter(value.clone()) for key, value in start.items()}
-    groups = [{"params": [whole["w"], whole["b"]]}, {"params": [whole["v"]], "lr": 0.003}]
-    optimizer = OPTIMIZERS[name](groups)
-    assert can_split(optimizer)
-    slices = Slices(layout_of(start), 3, split=True)
-    steps = [{key: torch.randn(shape) for key, shape in shapes.items()} for _ in range(6)]
-
-    def step(gradients, parameters, by):
-        for key, parameter in parameters.items():
-            parameter.grad = gradients[key].clone()
-        by.step()
-
-    for gradients in steps[:3]:
-        step(gradients, whole, optimizer)
-    servers = []
-    for server in range(3):  # they begin with the state that there is
-        own = {p.name: nn.Parameter(p.of(whole[p.parameter].detach()).clone()) for p in slices.pieces[server]}
-        names = {parameter: key for key, parameter in whole.items()}
-        servers.append((own, sliced(optimizer, names, slices.pieces[server], own)))
-    for gradients in steps[3:]:
-        step(gradients, whole, optimizer)
-        for (own, by), part in zip(servers, slices.cut(gradients), strict=True):
-            step(part, own, by)
-    for server, (own, _) in enumerate(servers):
-        for piece in slices.pieces[server]:
-            assert torch.equal(own[piece.name], piece.of(whole[piece.parameter])), piece
-
-
-def test_an_optimizer_that_looks_at_whole_parameters_gets_them_whole():
-    weights = [nn.Parameter(torch.zeros(8, 8))]
-
-    class Mine(torch.optim.SGD):
-        pass
-
-    assert not can_split(torch.optim.Adafactor(weights))
-    assert not can_split(torch.optim.Muon(weights))
-    assert not can_split(torch.optim.Muon), "a function that a single number does not please"
-    assert can_split(torch.optim.Adam)
-    assert can_split(None)
-    with pytest.warns(UserWarning, match="Mine is not from torch.optim"):
-        assert not can_split(Mine(weights, 0.1))
-    with pytest.raises(UnsupportedError, match="LBFGS sees all parameters at once"):
-        can_split(torch.optim.LBFGS(weights))

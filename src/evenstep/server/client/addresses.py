@@ -64,7 +64,7 @@ def connect(
 def connect_whole(
     url: str, *, worker: str | None = None, token: str | None = None, timeout_s: float = 60.0, register: bool = True
 ) -> WholeClient:
-    """Connect to a server that is known to be no one of several. Arguments as for `connect`."""
+    """Connect to a server that is known to hold a whole model. Arguments as for `connect`."""
     (connection,) = _connections([url], worker, token, timeout_s, None)
     client = WholeClient(connection, Compressor(False, None))
     _opened(client, lambda: connection.open(register=register))

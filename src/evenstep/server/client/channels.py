@@ -1,7 +1,7 @@
 """The client's end of a connection: what every transport has.
 
-A channel sends one request and returns its reply. It raises OSError when the connection is of no use any more, and
-RefusedError or ServerError for what the server says. It knows nothing of retries: that is the client's.
+A channel sends one request and returns its reply. It raises OSError when the connection is no longer usable, and
+RefusedError or ServerError for what the server says. Retries are not its business, but the connection's.
 """
 
 from abc import ABC, abstractmethod
@@ -92,7 +92,7 @@ class Receiver:
 
 
 class _Intelligible:
-    """What makes no sense in an answer means that the connection is of no use any more. A context manager."""
+    """Turns an answer that makes no sense into a broken connection. A context manager."""
 
     def __enter__(self) -> None:
         return None

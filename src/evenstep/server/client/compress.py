@@ -51,13 +51,13 @@ class Compressor:
         return packed
 
     def _largest(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._share is not None, "the caller has looked"
+        assert self._share is not None, "the caller has seen that it is there"
         flat = tensor.reshape(-1)
         whole = flat + self.residual[name] if name in self.residual else flat.clone()
         count = math.ceil(self._share * whole.numel())
         indices = whole.abs().topk(count, sorted=False).indices.sort().values
         values = self._narrow(whole[indices])
-        whole[indices] -= values.to(whole.dtype)  # what bfloat16 cut off is held back too
+        whole[indices] -= values.to(whole.dtype)  # what bfloat16 cuts off is held back too
         self.residual[name] = whole
         return indices, values
 

@@ -1,7 +1,7 @@
 """One server, reached with patience.
 
-Who loses the server says so, tries again with growing pauses, and gives up at a deadline. While a worker is registered,
-a thread tells the server from time to time that it lives.
+A client that loses its server says so, tries again with growing pauses, and gives up at a deadline. While a worker is
+registered, a thread tells the server from time to time that it lives.
 """
 
 import logging
@@ -20,7 +20,7 @@ __all__ = ["Connection", "Registration", "patience"]
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
-_ASK_AGAIN_S = 5.0  # the server answers a longer wait with "not yet"
+_ASK_AGAIN_S = 5.0  # longer waits are answered with "not yet"
 log = logging.getLogger("evenstep.server")
 
 
@@ -71,7 +71,7 @@ class Connection:
         self._beat: threading.Thread | None = None
 
     def deadline(self, timeout_s: float | None = None) -> float:
-        """When so many seconds will be over; None: the usual ones."""
+        """The moment at which a timeout ends; None: the usual timeout."""
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
 
     # ---- requests ----
@@ -104,7 +104,7 @@ class Connection:
         Args:
             action: What; it may be done several times.
             deadline: Until when to try.
-            register: Be registered before.
+            register: Register first, if that was not done.
 
         Raises:
             RefusedError: The server refuses, and would again.
@@ -139,10 +139,10 @@ class Connection:
                 return action(self._channel)
             except RefusedError as error:
                 if error.status == 410:
-                    self._registered = False  # dropped: register anew
+                    self._registered = False  # the server has dropped us
                 raise
             except BaseException:
-                self._drop()  # whatever it was, an answer may still be on its way
+                self._drop()  # an answer may still be on its way, so the channel is of no use
                 raise
 
     def _say_lost(self, error: OSError) -> None:

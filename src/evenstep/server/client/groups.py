@@ -1,4 +1,4 @@
-"""What groups of workers ask of a server besides parameters: to take an optimizer, to let them meet, to tell others.
+"""What groups of workers ask of a server beyond parameters: to take an optimizer, to let them meet, to tell others.
 
 Each of these talks to one server, through its client.
 """
@@ -27,7 +27,7 @@ def put(
     buffers: Iterable[str] = (),
     optimizer: Recipe | None = None,
 ) -> None:
-    """Give the parameters their values, and the optimizer that shall update them.
+    """Give the parameters their values, and the optimizer that updates them.
 
     Args:
         client: Of the server.
@@ -47,7 +47,7 @@ def optimizer_state(client: WholeClient) -> tuple[dict[str, Tensor], dict[str, A
     """The state of the server's optimizer: tensors, and plain values, as `optimizer.PARAMETER.KEY`.
 
     Raises:
-        RefusedError: The client is one through shared memory, where it does not lie.
+        RefusedError: The client uses shared memory, which does not hold it.
     """
     reply, tensors = client.connection.pull({"optimizer": True}, None)
     return tensors, reply["values"]
@@ -56,7 +56,7 @@ def optimizer_state(client: WholeClient) -> tuple[dict[str, Tensor], dict[str, A
 def meet(
     client: WholeClient, tag: str, value: Any, count: int, timeout_s: float, look: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Leave a value, wait until so many clients have come to this meeting, and return what each left.
+    """Leave a value, wait until all clients have come to this meeting, and return what each left.
 
     Args:
         client: Of the server where it is; comes under the name of its worker.
@@ -85,7 +85,7 @@ def flush(client: WholeClient, timeout_s: float) -> None:
     """Wait until the server has told all others like it of what it was told so far.
 
     Raises:
-        UnreachableError: That did not come about in time.
+        UnreachableError: It has not in time.
     """
     deadline = time.monotonic() + timeout_s
     while client.connection.ask("flush", {"wait_s": _LONGEST_S}, deadline)["pending"]:

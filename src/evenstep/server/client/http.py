@@ -86,7 +86,7 @@ class HttpChannel(Channel):
         pieces, found = Receiver().room_for(head, out)
         for piece in pieces:
             _fill(response.readinto, piece)
-        response.read()  # nothing: but so the connection knows that it is free
+        response.read()  # reads nothing, but lets http.client use the connection again
         return read_json((response.getheader("x-evenstep-fields") or "{}").encode(), "the server's answer"), found
 
     def close(self) -> None:

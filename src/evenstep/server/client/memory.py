@@ -73,7 +73,7 @@ class MemoryChannel(Channel):
             self._fill(self._area, head, tensors)
             return self._send(verb, request)
         reply = self._send(verb, request)
-        if "area_bytes" in reply:  # the server has looked at the head, and has made room
+        if "area_bytes" in reply:  # the server has accepted the head and made an area
             self._stream.sendall(b"m")
             fd = _receive_fd(self._stream)
             try:
@@ -91,7 +91,7 @@ class MemoryChannel(Channel):
 
     def pull(self, fields: Fields, out: Mapping[str, Tensor] | None) -> tuple[Fields, dict[str, Tensor]]:
         """See `Channel`."""
-        fields = {key: value for key, value in fields.items() if key != "bfloat16"}  # nothing travels: keep it exact
+        fields = {key: value for key, value in fields.items() if key != "bfloat16"}  # nothing travels, so keep it exact
         reply = self._send("get", {**fields, "place_only": True, "layout": not self._specs})
         if "image" not in reply:
             return reply, {}
@@ -135,7 +135,7 @@ class MemoryChannel(Channel):
                 os.close(fd)
             while len(self._images) > _MAPPED:
                 del self._images[next(iter(self._images))]
-        self._images[number] = self._images.pop(number)  # the last used is the last
+        self._images[number] = self._images.pop(number)  # most recently used comes last
         return self._images[number]
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class MemoryChannel(Channel):
 
 
 def _receive_fd(stream: socket.socket) -> int:
-    """A descriptor. The other side sends it only when it is asked to, so that nobody has read ahead."""
+    """Receive a descriptor. The server sends it only when asked, so that it is not lost in what is read ahead."""
     data, ancillary, _, _ = stream.recvmsg(1, socket.CMSG_SPACE(4))
     for level, kind, value in ancillary:
         if data and level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

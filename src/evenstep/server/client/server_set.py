@@ -82,7 +82,7 @@ class ServerSet:
             Which pieces came from each of these servers.
 
         Raises:
-            UnreachableError: Not in time.
+            UnreachableError: That did not succeed in time.
         """
         came: dict[int, set[str]] = {}
         late, wish = which, int(fields["min_version"])

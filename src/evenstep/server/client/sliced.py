@@ -52,7 +52,7 @@ class SlicedClient(Client):
         """See who is there.
 
         Args:
-            register: Be counted among the workers, here and from now on.
+            register: Be counted among the workers.
 
         Raises:
             ConfigError: These are not all the servers of one set, in order.
@@ -200,7 +200,7 @@ class SlicedClient(Client):
         common = {"worker": self.worker, "session": self._session, **more}
         fields = [{**common, "buffers": slices.names(n, buffers)} for n in range(slices.count)]
         for each in fields[1:]:
-            each.pop("note", None)  # only server 0 answers with it
+            each.pop("note", None)  # only server 0 replies with notes
         stage = partial(self.servers.stage, fields, cut, deadline, register=self._registers)
         stage()
         last: Fields = {**fields[0], "staged": slices.count, "since": min(self.servers.at[1:])}

@@ -14,7 +14,9 @@ from evenstep.server.wire.tensors import Sender
 
 __all__ = ["TcpChannel"]
 
-_MAY_HAVE_SAID_WHY = contextlib.suppress(BrokenPipeError, ConnectionResetError)  # before it closed the connection
+_MAY_HAVE_SAID_WHY = contextlib.suppress(
+    BrokenPipeError, ConnectionResetError
+)  # a server that closes may have answered first
 
 
 class TcpChannel(Channel):

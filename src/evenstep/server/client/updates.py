@@ -30,11 +30,11 @@ def await_turn(connection: Connection, deadline: float) -> None:
     """Wait until this worker is not too far ahead of the slowest.
 
     Raises:
-        UnreachableError: Not before the deadline.
+        UnreachableError: It still is at the deadline.
     """
     while wait(connection, deadline).get("pending"):
         if time.monotonic() >= deadline:
-            raise UnreachableError(f"worker '{connection.worker}' waits for slower workers in vain")
+            raise UnreachableError(f"worker '{connection.worker}' gave up waiting for slower workers")
 
 
 def deliver(connection: Connection, fields: Fields, tensors: Mapping[str, Tensor], deadline: float) -> Fields:
@@ -51,13 +51,13 @@ def deliver(connection: Connection, fields: Fields, tensors: Mapping[str, Tensor
         again = False
         while reply.get("pending") and not again:
             if time.monotonic() >= deadline:
-                raise UnreachableError(f"update {sequence} of '{connection.worker}' waits for other workers in vain")
+                raise UnreachableError(f"update {sequence} of '{connection.worker}' gave up waiting for other workers")
             try:
                 reply = wait(connection, deadline, sequence=sequence)
             except RefusedError as error:
                 if error.status != 404:
                     raise
-                again = True  # it was started anew meanwhile, and knows only what had been applied
+                again = True  # it was restarted meanwhile, and knows only what had been applied
     return reply
 
 

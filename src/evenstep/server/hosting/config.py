@@ -35,7 +35,7 @@ class ServerConfig:
         servers: How many processes share the parameters; each has its own transports, on the next ports.
         lease_s: After how long without a sign of life a worker is dropped.
         reject_nonfinite: Refuse updates that hold an infinity or NaN.
-        log_every_s: A server in the foreground writes its figures to the log so often; None: only events.
+        log_every_s: How often a server in the foreground writes its figures to the log; None: only events.
         limits: What strangers may cost.
 
     Raises:

@@ -84,18 +84,18 @@ class Fleet:
     def _fork(self) -> None:
         ours, theirs = socket.socketpair()
         if "http" in self._config.transports:
-            with contextlib.suppress(ImportError):  # it will be said
+            with contextlib.suppress(ImportError):  # the servers will say so
                 import evenstep.server.transports.http  # noqa: F401  # once here, rather than in every server
         parent = os.getpid()
-        self._watcher = fork(  # not tied: the thread that calls us may end before the servers shall
+        self._watcher = fork(  # not tied: the calling thread may end long before the servers
             lambda: watch_servers(self._plan, theirs, parent), keep={theirs.fileno()}, tied=False
         )
         theirs.close()
         self._messages = Messages(ours)
 
     def _gather(self, what: str) -> dict[int, dict[str, Any]]:
-        """Wait until every server has done something."""
-        assert self._messages is not None, "they were started"
+        """Wait until every server reports that it has done something."""
+        assert self._messages is not None, "servers are asked only after they were started"
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + _READY_S
         while len(found) < self._config.servers:
@@ -125,7 +125,7 @@ class Fleet:
 
     def _client(self) -> SlicedClient:
         client = connect(self._inside, token=self._token, register=False)
-        assert isinstance(client, SlicedClient), "there are several"
+        assert isinstance(client, SlicedClient), "several addresses make a client of slices"
         return client
 
     def check(self) -> None:
@@ -144,8 +144,8 @@ class Fleet:
 
     def _orphaned(self) -> ServerError:
         """The process that starts the servers is gone, and they with it."""
-        assert self._watcher is not None, "it was started"
-        if not self._watcher.wait(1.0):  # its end of the connection is closed, so it is ending
+        assert self._watcher is not None, "the watcher was forked before anybody could miss it"
+        if not self._watcher.wait(1.0):  # it closed the connection, so it is about to end
             self._watcher.kill()
         self._watcher.reap()
         how, what_now = self._watcher.describe_end(), "start them again"
@@ -157,7 +157,7 @@ class Fleet:
         return ServerError(text)
 
     def figures(self) -> dict[str, Any]:
-        """What a log wants to know of them all."""
+        """The figures of all of them, for a log."""
         with self._client() as client:
             return without_lists(client.status())
 
@@ -180,7 +180,7 @@ class Fleet:
     def _bring_back(self) -> None:
         """Give the model the values of the servers; if they are gone, it keeps those that it had."""
         model = self._model
-        assert model is not None, "the caller has one"
+        assert model is not None, "close calls this only with a model"
         try:
             self.check()
             self.start()
@@ -198,7 +198,7 @@ class Fleet:
             return
         self.urls = {}
         self._messages.say({"do": "close"})
-        with contextlib.suppress(OSError):  # it has ended, and nobody has noticed yet
+        with contextlib.suppress(OSError):  # it may have ended already
             self._messages.stream.shutdown(socket.SHUT_WR)
         if not self._watcher.wait(_END_S):
             self._watcher.kill()
@@ -214,10 +214,10 @@ def _raise_if_wrong(said: dict[str, Any]) -> None:
 
 
 def check_directory(directory: Path, count: int) -> None:
-    """See that what a directory holds, if anything, is of as many servers.
+    """See that a directory, if it holds anything, belongs to this number of servers.
 
     Raises:
-        CheckpointError: It is of another number of them.
+        CheckpointError: It belongs to another number.
     """
     found = None
     if (directory / "server.json").exists():

@@ -107,7 +107,7 @@ class Host:
         """Begin to serve; returns when clients can connect. A server that was stopped keeps its state and addresses.
 
         Raises:
-            ConfigError: An address cannot be had, a certificate cannot be read, or `evenstep[server]` is missing.
+            ConfigError: An address is not available, a certificate cannot be read, or `evenstep[server]` is missing.
         """
         if self._transports:
             return
@@ -144,7 +144,9 @@ class Host:
 
     def _http(self, listener: socket.socket, context: ssl.SSLContext | None) -> _Transport:
         try:
-            from evenstep.server.transports.http import HttpServer  # here: it needs packages that not everyone has
+            from evenstep.server.transports.http import (
+                HttpServer,
+            )  # not at the top: it needs packages that not everyone has installed
         except ImportError as error:
             listener.close()
             raise ConfigError(
@@ -164,14 +166,14 @@ class Host:
 
     def _listen(self, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio looks for it
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio checks the protocol
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self.config.host, port))
             listener.listen(512)
         except OSError as error:
             listener.close()
-            raise ConfigError(f"{self.config.host}:{port} cannot be had: {error.strerror or error}") from error
+            raise ConfigError(f"{self.config.host}:{port} is not available: {error.strerror or error}") from error
         return listener
 
     def stop(self) -> None:
@@ -189,11 +191,11 @@ class Host:
         self._service.meetings.hurry(hurried)
 
     def figures(self) -> dict[str, Any]:
-        """What a log wants to know."""
+        """Its figures, for a log."""
         return self._service.figures()
 
     def check(self) -> None:
-        """Nothing can happen to it that would not happen to this process."""
+        """Does nothing: what happens to this server happens to this process."""
 
     def close(self) -> None:
         """Stop for good: the model's parameters become ordinary memory again."""

@@ -106,7 +106,7 @@ def watch_servers(plan: FleetPlan, stream: socket.socket, parent: int) -> int:
 
 
 def _ignore_signals() -> None:
-    """Whoever signals all of us means the user's process, which ends us."""
+    """A signal to all processes is meant for the user's process, which ends the others."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -163,7 +163,7 @@ class _Watcher:
         self._wanted = asked["do"] if asked is not None else "end"
         self._over = self._wanted in ("close", "end")
         for server in self._servers.values():
-            with contextlib.suppress(BrokenPipeError):  # it has just ended
+            with contextlib.suppress(BrokenPipeError):  # the server has just ended
                 os.write(server.control, self._wanted.encode() + b"\n")
 
     def _heard(self, child: Child, _: str, lines: Sequence[bytes]) -> None:
@@ -184,7 +184,7 @@ class _Watcher:
         if server.ready and self._plan.config.directory is not None:
             log.warning("%s; it is started again from its directory", what)
             if time.monotonic() - server.since_s < _SHORT_S:
-                time.sleep(_SHORT_S)  # it may die again
+                time.sleep(_SHORT_S)  # lest it die again at once, over and over
             self._start(server.index, server.known)
             return
         remedy = (
@@ -198,8 +198,8 @@ class _Watcher:
 
 
 def _serve(plan: FleetPlan, index: int, known: Mapping[str, Any], wanted: str, told: int, report: int) -> int:
-    """Be one server, and do what the watcher says, until it says that it is over or is gone."""
-    torch.set_num_threads(1)  # threads of before the fork are not here; and more would change the last bits of a slice
+    """Run one server, as the watcher says, until it says to close or is gone."""
+    torch.set_num_threads(1)  # threads do not survive a fork; and more of them would change a slice's last bits
     place = replace(plan.place, index=index)
     server: Host | None = None
 

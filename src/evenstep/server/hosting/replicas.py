@@ -75,7 +75,7 @@ class Replica:
         self._token, self._timeout_s = token, timeout_s
         self._changes: Changes | None = None
         self._over = False
-        self._idle = False  # whether all that the last look found is with everybody
+        self._idle = False  # whether everybody has all that the last look found
         store.commits.after_put = self._begin
         store.state.on_peer = self._absorb
         store.flush = self.flush
@@ -93,7 +93,7 @@ class Replica:
         self._changes = Changes(self._trained())
 
     def _absorb(self, deltas: Mapping[str, Tensor]) -> None:
-        assert self._changes is not None, "there are parameters, or there would be no deltas"
+        assert self._changes is not None, "deltas come only for parameters that were put"
         with torch.no_grad():
             self._changes.absorb({name: -delta for name, delta in deltas.items()})
 
@@ -110,7 +110,7 @@ class Replica:
                         return found
                 if not self._idle:
                     self._idle = True
-                    changed.notify_all()  # whoever waits for that
+                    changed.notify_all()  # wakes those who wait for that in flush
                 changed.wait(_LONGEST_S if store.options.lock else _LOOK_S)
         return {}
 
@@ -132,7 +132,7 @@ class Replica:
                 client.close()
 
     def flush(self, wait_s: float) -> bool:
-        """Wait until all changes so far are with all others; whether they are."""
+        """Wait until all others have all changes so far; False if they do not in time."""
         changed, deadline = self._store.exclusively(), time.monotonic() + wait_s
         with changed:
             self._idle = False
@@ -142,7 +142,7 @@ class Replica:
             return self._idle
 
     def close(self) -> None:
-        """End, whatever has not been told: flush first."""
+        """End at once; what has not been told is lost, so flush first."""
         changed = self._store.exclusively()
         with changed:
             self._over = True

@@ -40,7 +40,7 @@ class _Host(Protocol):
 class ParameterServer:
     """Keeps the parameters of a model, updates them, and serves them over HTTP, raw sockets and shared memory.
 
-    It runs in threads of this process; with `servers=2` or more, in so many processes, each with a slice of the
+    It runs in threads of this process; with `servers=2` or more, in that many processes, each with a slice of the
     parameters, which are gone when this one is. A context manager: starts, and stops.
 
     Args:
@@ -105,7 +105,7 @@ class ParameterServer:
         """Begin to serve; returns when clients can connect. A server that was stopped keeps its state and addresses.
 
         Raises:
-            ConfigError: An address cannot be had, a certificate cannot be read, or `evenstep[server]` is missing.
+            ConfigError: An address is not available, a certificate cannot be read, or `evenstep[server]` is missing.
         """
         self._host.start()
 

@@ -136,7 +136,10 @@ def _narrower(spec: Spec) -> tuple[torch.dtype, ...]:
 
 
 def _dense(name: str, expected: Spec, tensors: Mapping[str, Tensor]) -> Tensor:
-    indices, values = tensors[name + INDICES].to(torch.int64, copy=True), tensors[name + VALUES]  # nobody changes it
+    indices, values = (
+        tensors[name + INDICES].to(torch.int64, copy=True),
+        tensors[name + VALUES],
+    )  # a copy that no client can change
     if indices.numel() and (
         int(indices[0]) < 0 or int(indices[-1]) >= expected.num_elements or not bool((indices.diff() > 0).all())
     ):

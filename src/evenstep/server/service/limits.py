@@ -14,8 +14,8 @@ class Limits:
         fields_bytes: The longest head of a request.
         connections: How many at once, for each transport; at most half of them have not been admitted yet.
         greeting_s: How long a connection may take until its first request is admitted.
-        wait_s: The longest wait inside the server; whoever wants to wait longer asks again.
-        idle_s: How long a transfer may take, besides a second for every `pace_bytes`.
+        wait_s: The longest wait inside the server; to wait longer, a client asks again.
+        idle_s: How long a transfer may take, plus a second for every `pace_bytes`.
         pace_bytes: The slowest pace of a transfer, in bytes for each second.
     """
 
@@ -28,5 +28,5 @@ class Limits:
     pace_bytes: int = 1 << 20
 
     def transfer_s(self, num_bytes: int) -> float:
-        """How long so many bytes may take."""
+        """How long a transfer of this size may take."""
         return self.idle_s + num_bytes / self.pace_bytes

@@ -1,6 +1,6 @@
 """A place at a server where groups that share nothing else wait for each other and compare notes.
 
-Whoever comes to a meeting leaves a value and waits until so many have; then all get all values. What one has left
+Whoever comes to a meeting leaves a value and waits until enough have come; then all get all values. What one has left
 stays: coming again, after a lost answer or a restart, gives the same. Only the newest meetings are remembered.
 """
 

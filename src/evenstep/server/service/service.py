@@ -21,7 +21,6 @@ from torch import Tensor
 from evenstep.core.errors import RefusedError, ServerError
 from evenstep.server.service import sliced
 from evenstep.server.service.incoming import Incoming
-from evenstep.server.service.intake import Intake
 from evenstep.server.service.limits import Limits
 from evenstep.server.service.meetings import Meetings
 from evenstep.server.service.requests import (
@@ -42,6 +41,7 @@ from evenstep.server.service.requests import (
     Wait,
     parse,
 )
+from evenstep.server.service.update_memory import UpdateMemory
 from evenstep.server.store.commits import First
 from evenstep.server.store.deciding import Pending
 from evenstep.server.store.images import Image, View
@@ -52,7 +52,7 @@ from evenstep.server.store.store import Store
 from evenstep.server.store.workers import Acknowledged
 from evenstep.server.wire.areas import Area
 from evenstep.server.wire.slices import LAYOUT
-from evenstep.server.wire.tensors import KEPT_BYTES, Head, ParameterLayout, encode, fresh
+from evenstep.server.wire.tensors import Head, ParameterLayout, encode
 
 __all__ = ["Reply", "Service", "ServiceCall"]
 
@@ -103,10 +103,9 @@ class Service:
     def __init__(self, store: Store, limits: Limits, token: str | None) -> None:
         self.store, self.limits = store, limits
         self._token = token.encode() if token is not None else None
-        self.intake = Intake()
+        self.memory = UpdateMemory()
         self.meetings = Meetings()
         self._lock = threading.Lock()
-        self._spare: list[Area] = []
         self._checked: dict[Any, Any] = {}
         self.counts: defaultdict[str, int] = defaultdict(int)
         self.refusals: defaultdict[int, int] = defaultdict(int)
@@ -143,7 +142,7 @@ class Service:
         return ServiceCall(self, verb, request, body_bytes)
 
     def incoming(self, layout: ParameterLayout, request: Update | StageUpdate, head: Head) -> Incoming:
-        """What an update will be; whoever sent the like of it before need not be checked again."""
+        """What an update will be. One of a form that was checked before is not checked again."""
         incoming = Incoming(layout, request)
         key = (head, incoming.form)
         places = self._checked.get(key)
@@ -154,21 +153,6 @@ class Service:
             self._checked[key] = places
         incoming.places = places
         return incoming
-
-    def spare(self, num_bytes: int) -> Area:
-        """Memory for so many bytes, from an earlier update if there is some: fresh pages take time."""
-        with self._lock:
-            for n, room in enumerate(self._spare):
-                if len(room.data) == max(num_bytes, 1):
-                    return self._spare.pop(n)
-        return Area(fresh(num_bytes))
-
-    def recycle(self, room: Area) -> None:
-        """Keep memory for the next update, unless a tensor is still made of it."""
-        with self._lock:
-            held = sum(len(other.data) for other in self._spare) + len(room.data)
-            if (not self._spare or held <= KEPT_BYTES) and room.is_free(lasting=self.store.keeps_no_update):
-                self._spare.append(room)
 
     def status(self) -> dict[str, Any]:
         """Everything that people may want to see, as JSON: what the page shows, and what Prometheus gets."""
@@ -213,7 +197,7 @@ class ServiceCall:
         self._head: Head | None = None
         self._incoming: Incoming | None = None
         self._taken = self._placed_bytes = 0
-        self._room: Area | None = None
+        self._area: Area | None = None
         self._spare: Area | None = None
         self._begin_s = time.monotonic()
 
@@ -250,15 +234,15 @@ class ServiceCall:
         layout = self._store.layout
         if isinstance(self._request, Update) and layout is not None and self._store.options.staleness != 0:
             wait_s = self._service.limits.wait_s
-            self._service.intake.take(head.data_bytes, max(layout.num_bytes, _INTAKE_BYTES), wait_s)
+            self._service.memory.take(head.data_bytes, max(layout.num_bytes, _INTAKE_BYTES), wait_s)
             self._taken = head.data_bytes
-        self._spare = self._service.spare(head.data_bytes)
-        self._head, self._room = head, self._spare
+        self._spare = self._service.memory.area(head.data_bytes)
+        self._head, self._area = head, self._spare
         return self._spare.data[: head.data_bytes]
 
-    def place(self, head: Head, room: Area) -> None:
-        """The data of tensors that were checked is in others' memory."""
-        self._head, self._room, self._placed_bytes = head, room, head.data_bytes
+    def place(self, head: Head, area: Area) -> None:
+        """The tensors were checked, and lie in memory that is shared with the client."""
+        self._head, self._area, self._placed_bytes = head, area, head.data_bytes
 
     def run(self) -> Reply:
         """Do it. May block for as long as the limits say.
@@ -271,21 +255,21 @@ class ServiceCall:
             raise RefusedError(f"'{self.verb}' came without tensors")
         try:
             reply = _ACTIONS[type(self._request)](self, self._request)
-        except OSError as error:  # no trouble of the connection, as which a transport would take it
+        except OSError as error:  # a transport would take it for trouble with the connection
             log.exception("a request failed")
             raise ServerError(f"the server failed: {error}; its log says where") from error
         reply.fields.setdefault("status", 200)
         return reply
 
     def close(self, reply: Reply | None) -> None:
-        """The request is over, well or not."""
+        """The request is over, whether or not it succeeded."""
         service = self._service
         if self._taken:
-            service.intake.give(self._taken)
+            service.memory.give(self._taken)
             self._taken = 0
-        spare, self._spare, self._room, self._head = self._spare, None, None, None
+        spare, self._spare, self._area, self._head = self._spare, None, None, None
         if spare is not None:
-            service.recycle(spare)
+            service.memory.recycle(spare, lasting=self._store.keeps_no_update)
         seconds, sent_bytes = time.monotonic() - self._begin_s, 0
         if reply is not None:
             sent_bytes = reply.num_bytes + reply.image_bytes
@@ -296,13 +280,13 @@ class ServiceCall:
         return min(wanted_s, self._service.limits.wait_s)
 
     def _kept(self) -> dict[str, Tensor]:
-        """The tensors that came, such that the store may hold them, and that what it checks and writes down stays so.
+        """The tensors that came, safe for the store to hold, to check and to write down.
 
-        In shared memory the client may change them at any time, which does no harm only if they are looked at once.
+        In shared memory the client may change them at any time; that is harmless only if they are read just once.
         """
-        assert self._head is not None, "run has looked"
-        assert self._room is not None, "it came with the head"
-        tensors = self._room.tensors(self._head)
+        assert self._head is not None, "run refuses a request whose tensors did not come"
+        assert self._area is not None, "expect and place set the head and the area together"
+        tensors = self._area.tensors(self._head)
         if self._spare is not None or (self._store.keeps_no_update and self._store.looks_once):
             return tensors
         return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -380,7 +364,7 @@ class ServiceCall:
     def _in_place(self, reply: Reply, view: View, *, with_layout: bool) -> Reply:
         """For a client that maps our memory: only say where."""
         layout = self._store.layout
-        assert layout is not None, "there is a view"
+        assert layout is not None, "whoever has a view has seen the layout"
         reply.image, reply.image_bytes = view.image, sum(tensor.nbytes for tensor in view.tensors.values())
         reply.fields |= {"image": view.image.number, "writable": not self._store.options.lock}
         if len(view.tensors) < len(layout.specs):
@@ -392,7 +376,7 @@ class ServiceCall:
     # ---- updates ----
 
     def _update(self, request: Update) -> Reply:
-        assert self._incoming is not None, "it was made with the head"
+        assert self._incoming is not None, "check makes it for every update"
         found = self._store.decider.update(
             request.worker, request.sequence, request.kind, self._incoming.contribution(self._kept()),
             base=request.base, wait_s=self._wait_s(request.wait_s), session=request.session,

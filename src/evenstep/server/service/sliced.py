@@ -1,4 +1,4 @@
-"""What servers that hold slices of one model answer, besides what any server does.
+"""What servers that hold slices of one model answer, beyond what any server does.
 
 - `slice`: which of how many servers this is, and how the parameters lie over them.
 - `stage`: a follower keeps an update until it is decided.
@@ -34,14 +34,14 @@ def about(store: Store) -> dict[str, Any]:
 
 
 def check_alone(store: Store, staged: int | None) -> None:
-    """See that somebody who changes parameters knows of all servers.
+    """See that a client that changes parameters knows of all servers.
 
     Args:
         store: Of this server.
-        staged: At how many servers he has staged what he sends.
+        staged: At how many servers it has staged what it sends.
 
     Raises:
-        RefusedError: He sends to this one alone.
+        RefusedError: It sends to this one alone.
     """
     place = store.place
     if place.follows or (place.count > 1 and staged != place.count):
@@ -53,7 +53,7 @@ def check_alone(store: Store, staged: int | None) -> None:
 
 
 def is_again(store: Store, request: Put | StageUpdate) -> bool:
-    """Whether this put was done before, and only the answer was lost."""
+    """Whether this put was done before and only the answer was lost."""
     return request.sequence > 0 and store.commits.decisions.made_by(request.worker, request.sequence) is not None
 
 
@@ -94,7 +94,7 @@ def stage(store: Store, request: StageUpdate, part: Contribution) -> dict[str, A
 
 
 def order(store: Store, request: CarryOrder, wait_s: float) -> dict[str, Any]:
-    """What server 0 has decided since a version; or, to a follower, what it shall apply."""
+    """What server 0 has decided since a version; or, to a follower, what to apply."""
     if not store.place.follows:
         return decided(store, request.since)
     version, done = store.follower.follow(request.order, frozenset(request.alive), wait_s)

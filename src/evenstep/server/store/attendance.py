@@ -25,7 +25,7 @@ class Attendance:
     Args:
         lease_s: After how long without a sign of life a worker is dropped.
         clock: Seconds, for leases and events.
-        version: Says that of the parameters, for the log.
+        version: Returns the version of the parameters, for the log.
 
     Attributes:
         changed: The lock, and what is told when anything has changed.
@@ -142,6 +142,6 @@ class Attendance:
             raise ServerError(f"the server cannot go on: {self.broken}")
 
     def tell(self, text: str, worker: str | None = None) -> None:
-        """Say to people what has happened."""
+        """Record an event for people to see."""
         self.events.append((self.clock(), text))
         log.info("%s", text, extra={"version": self._version(), "worker": worker})

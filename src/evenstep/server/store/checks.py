@@ -43,7 +43,7 @@ def check_contribution(
 
 
 def _check_fit(state: ParameterState, name: str, tensor: Tensor, buffer: bool) -> None:
-    assert state.layout is not None, "the caller has looked"
+    assert state.layout is not None, "the caller has seen that it is there"
     state.layout.check(name, Spec.of(tensor))
     if (name in state.buffers) != buffer:
         raise RefusedError(f"'{name}' is {'no' if buffer else 'a'} buffer")

@@ -35,7 +35,7 @@ class UpdateJournal(Protocol):
         """Write one down so that it survives the process."""
 
     def retract(self) -> None:
-        """What was written down last does not count."""
+        """Take back what was written down last."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class First:
         owner: Who puts them.
         buffers: Which of them the optimizer does not train.
         slices: How all parameters lie over the servers, if there are several.
-        recipe: Which optimizer shall update them, if the store was made without one.
+        recipe: Which optimizer updates them, if the store was made without one.
         given: The objects that an optimizer knows already; their memory becomes the store's.
     """
 
@@ -174,10 +174,10 @@ class Commits:
             raise
 
     def write_down(self, write: Callable[[Any], None]) -> None:
-        """Tell the journal something.
+        """Have the journal write something.
 
         Raises:
-            RefusedError: It cannot be written now; it will be possible again by itself.
+            RefusedError: It cannot be written now; later attempts may succeed without a restart.
         """
         if self.journal is None:
             return

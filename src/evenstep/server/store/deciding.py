@@ -32,7 +32,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class _Failed:
-    """Why an update that was taken in did not come about."""
+    """Why an update that was taken in was not made."""
 
     sequence: int
     error: RefusedError
@@ -102,7 +102,7 @@ class Decider:
         """Wait for an update that was taken in.
 
         Raises:
-            RefusedError: There is none with this sequence number: send it again.
+            RefusedError: There is no update with this sequence number: send it again.
         """
         with self._changed:
             self._attendance.expire()
@@ -201,7 +201,7 @@ class Decider:
         )  # fmt: skip
         try:
             self._commits.commit(applied)
-        except RefusedError as error:  # whoever took part hears of it, not whoever came by
+        except RefusedError as error:  # tell those who took part, not the caller who happened to complete it
             self._failed |= {worker: _Failed(sequence, error) for worker, sequence in sequences.items()}
             self._changed.notify_all()
 

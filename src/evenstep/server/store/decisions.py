@@ -8,7 +8,7 @@ __all__ = ["Decided", "Decisions"]
 Decided = tuple[int, dict[str, tuple[int, str]]]
 """A version, and of which updates it was made: {worker: (sequence number, session)}."""
 
-_REMEMBERED = 1024  # more than there can be updates under way
+_REMEMBERED = 1024  # more than there can be updates in flight
 
 
 class Decisions:

@@ -138,20 +138,20 @@ class Follower:
             ):
                 return False
             self._readers.make_way()
-            if version == self._at + 1:  # nobody has done it while we waited
+            if version == self._at + 1:  # unless somebody else did it while we waited
                 self._follow_one((version, who))
         return True
 
     def _follow_one(self, decision: Decided) -> None:
         """Apply one decision, and write it down."""
         if self._decided is None or self._decided[0] != decision:
-            self._decided = decision, self._applied(decision)  # once: to add up uses the memory of what was staged
+            self._decided = decision, self._applied(decision)  # only once: adding up overwrites what was staged
         applied = self._decided[1]
         if applied is None:
             self._put_first(decision)
             return
         held = dict(self.staged)
-        self._forget(applied.sequences)  # before it is committed: what is written down then does not hold it any more
+        self._forget(applied.sequences)  # first, so that a snapshot taken by the commit does not hold it any more
         try:
             self._commits.commit(applied, lambda journal: journal.follow(decision))
         except RefusedError as error:
@@ -224,7 +224,7 @@ class Follower:
                 del self.staged[worker, session]
 
     def _tidy(self, alive: Collection[str]) -> None:
-        """Forget what was not decided of workers that are gone, here and at server 0: who comes back sends it again."""
+        """Forget undecided updates of workers that are gone here and at server 0; who comes back sends them again."""
         for worker, session in list(self.staged):
             if worker not in self._workers.registered and worker not in alive:
                 del self.staged[worker, session]

@@ -23,7 +23,7 @@ __all__ = ["Hyperparameters", "check_hyperparameters", "set_hyperparameters", "t
 Hyperparameters = Sequence[Mapping[str, Any]]
 """For each group of parameters, some of its options by name."""
 
-_TRIAL_STEPS = 3  # some options count only from the second step on
+_TRIAL_STEPS = 3  # some options matter only from the second step on
 _SHOWN = 40
 
 
@@ -65,7 +65,7 @@ def _is_like(value: Any, there: Any) -> bool:
 def _is_number(value: Any) -> bool:
     try:
         return type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer too large for any float
         return False
 
 
@@ -104,7 +104,7 @@ def try_out(optimizer: Optimizer, options: Hyperparameters | None = None) -> Non
                         parameter.grad = torch.ones_like(parameter)
                 trial.step()
             finite = all(bool(torch.isfinite(p).all()) for group in trial.param_groups for p in group["params"])
-    except Exception as error:  # torch's, of whatever kind: nothing else has run
+    except Exception as error:  # only torch's code has run, and it may raise anything
         raise RefusedError(f"torch.optim.{type(optimizer).__name__} cannot step with these options: {error}") from error
     if not finite:
         raise RefusedError(f"torch.optim.{type(optimizer).__name__} steps to infinity with these options")

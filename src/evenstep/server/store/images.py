@@ -81,7 +81,7 @@ class Images:
         return self.current
 
     def release(self, image: Image) -> None:
-        """A reader has done."""
+        """A reader is done."""
         image.readers -= 1
         self._tidy()
 
@@ -143,7 +143,7 @@ class View:
         self.close()
 
     def close(self) -> None:
-        """The reader has done."""
+        """The reader is done."""
         if self._open:
             self._open = False
             self._release(self.image)

@@ -41,7 +41,7 @@ class Keeper:
         directory: Where; made if it is not there.
         every: Updates between two snapshots.
         durable: Whether to write a log.
-        set_aside: What of a log cannot be replayed is kept beside, instead of being an error.
+        set_aside: Keep the part of a log that cannot be replayed in a file beside it, instead of failing.
 
     Raises:
         CheckpointError: The directory cannot be written, or another server uses it.
@@ -52,9 +52,9 @@ class Keeper:
         self._set_aside = set_aside
         self._log: Log | None = None
         self._at = self._tried = -1
-        self._quiet = True  # until restore: what is put before it is only a place for what was saved
+        self._quiet = True  # until restore: values put before it only make room for the saved ones
         self._snapshots = Snapshots(directory, store.place)
-        store.takes_recipes = False  # a snapshot does not hold one
+        store.takes_recipes = False  # snapshots do not keep recipes
         store.commits.after_put = self._write_first
         store.commits.after_update = self._write_if_due
 
@@ -69,7 +69,7 @@ class Keeper:
             path = self._snapshots.path / (BEFORE if facts is None else facts["log"])
             stuck = self._replay(facts, path)
             if stuck is not None:
-                self._go_round(stuck, facts, path)
+                self._set_rest_aside(stuck, facts, path)
             self._quiet = False
             if self._store.layout is not None:
                 self._write()
@@ -107,7 +107,7 @@ class Keeper:
         self._tried = self._store.version
         try:
             self._write()
-        except CheckpointError as error:  # what was there before is whole, and the log goes on
+        except CheckpointError as error:  # the last snapshot is whole, and its log goes on
             log.error("SNAPSHOT FAILED, it will be tried again: %s", str(error))
 
     def _write(self) -> None:
@@ -151,8 +151,8 @@ class Keeper:
         self._append(records.of_decided(decision))
 
     def retract(self) -> None:
-        """What was written last does not count."""
-        assert self._log is not None, "something was written"
+        """Take back what was written last."""
+        assert self._log is not None, "only what was written can be retracted"
         self._log.retract()
 
     def _append(self, record: Record) -> None:
@@ -164,7 +164,7 @@ class Keeper:
         self._log.append(record)
 
     def _replay(self, facts: Facts | None, path: Path, before: int | None = None) -> "_Stuck | None":
-        """Be as the directory says.
+        """Bring the store to the state that the directory holds.
 
         Args:
             facts: What to begin from.
@@ -204,14 +204,14 @@ class Keeper:
             else:
                 store.commits.replay(records.to_applied(record))
 
-    def _go_round(self, stuck: "_Stuck", facts: Facts | None, path: Path) -> None:
-        """Go on without a record that cannot be applied and all that follow it, if that is wanted.
+    def _set_rest_aside(self, stuck: "_Stuck", facts: Facts | None, path: Path) -> None:
+        """Go on without a record that cannot be applied, and without all that follow it, if the user asked for that.
 
         Raises:
-            CheckpointError: It is not.
+            CheckpointError: The user did not.
         """
         number = stuck.found.number
-        self._replay(facts, path, before=number)  # half of it may have been applied
+        self._replay(facts, path, before=number)  # the record that failed may have been half applied
         name = f"set-aside-{path.name}-{number}"
         what = f"{path} cannot be replayed: record {number} ({records.describe(stuck.found.record)}) fails: {stuck.why}"
         if not self._set_aside:
@@ -253,7 +253,7 @@ def _facts(store: Store, values: dict[str, Any]) -> Facts:
 
 
 def _load(store: Store, facts: Facts, tensors: dict[str, Tensor]) -> None:
-    """Be as a snapshot says.
+    """Bring a store to the state of a snapshot.
 
     Raises:
         CheckpointError: It is of another model.

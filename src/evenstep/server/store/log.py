@@ -1,7 +1,8 @@
-"""A file of records, one after the other: written such that it ends after a whole record, and read back up to its end.
+"""A file of records, one after the other, written so that it always ends after a whole record.
 
 A record is a head with a checksum, facts as JSON, and tensors in safetensors. One that is torn at the end was never
-acknowledged. One that is harmed although others follow it is something else: somebody must decide what becomes of them.
+acknowledged. One that is damaged although whole ones follow it is another matter: somebody must decide what becomes of
+those.
 """
 
 import json
@@ -39,7 +40,7 @@ class Log:
         sync: Wait for the disk after every record.
 
     Attributes:
-        in_doubt: The disk has failed to take what it had been given: go on with another file.
+        in_doubt: The disk failed to keep what it had been given: go on with another file.
     """
 
     def __init__(self, fd: int, *, sync: bool) -> None:
@@ -52,7 +53,7 @@ class Log:
         """Write a record.
 
         Raises:
-            OSError: It could not be written whole; as if it had not been tried.
+            OSError: It could not be written whole; the log is as it was before.
         """
         self._cut()
         self._torn = True
@@ -69,7 +70,7 @@ class Log:
         try:
             os.fdatasync(self._fd)
         except OSError:
-            self.in_doubt = True  # what was written before may be lost too, and nobody would say so again
+            self.in_doubt = True  # earlier records may be lost too, and no later sync would say so
             raise
 
     def retract(self) -> None:
@@ -114,10 +115,10 @@ class LogEntry:
     """What there is in a log at one place.
 
     Attributes:
-        number: The how-manieth record it is, from 1 on.
+        number: Its position in the log, counted from 1.
         offset: Where it begins.
         record: What it holds; None if that cannot be told.
-        is_last: Nothing whole follows. One that is no record and last was torn.
+        is_last: Nothing whole follows. An unreadable one that is last was torn.
     """
 
     number: int
@@ -127,7 +128,7 @@ class LogEntry:
 
 
 def read(path: Path) -> Iterator[LogEntry]:
-    """The records of a log, up to the first that cannot be read. None if there is no such file.
+    """The records of a log, up to the first that cannot be read; nothing if there is no such file.
 
     Raises:
         CheckpointError: It is no regular file, or cannot be read.

@@ -36,8 +36,8 @@ class Stepper:
     """Steps an optimizer over CPU parameters.
 
     Args:
-        optimizer: Any. One of torch's that leaves open whether to step on several tensors at once is told what torch
-            would decide in every step: not on a CPU.
+        optimizer: Any. One of torch's that leaves `foreach` open is told what torch would decide at every step: not
+            on a CPU.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

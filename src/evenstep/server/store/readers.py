@@ -48,7 +48,7 @@ class Readers:
                 return None
             if self._num_writers:
                 self._changed.wait_for(lambda: not self._num_writers, _DRAIN_S)
-            assert state.layout is not None, "the condition above holds"
+            assert state.layout is not None, "the wait above ends only when there is a layout"
             assert state.images is not None, "there are images as soon as there is a layout"
             if names is None and since is None:
                 image = state.images.hold()
@@ -70,7 +70,7 @@ class Readers:
                     self._changed.notify_all()
 
     def make_way(self) -> None:
-        """Rather wait for readers than copy large parameters, or take memory for one more copy; but not for long.
+        """Wait for readers, briefly, rather than copy large parameters or take memory for another copy.
 
         For whoever is about to change the parameters, and holds the lock.
         """
@@ -78,7 +78,7 @@ class Readers:
         if images is None or layout is None:
             return
         if images.current.readers and layout.num_bytes >= _LARGE_BYTES:
-            self._num_writers += 1  # who comes now waits too: or there would always be a reader
+            self._num_writers += 1  # new readers wait too, or there would always be one
             try:
                 self._changed.wait_for(lambda: not images.current.readers, _DRAIN_S)
             finally:

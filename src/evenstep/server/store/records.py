@@ -3,7 +3,7 @@
 There are three kinds:
 
 - an update that was applied: what the optimizer was given, and whose update it was;
-- an update that a follower has staged (`follower.py`);
+- an update that a follower has staged (`following.py`);
 - a decision of server 0, by which staged updates are applied.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["describe", "of_applied", "of_decided", "of_staged", "to_applied", "t
 
 
 def describe(record: Record | None) -> str:
-    """What a record is about, for people; of whatever it holds."""
+    """What a record is about, in words; whatever it holds."""
     facts = record[0] if record is not None else {}
     kind, version = facts.get("kind"), facts.get("version")
     if kind == "staged":

@@ -4,7 +4,7 @@ Two kinds of contributions, never mixed in a round:
 
 - *tree nodes*: sums of gradients over aligned ranges of the K shards of a run, weighted by sample counts already. They
   are added in the fixed tree over shard numbers, as the engine's owners do, to the same bits.
-- *means*: one gradient (or delta) for each worker, over so many samples. They are weighted here and added in a tree
+- *means*: one gradient (or delta) for each worker, over its samples. They are weighted here and added in a tree
   over the workers in the order of their names.
 """
 
@@ -36,7 +36,7 @@ class Contribution:
         num_shards: K, if these are tree nodes.
         buffers: New values of what the optimizer does not train.
         note: Anything as JSON, which all contributors of the round get back.
-        options: What the optimizer shall step with from now on; None: as before.
+        options: What the optimizer steps with from now on; None: as before.
         form: Two contributions with the same one have the same names, dtypes and shapes. None: nothing is known.
     """
 
@@ -58,7 +58,7 @@ class Round:
         self.kind: str | None = None
 
     def check(self, worker: str, kind: str, part: Contribution) -> None:
-        """See that a contribution fits to those that are here.
+        """See that a contribution goes with those that are here.
 
         Raises:
             RefusedError: It is of another kind or for another number of shards, or its shards are here already.
@@ -137,7 +137,7 @@ class Round:
         return {name: value for part in self.parts.values() for name, value in part.buffers.items()}
 
     def options(self) -> Hyperparameters | None:
-        """What the optimizer shall step with, if anybody said so."""
+        """What the optimizer is to step with from now on, if any contribution says so."""
         return next((part.options for part in self.parts.values() if part.options is not None), None)
 
     def notes(self) -> list[Any]:

@@ -42,7 +42,7 @@ log = logging.getLogger("evenstep.server")
 
 
 class Snapshots:
-    """The directory of one server, which it has alone.
+    """The directory of one server, which no other server uses.
 
     Args:
         path: Where; made if it is not there.
@@ -137,14 +137,14 @@ class Snapshots:
         try:
             sync(self.path)
         except OSError as error:
-            fresh.in_doubt = True  # the machine may come back with the snapshot before: keep that, and write another
+            fresh.in_doubt = True  # after a crash the previous snapshot may be back: keep it, and write another
             log.error("a snapshot in %s may not be on the disk: %s", self.path, str(error))
         else:
             self._tidy()
         return fresh
 
     def open_log(self, path: Path, *, durable: bool) -> tuple[Log, Callable[[], None]]:
-        """A new log, and what gives it its name when it has what it begins with."""
+        """A new log, and a function that gives it its name once its first records are in it."""
         partial = path.with_suffix(".partial")
         return Log(os.open(partial, _APPEND, 0o600), sync=durable), lambda: os.replace(partial, path)
 
@@ -166,7 +166,7 @@ class Snapshots:
         return next(path for n in count() if not (path := self.path / (f"{name}-{n}" if n else name)).exists())
 
     def _tidy(self) -> None:
-        """Delete what we wrote and the directory does not go on from: files of ours, by their exact names."""
+        """Delete files of ours, by their exact names, that the snapshot does not use."""
         try:
             facts = self.read()
             used = {facts["state"], facts["log"]} if facts is not None else {BEFORE}
@@ -178,7 +178,7 @@ class Snapshots:
 
 
 def _lock(directory: Path) -> int | None:
-    """Have a directory alone; None where directories cannot be locked.
+    """Lock a directory; None where directories cannot be locked.
 
     Raises:
         CheckpointError: Another server has it.

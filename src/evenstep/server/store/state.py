@@ -34,7 +34,7 @@ class Applied:
         buffers: New values of what the optimizer does not train.
         sequences: Whose updates these were.
         notes: What the contributors had to say.
-        options: What the optimizer shall step with from now on; None: as before.
+        options: What the optimizer steps with from now on; None: as before.
         sessions: Which life of each worker sent them, where it said so.
     """
 
@@ -95,7 +95,7 @@ class ParameterState:
             owner: Who puts them.
             given: The objects that an optimizer knows already; their memory becomes the image's.
             buffers: Which of the tensors the optimizer does not train.
-            recipe: Which optimizer shall train the others.
+            recipe: Which optimizer trains the others.
 
         Raises:
             RefusedError: The recipe describes none.
@@ -119,7 +119,9 @@ class ParameterState:
             try_out(optimizer)
         elif self.make_optimizer is not None:
             trainable = [p for p in trained.values() if p.requires_grad]
-            optimizer = self.make_optimizer(trainable or [nn.Parameter(torch.zeros(1))])  # none wants an empty list
+            optimizer = self.make_optimizer(
+                trainable or [nn.Parameter(torch.zeros(1))]
+            )  # no optimizer takes an empty list
         self.optimizer = optimizer
         self._stepper = Stepper(optimizer) if optimizer is not None else None
         self.images, self.layout, self.parameters, self.buffers = images, ParameterLayout(specs), trained, untrained
@@ -127,7 +129,7 @@ class ParameterState:
         self.owner = owner
 
     def forget(self) -> None:
-        """Be as before anything was put."""
+        """Go back to before anything was put."""
         images, self.images, self.layout, self.optimizer, self._stepper = self.images, None, None, None, None
         self.parameters, self.buffers, self.versions, self.owner = {}, frozenset(), {}, None
         self._bound, self._proven, self._options = None, set(), None
@@ -135,9 +137,9 @@ class ParameterState:
             images.close()
 
     def is_proven(self, applied: Applied) -> bool:
-        """Whether the like of an update has been applied before, so that nothing can be wrong with it.
+        """Whether an update like this one has been applied before, so that nothing can be wrong with it.
 
-        To change values by what was checked cannot fail. A step can, for reasons that only the optimizer knows: so the
+        Changing values by what was checked cannot fail. A step can, for reasons that only the optimizer knows, so the
         first step on a parameter, and the first one with other options, are not proven.
         """
         if applied.kind != "gradient":
@@ -163,7 +165,7 @@ class ParameterState:
             applied: How.
             locked: Whether a reader's image must stay as it is.
         """
-        assert self.images is not None, "there is something to update"
+        assert self.images is not None, "only parameters that were put are updated"
         self._bind(self.images.writable() if locked else self.images.current)
         with torch.no_grad():
             self._change(applied)
@@ -190,10 +192,10 @@ class ParameterState:
             if applied.kind == "peer":
                 self.on_peer(applied.tensors)
         else:
-            assert self.optimizer is not None, "it was checked"
-            assert self._stepper is not None, "it came with the optimizer"
+            assert self.optimizer is not None, "gradients are refused where there is no optimizer"
+            assert self._stepper is not None, "every optimizer has a stepper"
             if not self.has_options(applied.options):
-                assert applied.options is not None, "it has its own"
+                assert applied.options is not None, "no options are those that it has"
                 set_hyperparameters(self.optimizer, applied.options)
                 self._options = applied.options
                 self._proven.clear()
@@ -267,7 +269,7 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """A copy; that of a tensor in memory that is given back at once when it is gone."""
+    """A copy; a tensor's memory is given back to the system as soon as the copy is gone."""
     if not isinstance(value, Tensor) or not value.nbytes:
         return copy.deepcopy(value)
     flat = torch.frombuffer(fresh(value.nbytes), dtype=value.dtype, count=value.numel())

@@ -74,7 +74,7 @@ class Registry:
         if worker is None:
             raise RefusedError(
                 f"worker '{name}' is not registered, or was dropped after {self.lease_s:g} s without a sign of life; "
-                "register it anew",
+                "register it again",
                 410,
             )
         worker.seen_s = now_s
@@ -105,7 +105,7 @@ class Registry:
         return min((worker.updates for worker in self.registered.values()), default=0)
 
     def is_ahead(self, name: str, staleness: int) -> bool:
-        """Whether one more update would bring a worker more than so many ahead of the slowest."""
+        """Whether one more update would bring a worker further ahead of the slowest than `staleness` allows."""
         own = self.registered[name].updates
         others = min((w.updates for w in self.registered.values() if w.name != name), default=own + 1)
         return own + 1 - min(others, own + 1) > staleness

@@ -2,7 +2,7 @@
 
 A connection is a *stranger* until its first request has been admitted: complete up to its body, and with the right
 token where one is needed. Strangers hold at most half of all places. When they come faster than they say who they are,
-the one that has been silent for longest goes, so whoever speaks at once gets in, however many others are silent.
+the one that has been silent for longest goes, so a client that speaks at once gets in, however many others are silent.
 """
 
 from typing import Generic, TypeVar

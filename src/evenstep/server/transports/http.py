@@ -168,7 +168,7 @@ class HttpServer:
         return guarded
 
     def _admit(self, request: Request, verb: str, body_bytes: int) -> ServiceCall:
-        self._service.check_token(_token(request))  # before anything is looked at
+        self._service.check_token(_token(request))  # before the address is even parsed
         fields = from_query(verb, request.query_params.multi_items())
         call = self._service.admit(verb, fields, body_bytes, _token(request))
         _connection(request).admitted()
@@ -259,7 +259,7 @@ class HttpServer:
 
 
 def _check_site(request: Request, page: bool) -> None:
-    """Keep out what a browser sends for a page from elsewhere, which need not say from where."""
+    """Refuse what a browser sends for a page of another site, with an Origin or without."""
     headers = request.headers
     elsewhere = any(origin.partition("://")[2] != headers.get("host") for origin in headers.getlist("origin"))
     by_link = page and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
@@ -281,7 +281,7 @@ def _policy(page: str) -> str:
 
 
 class _Json(Response):
-    """Fields as a response; unlike Starlette's, whatever characters they hold."""
+    """Fields as a response; unlike Starlette's, with any characters in them."""
 
     media_type = "application/json"
 
@@ -290,7 +290,7 @@ class _Json(Response):
 
 
 class _Endpoint:
-    """A handler as an ASGI application, so that all methods come to it."""
+    """A handler as an ASGI application, so that it is called for all methods."""
 
     def __init__(self, handler: Callable[[Request], Awaitable[Response]]) -> None:
         self._handler = handler

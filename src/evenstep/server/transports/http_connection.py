@@ -34,7 +34,7 @@ class HttpConnection(HttpToolsProtocol):
 
     Args:
         door: Who may stay.
-        **given: By uvicorn.
+        **given: What uvicorn passes to a protocol.
     """
 
     def __init__(self, door: Door["HttpConnection"], **given: Any) -> None:
@@ -63,7 +63,7 @@ class HttpConnection(HttpToolsProtocol):
             goes.turn_away()
 
     def admitted(self) -> None:
-        """A request of it was admitted."""
+        """One of its requests was admitted."""
         if self._stranger_timer is not None:
             self._stranger_timer.cancel()
             self._stranger_timer = None
@@ -87,7 +87,9 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
         """See asyncio."""
         super().connection_made(transport)
-        secure = transport.get_extra_info("sslcontext") is not None  # there all is copied, and 0 would stop it for good
+        secure = (
+            transport.get_extra_info("sslcontext") is not None
+        )  # TLS copies what it sends, and a limit of 0 would stop it for good
         transport.set_write_buffer_limits(high=int(secure), low=0)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,14 +167,14 @@ class Reception:
         listener.setblocking(False)
 
     async def run(self) -> None:
-        """Accept until cancelled; what has not shaken hands by then is ended."""
+        """Accept until cancelled; connections still in their handshake are ended then."""
         loop = asyncio.get_running_loop()
         try:
             while True:
                 try:
                     stream, _ = await loop.sock_accept(self._listener)
                 except OSError:
-                    await asyncio.sleep(_FULL_S)  # no descriptor is left: some connection will end
+                    await asyncio.sleep(_FULL_S)  # out of descriptors, until some connection ends
                 else:
                     self._receive(stream)
         finally:
@@ -198,7 +200,7 @@ class Reception:
 
     def _finish(self, task: asyncio.Task[None], connection: HttpConnection, stream: socket.socket) -> None:
         self._handshakes.discard(task)
-        if task.cancelled():  # perhaps before it had begun
+        if task.cancelled():  # it may have been before it began
             connection.depart()
             stream.close()
 

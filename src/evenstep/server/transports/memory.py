@@ -88,7 +88,7 @@ class _MemoryConversation(Conversation):
         self.frames.send(reply.fields, reply.parts)
         if reply.image is None:
             return
-        if self._await_done() == b"m":  # it does not know this image yet
+        if self._await_done() == b"m":  # the client has not mapped this image yet
             writable = not self.service.store.options.lock
             fd = os.open(f"/proc/self/fd/{reply.image.fd}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
             try:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from evenstep.core.errors import RefusedError, ServerError
-from evenstep.server.service.requests import whole
+from evenstep.server.service.fields import read_whole
 from evenstep.server.service.service import Reply, Service, ServiceCall
 from evenstep.server.transports.door import Door
 from evenstep.server.wire.frames import Frames
@@ -59,7 +59,7 @@ class Conversation:
                 verb, token, placed = _text(fields, "verb"), _text(fields, "token"), SharedTensors.taken_from(fields)
                 call = service.admit(verb or "", fields, body_bytes, token)
             except RefusedError as error:
-                if error.status in (401, 413):  # we do not read what such a one sends
+                if error.status in (401, 413):  # what such a client sends is not read
                     frames.send(service.refused(error))
                     return False
                 frames.drain(body_bytes)
@@ -90,7 +90,7 @@ class Conversation:
         """Read the tensors of a request into the memory that the call gives for them.
 
         Raises:
-            RefusedError: They are not what the request may carry, or are said to be in a memory that there is not.
+            RefusedError: They are not what the request may carry, or are said to be in shared memory that is not there.
         """
         if placed is not None:
             raise RefusedError("there is no shared memory on this connection; send the tensors")
@@ -177,7 +177,7 @@ class Connections:
                 continue
             except OSError:
                 if not self._stopping:
-                    time.sleep(0.05)  # no descriptor is left: some connection will end
+                    time.sleep(0.05)  # out of descriptors, until some connection ends
                 continue
             self._receive(_Connection(stream))
 
@@ -242,7 +242,7 @@ def _text(fields: dict[str, Any], name: str) -> str | None:
     """Take a text out of the fields of a frame.
 
     Raises:
-        RefusedError: It is none.
+        RefusedError: It is not text.
     """
     value = fields.pop(name, None)
     if value is not None and type(value) is not str:
@@ -271,4 +271,4 @@ class SharedTensors(NamedTuple):
         head, num_bytes = _text(fields, "head"), fields.pop("data_bytes", None)
         if head is None and num_bytes is None:
             return None
-        return cls(head or "", whole("data_bytes", num_bytes))
+        return cls(head or "", read_whole("data_bytes", num_bytes))

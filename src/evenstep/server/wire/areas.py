@@ -18,7 +18,7 @@ _PAST_CACHES_BYTES = 1 << 20
 
 
 class Area:
-    """Memory for the tensors of an update, and the tensors if they are to be used again.
+    """Memory for the tensors of an update; keeps the tensors, to use them again.
 
     Attributes:
         data: The memory.
@@ -39,7 +39,7 @@ class Area:
         """Whether nobody holds its tensors.
 
         Args:
-            lasting: That is known, so they need not be made anew for the next update.
+            lasting: It is known that nobody does, so its tensors are kept for the next update.
         """
         if not lasting:
             self._head, self._tensors = None, {}

@@ -45,7 +45,7 @@ class Frames:
         self._deadline = float("inf")
         self._scatter = not isinstance(stream, ssl.SSLSocket)
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
-        self._first = self._end = 0  # what of it is not used yet
+        self._first = self._end = 0  # the bytes of it that are not used yet
         self._text, self._fields = b"", dict[str, Any]()
         stream.settimeout(None)
         value = struct.pack("ll", int(silence_s), int(1e6 * (silence_s % 1)))
@@ -56,7 +56,7 @@ class Frames:
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def within(self, seconds: float) -> None:
-        """What follows must be over in so many seconds."""
+        """Whatever follows must be done within this time."""
         self._deadline = time.monotonic() + seconds
 
     def send(self, fields: Mapping[str, Any], parts: Sequence[memoryview] = ()) -> None:
@@ -87,7 +87,7 @@ class Frames:
         """Read the fields of a frame, and how many bytes of tensors follow; None if the other side has closed.
 
         Args:
-            patient: Wait for the frame to begin for any time.
+            patient: Wait for the frame to begin for as long as it takes.
 
         Raises:
             RefusedError: This is no frame.
@@ -104,7 +104,7 @@ class Frames:
         if text == self._text:
             return dict(self._fields), body_bytes
         fields = read_json(text, "the head of the frame")
-        if not body_bytes and fields_bytes <= _AHEAD_BYTES:  # who asks the same thing again is understood at once
+        if not body_bytes and fields_bytes <= _AHEAD_BYTES:  # a repeated request need not be parsed again
             self._text, self._fields = text, dict(fields)
         return fields, body_bytes
 
@@ -125,7 +125,7 @@ class Frames:
         return True
 
     def take(self, num_bytes: int) -> bytes:
-        """Read exactly so many bytes: few, that is.
+        """Read exactly this many bytes; meant for a few.
 
         Raises:
             OSError: The other side is gone, or too slow.
@@ -191,7 +191,7 @@ def receive_head(frames: Frames, body_bytes: int) -> Head:
     """Read the head of the tensors.
 
     Raises:
-        RefusedError: It is none.
+        RefusedError: It is not one.
     """
     if body_bytes < LENGTH_BYTES:
         raise RefusedError(f"{body_bytes} bytes of tensors, expected safetensors")
@@ -200,7 +200,7 @@ def receive_head(frames: Frames, body_bytes: int) -> Head:
 
 
 def _after(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of some buffers after so many bytes."""
+    """What is left of some buffers after the first `count` bytes."""
     done = 0
     while done < len(parts) and count >= len(parts[done]):
         count -= len(parts[done])

@@ -1,4 +1,4 @@
-"""An optimizer as plain values, so that whoever puts parameters can say how the server shall update them.
+"""An optimizer as plain values, so that whoever puts parameters can say how the server is to update them.
 
 Only classes of `torch.optim` can be named: a recipe is data from a client, and no code of its own ever runs here.
 """
@@ -18,7 +18,7 @@ __all__ = ["Recipe", "build", "describe", "make", "samples"]
 Recipe = dict[str, Any]
 """{"class": "SGD", "groups": [{"names": [...], option: value, ...}]}"""
 
-_UNUSABLE = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)  # none; calls the model; wants sparse gradients
+_UNUSABLE = (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)  # abstract; calls the model; needs sparse gradients
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -40,7 +40,9 @@ def describe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
         )
     groups = []
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key in optimizer.defaults}  # not a scheduler's notes
+        options = {
+            key: value for key, value in group.items() if key in optimizer.defaults
+        }  # schedulers add keys of their own
         for key, value in options.items():
             if not _is_plain(value):
                 raise UnsupportedError(
@@ -110,10 +112,10 @@ def make(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> Optimize
     ]
     arguments = [{key: value for key, value in group.items() if key in known} for group in made]
     try:
-        for group, given in zip(made[1:], arguments[1:], strict=True):  # options are checked only as arguments
+        for group, given in zip(made[1:], arguments[1:], strict=True):  # torch checks options only as arguments
             kind(samples(group["params"]), **given)
         return kind(made, **(arguments[0] if arguments else {}))
-    except Exception as error:  # torch's, of whatever kind, at options of whatever kind
+    except Exception as error:  # torch may raise anything at options of any kind
         raise RefusedError(f"torch.optim.{kind.__name__} cannot be made: {error}") from error
 
 

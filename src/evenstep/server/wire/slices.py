@@ -95,7 +95,7 @@ class Slices:
     Attributes:
         pieces: The pieces of each server, in the order of the parameters.
         places: For every parameter its pieces: (server, piece).
-        fingerprint: Alike if and only if all of it is alike.
+        fingerprint: Equal if and only if everything is.
 
     Raises:
         RefusedError: A parameter is called like a piece of another.
@@ -138,7 +138,7 @@ class Slices:
         """From the JSON of a layout.
 
         Raises:
-            RefusedError: It is none.
+            RefusedError: It is not one.
         """
         data = text.encode() if isinstance(text, str) else text
         return cls(ParameterLayout(cls.unpack(read_json(data, "the layout of all parameters"))), count, split=split)
@@ -148,7 +148,7 @@ class Slices:
         """What the parameters are, from `ParameterLayout.packed`.
 
         Raises:
-            RefusedError: It is none.
+            RefusedError: It is not one.
         """
         found = {}
         for name, entry in packed.items():
@@ -216,7 +216,7 @@ class Slices:
             or parameter + VALUES not in tensors
             or parameter + INDICES not in tensors
         ):
-            found[places[0][0] if places else 0][name] = tensors[name]  # its server says what is wrong, if anything is
+            found[places[0][0] if places else 0][name] = tensors[name]  # its server will say what is wrong, if anything
             return
         if kind != INDICES:
             return
@@ -258,7 +258,7 @@ class Slices:
         return whole, pieces
 
     def join(self, status: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the servers' statuses say of pieces, said of parameters."""
+        """The servers' statuses of pieces, merged into statuses of parameters."""
         found = {}
         for name, spec in self.layout.specs.items():
             entries = [status[server]["parameters"][piece.name] for server, piece in self.places[name]]

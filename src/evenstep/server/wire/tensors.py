@@ -40,7 +40,7 @@ MAX_HEAD_BYTES = 8 << 20
 _MAX_TENSORS = 1 << 17
 _MAX_DIMENSIONS = 64
 _PAGES_BYTES = 1 << 20
-KEPT_BYTES = 1 << 20  # of memory may be kept because it will soon be needed again
+KEPT_BYTES = 1 << 20  # how much memory may be kept for the next message
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -125,13 +125,13 @@ class Head:
             data_bytes: How many bytes of data follow.
 
         Raises:
-            RefusedError: It is not a safetensors head, or does not describe exactly so many bytes.
+            RefusedError: It is not a safetensors head, or does not describe exactly that many bytes.
         """
         return _parse(bytes(text), data_bytes)
 
     @classmethod
     def read(cls, text: bytes, data_bytes: int) -> "Head":
-        """As `parse`, without a memory."""
+        """As `parse`, but not cached."""
         value = read_json(text, "the head of the tensors")
         value.pop("__metadata__", None)
         if len(value) > _MAX_TENSORS:
@@ -179,7 +179,7 @@ class ParameterLayout:
         Args:
             name: Which one.
             spec: What came.
-            also: Dtypes that are as good as the parameter's own.
+            also: Dtypes that are accepted instead of the parameter's own.
 
         Raises:
             RefusedError: There is no such parameter, or it has another dtype or shape.
@@ -246,7 +246,9 @@ def encode(tensors: Mapping[str, Tensor]) -> list[memoryview]:
 def _head(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[bytes, list[str]]:
     """The head of some tensors, and in which order those that are not empty follow."""
     entries, order, end = {}, [], 0
-    for name, dtype, shape in sorted(tensors, key=lambda item: -item[1].itemsize):  # so that every tensor is aligned
+    for name, dtype, shape in sorted(
+        tensors, key=lambda item: -item[1].itemsize
+    ):  # the widest first, so that all are aligned
         start, end = end, end + shape.numel() * dtype.itemsize
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         if end > start:
@@ -297,7 +299,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def fresh(num_bytes: int) -> memoryview:
-    """New memory for so many bytes (at least one), aligned for any tensor."""
+    """New memory of this size (at least one byte), aligned for any tensor."""
     if num_bytes >= _PAGES_BYTES:
         return memoryview(mmap.mmap(-1, num_bytes))  # given back at once when it is gone, unlike malloc's
     array: Any = torch.empty(max(num_bytes, 1), dtype=torch.uint8).numpy()

@@ -19,7 +19,7 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
     """Read a JSON object from a stranger.
 
     Raises:
-        RefusedError: It is none, or holds what `read_value` refuses.
+        RefusedError: It is not one, or holds what `read_value` refuses.
     """
     try:
         decoded = text.decode()
@@ -35,7 +35,7 @@ def read_value(text: str, what: str) -> Any:
     """Read JSON from a stranger.
 
     Raises:
-        RefusedError: It is none, names something twice, or holds a number that is not finite or half a character.
+        RefusedError: It is not JSON, names something twice, or holds a number that is not finite or half a character.
     """
     try:
         value = _decode(text)
@@ -53,7 +53,7 @@ def _decode(text: str) -> Any:
         value, end = _DECODER.raw_decode(text)
     except ValueError:
         end = -1
-    return value if end == len(text) else _DECODER.decode(text)  # it may begin or end with spaces
+    return value if end == len(text) else _DECODER.decode(text)  # raw_decode does not skip spaces
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def _finite(text: str) -> float:
 
 
 def _encoder() -> Callable[[Any, int], Iterable[str]]:
-    """What json.dumps makes anew for every call."""
+    """The encoder that json.dumps would make again for every call."""
     plain = json.JSONEncoder(separators=(",", ":"))
-    make = getattr(json.encoder, "c_make_encoder", None)  # CPython's
+    make = getattr(json.encoder, "c_make_encoder", None)  # CPython only
     if make is None:
         return lambda value, _: plain.iterencode(value)
     made: Callable[[Any, int], Iterable[str]] = make(

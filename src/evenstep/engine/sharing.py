@@ -1,0 +1,84 @@
+"""Who computes which shards, and how their gradients are added up, among the workers of the present generation."""
+
+from collections.abc import Sequence
+
+from evenstep.engine.context import Context
+from evenstep.engine.holdings import Holdings
+from evenstep.engine.pace import Pace
+from evenstep.engine.prepared import PreparedOptimizer
+from evenstep.engine.updates import Updates
+from evenstep.plan.placement import share
+from evenstep.plan.summing import Span
+
+__all__ = ["Sharing"]
+
+
+class Sharing:
+    """Shares out shards, parameters and scratch memory. All workers must call everything here alike.
+
+    Args:
+        holdings: What the workers hold together.
+        updates: Says whether there are shards that others train on, and how gradients are added up.
+        context: Is told of the shards.
+
+    Attributes:
+        spans: The shards that each worker trains on, by rank.
+    """
+
+    def __init__(self, holdings: Holdings, updates: Updates, context: Context) -> None:
+        self._holdings, self._group, self._updates, self._context = holdings, holdings.group, updates, context
+        self.spans: list[Span] = []
+        self.replan()
+
+    @property
+    def mine(self) -> range:
+        """The shards that this worker trains on."""
+        return range(*self.spans[self._group.rank])
+
+    def owner_of(self, shard: int) -> int:
+        """The rank of the worker that computes a shard."""
+        return next(rank for rank, span in enumerate(self.spans) if shard in range(*span))
+
+    @property
+    def evaluated(self) -> list[Span]:
+        """The shards that each worker evaluates: all of them, also where others train on some."""
+        return self.spans if self._updates.shards is None else [(0, self._holdings.config.shards)]
+
+    def replan(self, spans: list[Span] | None = None) -> None:
+        """The workers, or the shards of each, have changed.
+
+        Args:
+            spans: The shards of each; None: as even as the weights of the workers.
+        """
+        self._holdings.memory.clear_scratch()
+        self._holdings.place()
+        if spans is None:
+            self._pace = Pace(self._group.num_workers)
+            spans = share(self._holdings.config.shards, self._group.weights or self._pace.weights)
+        self.spans = spans if self._updates.shards is None else [self._updates.shards]
+        self._context.spans = self.spans
+        for prepared in self._holdings.optimizers:
+            self.lay_out(prepared)
+
+    def lay_out(self, prepared: PreparedOptimizer) -> None:
+        """Make the way of an optimizer's gradients."""
+        prepared.gradients.lay_out(*self._updates.lay_out(prepared, self.spans))
+
+    def keep_pace(self, seconds: Sequence[float]) -> None:
+        """Move shards away from a worker that is clearly slower than the others, unless others share them out.
+
+        Args:
+            seconds: How long each worker has computed in the last step.
+        """
+        group = self._group
+        given = group.weights is not None or self._updates.shards is not None
+        if group.left or given or not self._holdings.memory.shared:  # how long a GPU is busy is not known here
+            return
+        before, spans = self.spans, self._pace.observe(seconds, self.spans)
+        if spans is None:
+            return
+        self.replan(spans)
+        if group.rank == 0:
+            shares = zip(group.members, seconds, before, spans, strict=True)
+            told = (f"worker {w}: {s:.3f} s for {b[1] - b[0]} shards, now {n[1] - n[0]}" for w, s, b, n in shares)
+            group.tell({"slow": "shards move to faster workers: " + "; ".join(told)})
