@@ -41,8 +41,8 @@ from evenstep.run.courier import Courier, Line
 from evenstep.run.groups import Groups
 from evenstep.run.parts import Parts
 from evenstep.run.refusals import WITH_SERVERS, refuse
+from evenstep.run.server import options_for_server
 from evenstep.run.servers import Servers
-from evenstep.run.through import options_of
 from evenstep.server.wire.recipes import describe
 
 __all__ = ["GroupedUpdates"]
@@ -189,7 +189,7 @@ class GroupedUpdates:
         """See `Updates`; other groups do theirs meanwhile."""
         early = self._standing.lock and not clipping  # a norm needs all gradients first
         self.traffic.prepared.gradients.reduced = self._on_reduced if early else None
-        self._options, self._sent = options_of(self.traffic.prepared), set()
+        self._options, self._sent = options_for_server(self.traffic.prepared), set()
         return samples
 
     def share(self, work: Work, report: Report) -> list[Report]:

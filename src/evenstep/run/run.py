@@ -52,9 +52,9 @@ from evenstep.run.kinds import choose
 from evenstep.run.meter import Meter
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
+from evenstep.run.server import Server
 from evenstep.run.sharing import collect, once
 from evenstep.run.summed import Summed
-from evenstep.run.through import Through
 from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
@@ -86,15 +86,8 @@ class Run:
             makes it an error where they cannot; False never does.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
             docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
-        sync: "exchange": workers add up gradients among themselves. "server": they meet only at a parameter server,
-            which holds the parameters and their optimizer.
-        server: Its address.
-        staleness: What the server was started with. With 0 the result is that of "exchange", to the bit.
-        update_every: Batches between two updates, or "epoch". With more than one batch each worker trains by itself in
-            between, with the optimizer that it prepares, and sends what that changed; the server needs none then.
-        token: For the server.
-        aggregate: Whether the workers of this machine add up their gradients and send one update, so that they are one
-            worker to the server. None: if `staleness` is 0 and every batch is an update: then it changes no bit.
+        server: The parameter server at which workers meet, as an `evenstep.Server`, or its address if the rest of that
+            is as by default. None: workers add up gradients among themselves.
 
     Attributes:
         worker: The number of this worker in its group, 0 for the first.
@@ -119,12 +112,7 @@ class Run:
         on_nondeterminism: Literal["error", "warn"] = "error",
         graphs: Literal["auto"] | bool = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
-        sync: Literal["exchange", "server"] = "exchange",
-        server: str | None = None,
-        staleness: int | None = 0,
-        update_every: int | Literal["epoch"] = 1,
-        token: str | None = None,
-        aggregate: bool | None = None,
+        server: Server | str | None = None,
     ) -> None:
         self._env = environment.read()
         self.config = RunConfig.resolve(
@@ -139,16 +127,15 @@ class Run:
             graphs=graphs,
             arithmetic=arithmetic,
         )
-        through = Through(sync, server, staleness, update_every, token, aggregate)
-        through.check()
+        server = Server.of(server)
         standing = Standing.of(self._env.standing) if self._env.standing else None
-        if standing is not None and through.server is not None:
+        if standing is not None and server is not None:
             raise ConfigError(
-                f"the command line starts servers, but the script says Run(server={server!r}): say one of them"
+                f"the command line starts servers, but the script says Run(server={server.address!r}): say one of them"
             )
-        _see_to_arithmetic(self.config, standing is not None or through.server is not None, self._env, sys._getframe(1))
+        _see_to_arithmetic(self.config, standing is not None or server is not None, self._env, sys._getframe(1))
         self.group, self.num_groups = (standing.group, standing.groups) if standing is not None else (0, 1)
-        self._apart = apart = through.server is not None and not through.together
+        self._apart = apart = server is not None and not server.together
         self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
         self._group = self._ledger.group
         self.worker = self._env.worker if apart else self._group.worker
@@ -158,7 +145,7 @@ class Run:
         self.grad_norm: float | None = None
         try:
             holdings = Holdings(self.config, self._ledger)
-            updates, self._others = choose(holdings, through, standing, self._env)
+            updates, self._others = choose(holdings, server, standing, self._env)
             self._engine = Engine(holdings, updates)
         except BaseException:
             self._close_group()
@@ -848,6 +835,6 @@ def _see_to_arithmetic(config: RunConfig, served: bool, env: Environment, caller
     if served:
         raise ConfigError(
             "arithmetic='portable' with a parameter server, whose optimizer computes as its own processor is fastest; "
-            "use sync='exchange', or arithmetic='native'"
+            "leave out the server, or use arithmetic='native'"
         )
     settings.insist(caller, env)
