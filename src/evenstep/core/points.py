@@ -35,10 +35,11 @@ def reach(point: str) -> None:
         _handler(point)
 
 
-def touch(what: str, tensor: Any) -> None:
-    """A tensor passes by, and may be altered in place; one of `DATA`."""
+def touch(what: str, *tensors: Any) -> None:
+    """Tensors pass by, and may be altered in place; they are one of `DATA`."""
     if _spoiler is not None:
-        _spoiler(what, tensor)
+        for tensor in tensors:
+            _spoiler(what, tensor)
 
 
 def arm(handler: Callable[[str], None] | None, spoiler: Callable[[str, Any], None] | None = None) -> None:

@@ -6,8 +6,6 @@ changed anything yet, so it is simply done again: by the others, where there is 
 wrong, and by the same where so much is tolerated.
 """
 
-import os
-import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,12 +14,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from evenstep.core.errors import NondeterminismError, PeerError, WrongError
-from evenstep.core.identity import last_core
 from evenstep.core.output import say
 from evenstep.engine.compute import Compute, Samples, Work
+from evenstep.engine.custody import Custody
 from evenstep.engine.elements import Element, first_difference
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.on_device import DeviceCompute
+from evenstep.engine.place import place_of
 from evenstep.engine.randomness import derive
 from evenstep.engine.reports import Report
 from evenstep.engine.results import ShardResult
@@ -61,6 +60,7 @@ class Recheck:
     def __init__(self, holdings: Holdings, sharing: Sharing, compute: Compute | DeviceCompute) -> None:
         self._holdings, self._sharing, self._compute = holdings, sharing, compute
         self._group, self._config = holdings.group, holdings.config
+        self._custody = Custody(holdings)
         self._forgiven: dict[int, int] = {}  # how often each worker was wrong so far
 
     def is_due(self, version: int) -> bool:
@@ -70,8 +70,15 @@ class Recheck:
             return False
         return version % every == derive("recheck", self._config.seed, version // every) % every
 
+    def committed(self, version: int) -> None:
+        """A step is committed, after which there are so many. Asks nobody."""
+        if self.is_due(version):
+            self._custody.note()
+
     def compute(self, trial: Trial) -> Report:
         """Compute a step until two computations of all shards agree; the last of them counts.
+
+        What the step reads is what the step before has left, and the same on all sites, before and afterwards.
 
         Raises:
             NondeterminismError: The step function gives different bits whoever calls it.
@@ -79,15 +86,22 @@ class Recheck:
             PeerError: A worker computes wrong; the supervisor says who goes on.
         """
         while True:
+            self._look(trial)
             first = self._try(trial, 0)
             expected = self._digests(trial, first, 0)
             witness, work = self._watched(trial.work)
             report = trial.compute(work)
             second = self._note(witness, report.results)
-            if self._digests(trial, second, 1) == expected:
+            agree = self._digests(trial, second, 1) == expected
+            self._look(trial)
+            if agree:
                 return report
             self._act(self._find_out(trial, [first, second]))
             self._clear()
+
+    def _look(self, trial: Trial) -> None:
+        """See that nothing happens to the state: two computations of different values have every right to differ."""
+        self._custody.check(trial.work.where)
 
     def _try(self, trial: Trial, number: int, wanted: Collection[tuple[int, str]] = ()) -> Witness:
         """Compute all shards in a pass that does not count."""
@@ -147,7 +161,11 @@ class Recheck:
             for n, copy in zip((found.number, found.other), copies, strict=True)
         )
         element = first_difference(self._group, trial.work.where + "difference", one, other)
-        places = dict(self._group.gather_json(trial.work.where + "places", [self._group.worker, self._place()]))
+        places = dict(
+            self._group.gather_json(
+                trial.work.where + "places", [self._group.worker, place_of(self._holdings.memory.device)]
+            )
+        )
         return _Finding(trial.work.version, verdict, found, passes[found.other][found.shard].worker, element, places)
 
     def _accounts(self, trial: Trial, witness: Witness, number: int) -> Pass:
@@ -160,15 +178,6 @@ class Recheck:
                 stages = tuple(tuple((name, digest) for name, digest in stage) for stage in trail)
                 found[shard] = Account(worker, stages)
         return found
-
-    def _place(self) -> str:
-        """Where this worker computes, in words."""
-        device = self._holdings.memory.device
-        if device.type == "cuda":
-            where = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-        else:
-            where = f"core {last_core()}"
-        return f"machine {socket.gethostname()}, process {os.getpid()}, {where}"
 
     def _act(self, finding: "_Finding") -> None:
         """Do what a difference asks for; return if the step is to be computed again by the same workers.

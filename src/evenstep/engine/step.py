@@ -193,6 +193,7 @@ class Engine:
                 trained.stepped_elsewhere()
             self.holdings.settle()
             self.holdings.version += 1
+            self.recheck.committed(self.version)
             return Outcome(torch.tensor(loss, dtype=torch.float64), metrics, norm)
 
         self._check(task)
@@ -218,6 +219,7 @@ class Engine:
 
     def _try(self, kind: str, task: Task) -> Entry:
         points.reach("step begins")
+        points.touch("parameter", *task.trained.parameters)
         self.models.take_buffers()  # of an attempt that came to nothing
         self.holdings.carries.begin()
         self._seconds = []

@@ -137,12 +137,11 @@ def flip(tensor: Any, bit: int) -> None:
     import torch  # here: who plants faults need not have it
 
     number, within = divmod(bit % (8 * tensor.numel() * tensor.element_size()), 8 * tensor.element_size())
-    with torch.no_grad():
-        data = tensor.detach()
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(number), data.shape)) if data.ndim else ()
-        element = data[index].cpu().reshape(1).clone()
-        element.view(torch.uint8)[within // 8] ^= 1 << within % 8
-        data[index] = element[0].to(data.device)
+    data = tensor.data  # torch does not count this as a change, and neither does a machine
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(number), data.shape)) if data.ndim else ()
+    element = data[index].cpu().reshape(1).clone()
+    element.view(torch.uint8)[within // 8] ^= 1 << within % 8
+    data[index] = element[0].to(data.device)
 
 
 def _claim(path: Path) -> bool:
