@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -39,7 +40,7 @@ class Driver:
         os.close(theirs[0])
         self._reading, self._writing = ours[0], theirs[1]
 
-    def call(self, body: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> Any:
+    def call(self, body: Callable[..., Any], *args: Any, timeout_s: float = 600.0) -> Any:
         """Run `body(cluster, *args)` there; return what it returns."""
         _send(self._writing, (body.__module__, body.__name__, args))
         found, text = _receive(self._reading, time.monotonic() + timeout_s, self.pid)
@@ -76,6 +77,7 @@ def _serve(begin: Callable[[], AbstractContextManager[Any]], reading: int, writi
         os.setsid()
         processes.adopt_orphans()
         faulthandler.enable()
+        warnings.simplefilter("default")  # those of the engines are no errors
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with begin() as cluster:
             while (request := _receive(reading, None, None)) is not None:

@@ -104,6 +104,21 @@ def test_a_node_that_ends_is_noticed():
             agent.reports(30.0)
 
 
+def test_nothing_outlives_an_agent_that_is_killed(tmp_path):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        agent = Agent()
+        agent.facts(60.0)
+        os.write(writing, f"{agent.pid} {agent.folder}".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writing)
+    node, folder = os.read(reading, 4096).decode().split(" ", 1)
+    os.close(reading)
+    os.waitpid(pid, 0)
+    assert processes.until(lambda: not processes.is_alive(int(node)) and not os.path.exists(folder))
+
+
 def test_what_cannot_be_shipped_is_one_sentence():
     import threading
 

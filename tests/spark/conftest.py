@@ -73,4 +73,4 @@ def pytest_collection_modifyitems(items):
     """A cluster takes its time on a machine that others use too."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(900))

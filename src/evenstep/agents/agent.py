@@ -15,6 +15,7 @@ from typing import Any
 
 from evenstep.agents.orders import End, Order
 from evenstep.agents.shipping import MODULE
+from evenstep.core import env
 from evenstep.core.errors import SilenceError
 
 __all__ = ["Agent", "ends_of"]
@@ -35,13 +36,13 @@ class Agent:
 
     def __init__(self, directory: str | None = None, variables: dict[str, str] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="evenstep-"))
-        command = [sys.executable, "-m", "evenstep.agents.node"]
+        command = [sys.executable, "-m", "evenstep.agents.node", str(self.folder)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
+            env=env.of_child({"OMP_NUM_THREADS": "1", **(variables or {})}),
             start_new_session=True,
         )
         assert self._process.stdout is not None, "it was asked for"

@@ -1,11 +1,13 @@
 """The warm process of a node: imports torch once, forks workers when it is told to, and says what they do.
 
 Orders come through standard input and reports go to standard output, as JSON lines, from and to the agent that has
-started it. It has one thread. When its input ends, its agent is gone: it ends its workers and itself.
+started it. It has one thread. When its input ends, its agent is gone: it ends its workers, removes the agent's folder
+(its argument), and ends itself.
 """
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -149,6 +151,7 @@ def main() -> int:
     send(out, {"ready": facts, "pid": os.getpid()})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # what the agent's terminal sends is the agent's business
     _Node(out).serve()
+    shutil.rmtree(sys.argv[1], ignore_errors=True)  # an agent that was killed could not do it
     return 0
 
 

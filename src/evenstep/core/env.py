@@ -15,7 +15,9 @@ __all__ = [
     "become",
     "kernel_choices",
     "mps_directory",
+    "of_child",
     "rank_variables",
+    "ray_address",
     "read",
     "worker_variables",
     "write",
@@ -177,6 +179,16 @@ def rank_variables(
     if resume:
         variables["EVENSTEP_RESUME"] = "1"
     return variables
+
+
+def of_child(variables: dict[str, str]) -> dict[str, str]:
+    """What a process that we start finds in its environment: ours, and these in addition."""
+    return {**os.environ, **variables}
+
+
+def ray_address() -> str | None:
+    """Where the user's Ray cluster is, if a variable says so."""
+    return os.environ.get("RAY_ADDRESS") or None
 
 
 def write(variables: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
 """Runs on a Ray cluster: one agent for each node that is used, placed by Ray, and a run that outlives any of them."""
 
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,7 @@ from evenstep.agents.agent import ends_of
 from evenstep.agents.orders import End, Kind, Order, Verdict, compare_nodes, judge, share_out
 from evenstep.agents.shipping import ship, unship
 from evenstep.agents.shown import ScriptError, Shown
+from evenstep.core import env
 from evenstep.core.errors import ConfigError, SilenceError
 from evenstep.launch.console import Console
 from evenstep.ray.actors import AgentActor
@@ -26,6 +28,7 @@ __all__ = ["ScriptError", "run"]
 
 _LOOK_S = 0.25
 _PLACING_S = 20.0
+_KNOCKING_S = 10.0
 _GRACE_S = 3.0  # how long the workers of other nodes have to end by themselves once one has failed
 
 
@@ -102,13 +105,13 @@ def run(
     """
     least, most = _numbers(workers)
     work = _Work.of(function_or_script, args, options, working_dir)
-    connected_here = _connect(address)
+    connected_here = _connect(address, working_dir)
     try:
         with Console(None, most) as console:
             shown = Shown(console, on_progress, quiet=quiet)
             job = _Job(
                 work, least, most, {"CPU": cpus_per_worker, "GPU": gpus_per_worker}, shards, step_timeout_s,
-                start_timeout_s, working_dir, shown,
+                start_timeout_s, shown,
             )  # fmt: skip
             try:
                 return job.run(max_restarts, resume=resume)
@@ -160,12 +163,10 @@ class _Job:
         shards: int | None,
         step_timeout_s: float | None,
         start_timeout_s: float,
-        working_dir: str | None,
         shown: Shown,
     ) -> None:
         self._work, self._least, self._most, self._needs = work, least, most, needs
         self._shards, self._step_timeout_s, self._start_timeout_s = shards, step_timeout_s, start_timeout_s
-        self._environment = {} if working_dir is None else {"working_dir": working_dir}
         self._shown = shown
         self._placed: list[_Placed] = []
 
@@ -226,7 +227,6 @@ class _Job:
         actor = AgentActor.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
             num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),
-            runtime_env=self._environment,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         ).remote()
         return _Placed(node, count, group, actor)
@@ -325,18 +325,41 @@ def _numbers(workers: int | tuple[int, int]) -> tuple[int, int]:
     return least, most
 
 
-def _connect(address: str | None) -> bool:
+def _connect(address: str | None, working_dir: str | None) -> bool:
     """Be connected to a cluster; whether that was not so before."""
     if ray.is_initialized():
+        if working_dir is not None:
+            raise ConfigError(
+                f"working_dir={working_dir!r}, but Ray is connected already; say it there: "
+                "ray.init(runtime_env={'working_dir': ...})"
+            )
         return False
+    where = address or env.ray_address() or "auto"
     try:
-        ray.init(address=address or "auto", log_to_driver=False, logging_level="error")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = address or "RAY_ADDRESS, or this machine's,"
+        _knock(where)
+        ray.init(
+            address=where,
+            log_to_driver=False,
+            logging_level="error",
+            runtime_env=None if working_dir is None else {"working_dir": working_dir},
+        )
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"no Ray cluster can be reached at {where}: {str(error).splitlines()[0]}; start one with `ray start --head`"
+            f"no Ray cluster can be reached at {where}: {str(error).splitlines()[0]}; start one with `ray start "
+            "--head`, or set RAY_ADDRESS"
         ) from error
     return True
+
+
+def _knock(address: str) -> None:
+    """See whether anybody is there: Ray itself would wait for minutes.
+
+    Raises:
+        OSError: Nobody.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), _KNOCKING_S).close()
 
 
 def _nodes() -> dict[str, dict[str, float]]:
