@@ -1,7 +1,10 @@
 """Runs on the executors of a Spark application, as tasks of one barrier stage."""
 
 import json
+import re
+import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from evenstep.spark.said import said_in
 from evenstep.spark.task import Work, work
 
 __all__ = ["ScriptError", "run", "session_of"]
+
+_LOSS = re.compile(r"ExecutorLostFailure|failed barrier|the node's process .* has ended|Connection reset|worker exited")
 
 
 def session_of(session: SparkSession | None) -> SparkSession:
@@ -53,8 +58,8 @@ def run(
 ) -> Any:
     """Train on the executors of a Spark application: so many workers, each in a slot of its own.
 
-    The workers of an executor share memory. Workers that die are started again; if an executor is lost, Spark runs the
-    stage once more. Either way the run goes on from the last checkpoint of `run.checkpoint(...)`, if the script writes
+    The workers of an executor share memory. Workers that die are started again, and if an executor is lost, the whole
+    stage. Either way the run goes on from the last checkpoint of `run.checkpoint(...)`, if the script writes
     any to a directory that all executors share, and from its beginning otherwise: to the same bits.
 
     Args:
@@ -96,11 +101,7 @@ def run(
                 function, script, tuple(map(str, args)) if is_script else (), shards, step_timeout_s, listener.address,
                 listener.token, start_timeout_s, max_restarts,
             )  # fmt: skip
-            try:
-                found = context.parallelize(range(workers), workers).barrier().mapPartitions(lambda _: work(job))
-                head, _, result = found.collect()[0].partition(b"\n")
-            except (PySparkException, Py4JError) as error:
-                raise said_in(error) from error
+            head, _, result = _submit(context, job, workers, show).partition(b"\n")
         verdict = json.loads(head)
         if verdict["kind"] == Kind.DONE.value:
             show.end()
@@ -111,11 +112,34 @@ def run(
     return unship(result) if result else None
 
 
+def _submit(context: Any, job: Work, workers: int, show: Shown) -> bytes:
+    """Run the stage, again if an executor is lost: Spark itself does not repeat the last stage of a job."""
+    for restarts in count():
+        try:
+            stage = context.parallelize(range(workers), workers).barrier().mapPartitions(lambda _: work(job))
+            found: bytes = stage.collect()[0]
+            return found
+        except (PySparkException, Py4JError) as error:
+            if restarts == job.max_restarts or not _LOSS.search(str(error)):
+                raise said_in(error) from error
+        show.say("an executor or what it ran for us was lost; starting again")
+        deadline = time.monotonic() + job.start_timeout_s
+        while _slots(context) < workers and time.monotonic() < deadline:
+            time.sleep(0.2)
+        _check_slots(context, workers)
+    raise AssertionError("it goes on until it returns or raises")
+
+
+def _slots(context: Any) -> int:
+    """For how many tasks there is room at once."""
+    inner = context._jsc.sc()
+    return int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
+
+
 def _check_slots(context: Any, workers: int) -> None:
     if not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers={workers!r}, expected a whole number above 0")
-    inner = context._jsc.sc()
-    slots = inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile())
+    slots = _slots(context)
     if slots < workers:
         raise ConfigError(
             f"{workers} workers, but the application has {slots} slots for tasks; expected one for each: use fewer, or "
