@@ -18,6 +18,7 @@ def test_an_attempt_is_done_failed_or_lost():
     assert (failed.kind, failed.text, failed.code) == (Kind.FAILED, "Traceback ...", 1)
     lost = judge([end(0, 7), end(1, -9), end(2, 7)])
     assert (lost.kind, lost.text) == (Kind.LOST, "worker 1 ended with -9")
+    assert judge([end(0, 6, "nobody came"), end(1, 7)]).kind is Kind.LOST
     assert judge([end(0, 7), end(1, 7)]).kind is Kind.LOST, "the one that they miss was on a node that is gone"
 
 

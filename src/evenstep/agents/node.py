@@ -99,8 +99,9 @@ class _Node:
             self._workers[child.pid] = (worker, child)
 
     def _heard(self, child: Child, kind: str, lines: Sequence[bytes]) -> None:
-        if child.pid not in self._workers:
+        if child is self._store:
             send(self._out, json.loads(lines[0]))
+        if child.pid not in self._workers:  # what a worker that has ended had started may still write
             return
         worker = self._workers[child.pid][0]
         for line in lines:

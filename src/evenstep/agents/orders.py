@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from evenstep.core.errors import ConfigError, PeerError
+from evenstep.core.errors import ConfigError, PeerError, SilenceError
 
 __all__ = ["End", "Kind", "Order", "Verdict", "compare_nodes", "judge", "share_out"]
 
@@ -88,9 +88,12 @@ class Verdict:
 
 
 def judge(ends: Sequence[End]) -> Verdict:
-    """What an attempt came to, from the ends of all workers whose nodes are still there."""
+    """What an attempt came to, from the ends of all workers whose nodes are still there.
+
+    A worker that has heard nothing from the others for too long is not at fault: somebody is lost.
+    """
     ends = tuple(ends)
-    said = [end for end in ends if end.code and end.error]
+    said = [end for end in ends if end.code not in (0, SilenceError.exit_code) and end.error]
     if said:
         return Verdict(Kind.FAILED, said[0].error or "", said[0].code, ends)
     lost = [end for end in ends if end.code and end.code != PeerError.exit_code]
