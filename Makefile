@@ -37,6 +37,7 @@ test: check browser
 bench: setup
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/recheck.py
 	$(BIN)/python benchmarks/batchnorm.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/distributed.py
@@ -45,7 +46,7 @@ bench: setup
 
 SEED ?= 0
 chaos: setup
-	$(BIN)/python -m evenstep.testing.chaos --seed $(SEED) --seeds 3 --faults 150
+	$(BIN)/python -m evenstep.testing.$(if $(RECHECK),flips --seed $(SEED) --flips 150,chaos --seed $(SEED) --seeds 3 --faults 150)
 
 # torch's own tests of a backend, against ours and against gloo.
 conformance: setup

@@ -6,8 +6,7 @@ from fake_links import Network
 
 from evenstep.core import points
 from evenstep.testing.faults import flip
-from evenstep.transport.links import LANES, RANGES, WORDS
-from evenstep.transport.seals import SealedLinks
+from evenstep.transport.links import LANES, RANGES, WORDS, SealedLinks
 
 SIZES = (0, 1, 7, 4096, 1 << 16, (1 << 16) + 1, 300_000)
 
