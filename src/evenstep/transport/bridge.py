@@ -28,7 +28,7 @@ __all__ = ["Bridge"]
 _FIRST_BYTES = 4096  # what comes at once; only what does not fit into it needs a second message
 _HEAD = struct.Struct("<QQ")  # of a message: bytes in all, number of posts
 _POST = struct.Struct(f"<QQQ{core.ES_TAG_BYTES}s")  # of a post: worker, sequence number, bytes, tag
-_SLOT_HEAD = struct.Struct(f"<QQQQ{core.ES_TAG_BYTES}s")  # as it lies before the data of a slot (core.c)
+_SLOT_HEAD = struct.Struct(f"<QQQQQ{core.ES_TAG_BYTES}s")  # as it lies before the data of a slot (core.c)
 _LOOK_S = 0.05
 _AT_ONCE = 4  # ranges on their way to one machine
 
@@ -107,7 +107,7 @@ class Bridge:
 
     def _post(self, worker: int, seq: int) -> bytes:
         place = core.slot_data(self._segment.base, worker, seq) - self._segment.base
-        _, num_bytes, _, _, tag = _SLOT_HEAD.unpack_from(self._whole, place - _SLOT_HEAD.size)
+        _, num_bytes, _, _, _, tag = _SLOT_HEAD.unpack_from(self._whole, place - _SLOT_HEAD.size)
         return _POST.pack(worker, seq, num_bytes, tag) + self._whole[place : place + num_bytes]
 
     def _send(self, machine: int, lane: int, data: Tensor) -> None:
