@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError
 from evenstep.engine.carries import Carried, Carries
+from evenstep.engine.image import Image
 from evenstep.engine.kept import News
 from evenstep.engine.models import Models
 from evenstep.engine.prepared import PreparedOptimizer
@@ -52,6 +53,9 @@ class Holdings:
         self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self.state = self.models.state
         self.state.spreading = ThroughHost(self.group)
+        ledger.volatile = not self.memory.shared
+        if ledger.volatile and self.group.elastic and config.image:  # else all workers end together
+            self.state.image = Image(self.group, self.memory.device, config.image)
         self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
 
@@ -148,21 +152,35 @@ class Holdings:
         """
         if self.memory.shared:
             return
-        missed = self.group.gather_json("who has the state", self.ledger.missed)
-        if all(missed):
+        image = self.state.image
+        if image is not None:
+            image.begin()
+        missing = self.ledger.missing
+        if all(missing):
+            if self.ledger.journal.committed:
+                self._begin_from_image()
+        elif any(missing):
+            entries = [entry for _, entry in sorted(self.state.entries.items()) if entry.counts]
+            self.state.spread("the state", entries, missing.index(False))
+
+    def _begin_from_image(self) -> None:
+        """Nobody has the state any more."""
+        image = self.state.image
+        if image is None or self.ledger.done != image.operations:
             raise CheckpointError(
                 "all workers with the state on their GPUs were lost at once, and the state with them; go on from the "
                 "last checkpoint, if run.checkpoint has written any: evenstep run --resume"
             )
-        if any(missed):
-            entries = [entry for _, entry in sorted(self.state.entries.items()) if entry.counts]
-            self.state.spread("the state", entries, missed.index(False))
+        with torch.no_grad():
+            image.load()
 
     def release(self) -> None:
         """Give models and optimizers back to the user as ordinary ones."""
         for prepared in self.optimizers:
             prepared.gradients.close()
         self.models.release(self.optimizers)
+        if self.state.image is not None:
+            self.state.image.close()
 
 
 def _memory_of(device: str, segment: Segment) -> Memory:

@@ -97,6 +97,7 @@ class _Supervisor:
             "ended": lambda worker, _: self._on_script(worker, Script.ENDED),
             "fingerprint": lambda _, event: console.note_fingerprint(event["operation"], event["fingerprint"]),
             "error": self._on_error,
+            "begins again": self._on_begins_again,
             "final": self._on_final,
         }
 
@@ -346,6 +347,7 @@ class _Supervisor:
     def _on_end(self, child: Child) -> None:
         worker = next(p for p in self._processes.values() if p.child is child)
         code = child.reap()
+        self._board.holds(worker.number, False)
         if code == -signal.SIGKILL and worker.given_up is None and self._starvation.struck():
             worker.starved = True
             self._roster = self._roster.starves(worker.number)
@@ -380,6 +382,10 @@ class _Supervisor:
         hopeless = Fault.HOPELESS if event.get("hopeless") else Fault.ERROR
         self._roster = self._roster.faults(worker.number, Fault.MISTAKE if event.get("mistake") else hopeless)
         self._console.log_error(worker.number, event["error"])
+
+    def _on_begins_again(self, worker: WorkerProcess, _: Event) -> None:
+        worker.given_up = f"{worker.describe()} begins again, for nobody has the state any more"
+        self._roster = self._roster.faults(worker.number, Fault.BEGINS_AGAIN)
 
     def _on_final(self, worker: WorkerProcess, _: Event) -> None:
         self._roster = self._roster.faults(worker.number, self._of(worker).fault, final=True)
