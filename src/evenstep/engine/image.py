@@ -11,7 +11,7 @@ import mmap
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Image:
         """Let the GPU copy to it by itself."""
         if self._stream is None or not room.numel():
             return
-        code = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), aligned(room.numel(), mmap.PAGESIZE), 0)
+        code = _cudart().cudaHostRegister(room.data_ptr(), aligned(room.numel(), mmap.PAGESIZE), 0)
         if int(code):
             warnings.warn(
                 f"the image of the state cannot be pinned ({code}), so that copying it delays steps; allow more locked "
@@ -84,7 +84,7 @@ class Image:
 
     def copied(self) -> Copied:
         """What this site has copied, to be told to all."""
-        if self._begun != self._copied and (self._events is None or self._events[1].query()):
+        if self._begun != self._copied and (self._events is None or self._events[1].query()):  # type: ignore[no-untyped-call]  # torch's
             self._copied = self._begun
         return self._copied, self._every
 
@@ -155,5 +155,9 @@ class Image:
         if self._stream is not None:
             self._stream.synchronize()
             for address in self._pinned:
-                torch.cuda.cudart().cudaHostUnregister(address)
+                _cudart().cudaHostUnregister(address)
         self._pinned, self._places = [], []
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
