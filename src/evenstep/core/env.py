@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Environment", "become", "kernel_choices", "mps_directory", "read", "worker_variables", "write"]
+__all__ = ["Environment", "become", "kernel_choices", "mps_directory", "num_gpus", "read", "worker_variables", "write"]
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,17 @@ def become(command: list[str], variables: dict[str, str]) -> NoReturn:
 def mps_directory() -> Path:
     """Where NVIDIA's service that lets processes share a GPU can be found, if it runs."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+
+
+def num_gpus() -> int:
+    """How many NVIDIA GPUs this process may use, found without touching them: a process that has cannot fork."""
+    there = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(there)
+    named = [name.strip() for name in visible.split(",")]
+    wrong = [name in ("", "-1") for name in named]  # the first that makes no sense hides all after it
+    return min(len(there), wrong.index(True) if True in wrong else len(named))
 
 
 def kernel_choices() -> dict[str, str | None]:

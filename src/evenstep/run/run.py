@@ -112,7 +112,7 @@ class Run:
             shards=shards,
             seed=seed,
             threads=threads,
-            device=device_of(str(device), env.worker),
+            device=device_of(str(device), env.worker, env.num_workers),
             timeout_s=timeout_s if env.timeout_s is None else env.timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
