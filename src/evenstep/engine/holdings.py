@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import CheckpointError
+from evenstep.core.errors import CheckpointError, UnsupportedError
 from evenstep.engine.carries import Carried, Carries
 from evenstep.engine.image import Image
 from evenstep.engine.kept import News
@@ -140,6 +140,11 @@ class Holdings:
     def place(self) -> None:
         """A generation has begun: see who is around which memory."""
         if not self.memory.shared:
+            if self.group.num_machines > 1:
+                raise UnsupportedError(
+                    f"device={self.config.device!r} on {self.group.num_machines} machines: GPUs of one machine only, so "
+                    "far; use one machine, or device='cpu'"
+                )
             self.group.segment.memory.clear_scratch()
         ranks = range(self.group.num_workers)
         self.state.sites = Sites.of(self.group.rank, [0 if self.memory.shared else rank for rank in ranks])
