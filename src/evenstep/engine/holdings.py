@@ -142,8 +142,8 @@ class Holdings:
         if not self.memory.shared:
             if self.group.num_machines > 1:
                 raise UnsupportedError(
-                    f"device={self.config.device!r} on {self.group.num_machines} machines: GPUs of one machine only, so "
-                    "far; use one machine, or device='cpu'"
+                    f"device={self.config.device!r} on {self.group.num_machines} machines: GPUs of one machine only "
+                    "so far; use one machine, or device='cpu'"
                 )
             self.group.segment.memory.clear_scratch()
         ranks = range(self.group.num_workers)
