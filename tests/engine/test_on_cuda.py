@@ -155,7 +155,8 @@ def train_averaged(run):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("train", [train_compiled, train_averaged])
-def test_compiled_models_and_averages_of_weights_give_one_result_with_graphs_and_without(train):
+def test_compiled_models_and_averages_of_weights_give_one_result_with_graphs_and_without(train, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else its processes stay
     found = set()
     for graphs in ("auto", False):
         with evenstep.Run(shards=2, device="cuda", quiet=True, graphs=graphs) as run:
