@@ -52,6 +52,7 @@ class Sharing:
         """
         self._holdings.memory.clear_scratch()
         self._holdings.place()
+        self._context.regroup(self._holdings.memory.device)
         if spans is None:
             self._pace = Pace(self._group.num_workers)
             spans = share(self._holdings.config.shards, self._group.weights or self._pace.weights)

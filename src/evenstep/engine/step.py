@@ -226,6 +226,7 @@ class Engine:
         )  # fmt: skip
         report = self._compute(work, task.samples.contents() if self.group.num_workers > 1 else {})
         results = self._share(work, report)
+        self.context.check()
         sums = task.trained.gradients.finish()
         skipped = not self._unscale(work, sums, task.scaling)
         norm: float | Tensor | None = float("inf")
@@ -320,6 +321,7 @@ class Engine:
         self.updates.close()
         self.ledger.holder = None
         self.compute.close()
+        self.context.close()
         self.holdings.release()
         self.determinism.restore()
 
