@@ -1,7 +1,7 @@
 """Exchanges among the GPUs of one machine that no host waits for: what a layer that spans shards needs in every step.
 
-Everyone has a window in the segment, which the GPUs can write and read. A kernel writes this worker's rows there, waits
-for those of the others, and goes on: the queue of a GPU never stops, and a CUDA graph can have it inside. A wait is
+Everyone has a window of device memory that the other GPUs can read. A kernel writes this worker's rows there, waits for
+those of the others, and goes on: the queue of a GPU never stops, and a CUDA graph can have it inside. A wait is
 bounded, and ends at once when the host sees that a peer is gone (`wait`). Whether all went well is asked before
 anything is changed (`check`).
 """
@@ -20,12 +20,16 @@ from torch import Tensor
 
 from evenstep.core.errors import MismatchError, SilenceError
 from evenstep.exchange.group import Group
+from evenstep.exchange.sites import open_windows
+from evenstep.transport.windows import PeerWindows
 
 __all__ = ["Meetings", "can_meet"]
 
 _SLOT_WORDS = 1 << 17  # a round carries no more
-_WINDOW_WORDS = 8 + 2 * _SLOT_WORDS
-_LOOKS_A_SECOND = 10**6  # at most: each goes to the host and back
+_PROGRAMS = 8
+_HEAD_WORDS = 8 * _PROGRAMS
+_WINDOW_WORDS = _HEAD_WORDS + 2 * _SLOT_WORDS
+_LOOKS_A_SECOND = 2 * 10**6  # about: each goes to the other device and back
 _PAUSE_S = 2e-5
 _BLOCK = 1024
 
@@ -58,14 +62,17 @@ class Meetings:
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group, self._device = group, device
-        words = torch.Size([group.num_workers, _WINDOW_WORDS])
-        memory = group.segment.memory.scratch(8 * words.numel())
-        self._windows = memory.tensor(words, torch.int64)
-        self._windows[group.rank, :8] = 0  # word 7 of our own: stop
-        self._bytes = -(-8 * words.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
-        code = _cudart().cudaHostRegister(self._windows.data_ptr(), self._bytes, 0)
-        self.open = not int(code)
-        self._state = torch.zeros(2, dtype=torch.int64, device=device)
+        self._stop = group.segment.memory.scratch(8 * group.num_workers).tensor(
+            torch.Size([group.num_workers]), torch.int64
+        )
+        self._stop[group.rank] = 0
+        self._pinned = not int(_cudart().cudaHostRegister(self._stop.data_ptr(), mmap.PAGESIZE, 0))
+        self._windows = open_windows(group, device, [1] * group.num_workers, 8 * _WINDOW_WORDS, "meetings")
+        self._addresses = [self._windows.read(rank, 0, 0, 8).data_ptr() for rank in range(group.num_workers)]
+        self._windows.write(0, 0, torch.zeros(8 * _HEAD_WORDS, dtype=torch.uint8, device=device))
+        self._windows.flush()
+        self.open = self._pinned and isinstance(self._windows, PeerWindows)
+        self._state = torch.zeros(_PROGRAMS, 2, dtype=torch.int64, device=device)
         self._tables: dict[tuple[tuple[int, ...], int], Tensor] = {}
 
     def takes(self, rows: Tensor, shares: Sequence[int]) -> bool:
@@ -82,24 +89,22 @@ class Meetings:
         given = rows.contiguous()
         out = torch.empty(sum(shares), width, dtype=rows.dtype, device=rows.device)
         module: Any = _kernel()
-        module.meet[(1,)](
+        module.meet[(_PROGRAMS,)](
             given.view(torch.int64), out.view(torch.int64), self._state,
-            self._address(me), self._address(me) + 56, peers,
+            self._addresses[me], self._stop.data_ptr() + 8 * me, peers,
             given.numel(), sum(shares[:me]) * width, len(peers),
             _word_of(f"{re.sub('^step [0-9]+: ', '', tag)} {key}"),
-            int(self._group.timeout_s * _LOOKS_A_SECOND), SLOT=_SLOT_WORDS, BLOCK=_BLOCK, num_warps=8,
+            int(self._group.timeout_s * _LOOKS_A_SECOND), HEAD=_HEAD_WORDS, SLOT=_SLOT_WORDS, BLOCK=_BLOCK,
+            num_warps=8,
         )  # fmt: skip
         return out
-
-    def _address(self, rank: int) -> int:
-        return self._windows.data_ptr() + 8 * _WINDOW_WORDS * rank
 
     def _table(self, shares: Sequence[int], width: int) -> Tensor:
         """What the kernel has to know of the others that take part."""
         rows, before = [], 0
         for rank, share in enumerate(shares):
             if share and rank != self._group.rank:
-                rows.append([self._address(rank), share * width, before * width])
+                rows.append([self._addresses[rank], share * width, before * width])
             before += share
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(self._device)
 
@@ -128,7 +133,7 @@ class Meetings:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         event.record()
         self.wait(event)
-        wrong = int(self._state[1])
+        wrong = int(self._state[:, 1].max())
         if not wrong:
             return
         self._group.check()
@@ -144,15 +149,16 @@ class Meetings:
 
     def stop(self) -> None:
         """Let no kernel of this worker wait any more."""
-        self._windows[self._group.rank, 7] = 1
+        self._stop[self._group.rank] = 1
 
     def close(self) -> None:
         """Let go of the memory, when nothing is under way any more."""
         self.stop()
         torch.cuda.synchronize(self._device)
-        if self.open:
-            _cudart().cudaHostUnregister(self._windows.data_ptr())
-            self.open = False
+        self._windows.close()
+        if self._pinned:
+            _cudart().cudaHostUnregister(self._stop.data_ptr())
+        self.open = self._pinned = False
 
 
 def _word_of(tag: str) -> int:
