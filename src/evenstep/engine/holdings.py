@@ -14,14 +14,16 @@ from torch.optim import Optimizer
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import CheckpointError
 from evenstep.engine.carries import Carried, Carries
+from evenstep.engine.carrying import BetweenMachines
 from evenstep.engine.kept import News
 from evenstep.engine.models import Models
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.several import SeveralOptimizers, Trained
-from evenstep.engine.spreading import ThroughHost
+from evenstep.engine.spreading import Spreading, ThroughHost
+from evenstep.exchange.group import Group
 from evenstep.exchange.ledger import Ledger
 from evenstep.plan.sites import Sites
-from evenstep.transport.memory import DeviceMemory, Memory
+from evenstep.transport.memory import DeviceMemory, HostMemory, Memory
 from evenstep.transport.segment import Segment
 
 __all__ = ["Holdings"]
@@ -51,7 +53,7 @@ class Holdings:
         self.optimizers: list[PreparedOptimizer] = []
         self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self.state = self.models.state
-        self.state.spreading = ThroughHost(self.group)
+        self.state.spreading = _spreading(self.group, self.memory)
         self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
 
@@ -109,6 +111,10 @@ class Holdings:
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> tuple[list[News], Carried]:
         """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation.
 
+        Args:
+            tensors: The state, by name. Only the first worker's have values; see `Form.without_values`.
+            values: The plain values beside it.
+
         Returns:
             What is new in each optimizer's state, and what is carried.
         """
@@ -118,8 +124,13 @@ class Holdings:
                 prepared.settle(theirs, set())
             carried = self.carries.news_of(tensors, values)
             self.carries.settle(carried)
-        if self.state.sites.is_first:
-            self.replace({name: tensor for name, tensor in tensors.items() if name in self.state.entries})
+        names = [name for name in tensors if name in self.state.entries]
+        entries = [self.state.entries[name] for name in names]
+        if self.group.rank == 0:
+            self.replace({name: tensors[name] for name in names})
+        elif self.state.sites.is_first and 0 not in self.state.sites.mine:
+            self.state.save(entries)
+        self.state.spread("checkpoint", entries, 0)
         self.group.barrier("checkpoint restored")
         return news, carried
 
@@ -137,8 +148,8 @@ class Holdings:
         """A generation has begun: see who is around which memory."""
         if not self.memory.shared:
             self.group.segment.memory.clear_scratch()
-        ranks = range(self.group.num_workers)
-        self.state.sites = Sites.of(self.group.rank, [0 if self.memory.shared else rank for rank in ranks])
+        group = self.group
+        self.state.sites = Sites.of(group.rank, group.machines if self.memory.shared else range(group.num_workers))
 
     def catch_up(self) -> None:
         """Give sites that have missed something the state of one that has not. All workers, in a new generation.
@@ -146,23 +157,34 @@ class Holdings:
         Raises:
             CheckpointError: Nobody has it any more.
         """
-        if self.memory.shared:
+        group, sites = self.group, self.state.sites
+        mine = group.board.lacks_state if self.memory.shared else self.ledger.missed
+        if sites.are_one and self.memory.shared and not mine:
             return
-        missed = self.group.gather_json("who has the state", self.ledger.missed)
-        if all(missed):
+        lacking = group.gather_json("who has the state", mine)
+        if all(lacking):
+            where = "machines with the state" if self.memory.shared else "workers with the state on their GPUs"
             raise CheckpointError(
-                "all workers with the state on their GPUs were lost at once, and the state with them; go on from the "
-                "last checkpoint, if run.checkpoint has written any: evenstep run --resume"
+                f"all {where} were lost at once, and the state with them; go on from the last checkpoint, if "
+                "run.checkpoint has written any: evenstep run --resume"
             )
-        if any(missed):
+        if any(lacking):
             entries = [entry for _, entry in sorted(self.state.entries.items()) if entry.counts]
-            self.state.spread("the state", entries, missed.index(False))
+            only = [site for site, ranks in enumerate(sites.members) if lacking[ranks[0]]]
+            self.state.spread("the state", entries, lacking.index(False), only)
 
     def release(self) -> None:
         """Give models and optimizers back to the user as ordinary ones."""
         for prepared in self.optimizers:
             prepared.gradients.close()
         self.models.release(self.optimizers)
+
+
+def _spreading(group: Group, memory: Memory) -> Spreading:
+    """How values come from one site to the others."""
+    if group.puts is not None and isinstance(memory, HostMemory):
+        return BetweenMachines(group, group.puts, memory)
+    return ThroughHost(group)
 
 
 def _memory_of(device: str, segment: Segment) -> Memory:

@@ -80,10 +80,24 @@ class Puts:
             word: Which word; one element of a tensor of words.
             value: To what.
         """
-        memory = self._segment.memory
-        offset, num_bytes = (0, 0) if data is None else (memory.locate(data), data.numel() * data.element_size())
-        place = memory.locate(word)
+        offset, num_bytes = 0, 0
+        if data is not None:
+            offset, num_bytes = self._segment.memory.locate(data), data.numel() * data.element_size()
+        self.put_range(machine, offset, num_bytes, word, value)
+
+    def put_range(self, machine: int, offset: int, num_bytes: int, word: Tensor, value: int) -> None:
+        """As `put`, for a range of the segment."""
+        place = self._segment.memory.locate(word)
         self._rounds.outbox.push(Request(PUT, self._rounds.generation, machine, offset, num_bytes, place, value))
+
+    def flush(self) -> None:
+        """Wait until everything that was put has left this machine: the memory may be changed then.
+
+        Raises:
+            PeerError: A worker failed, or a machine is lost.
+            SilenceError: It did not leave within the timeout.
+        """
+        self.wait(self._rounds.outbox.is_empty, "its bridge to take what it has for other machines")
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait for something that another machine puts here.
