@@ -58,6 +58,7 @@ class Bridge:
         # what is sent for each request, with its worker and number
         self._under_way: queue.SimpleQueue[tuple[list[_UnderWay], int, int] | None] = queue.SimpleQueue()
         self._told = False  # the other machines of a failure
+        self._last_words: list[_UnderWay] = []  # in which that was done: gloo drops what nobody holds
         self._stopped = threading.Event()
         self._failure: tuple[int, BaseException] | None = None
 
@@ -138,7 +139,7 @@ class Bridge:
         message = _HEAD.pack(_HEAD.size + 8 + len(note), 0) + culprit.to_bytes(8, "little") + note
         data = torch.frombuffer(bytearray(message.ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)
         for machine in self._others:
-            self._send(machine, WORDS, data)
+            self._last_words += self._send(machine, WORDS, data)
 
     def _send(self, machine: int, lane: int, data: Tensor) -> list[_UnderWay]:
         try:
