@@ -16,6 +16,7 @@ from torch import distributed as dist
 from evenstep.core import env
 from evenstep.core.children import fork
 from evenstep.core.config import MAX_SHARDS
+from evenstep.launch.store import StoreProcess
 from evenstep.transport.bridge import Bridge
 from evenstep.transport.links import GlooLinks
 from evenstep.transport.segment import Segment
@@ -41,7 +42,7 @@ def run_machine_outcomes(counts: Sequence[int], body: Callable[[int], Any], time
     machines = [machine for machine, count in enumerate(counts) for _ in range(count)]
     workers = [[w for w, where in enumerate(machines) if where == machine] for machine in range(len(counts))]
     segments = [Segment.create(MAX_SHARDS) for _ in counts]
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    store = StoreProcess()
     bridges = []
     try:
         for machine, segment in enumerate(segments):
@@ -55,6 +56,7 @@ def run_machine_outcomes(counts: Sequence[int], body: Callable[[int], Any], time
     finally:
         for bridge in bridges:
             bridge.kill()
+        store.close()
         for segment in segments:
             segment.close()
 
