@@ -8,7 +8,7 @@ import os
 import signal
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from evenstep.core.children import default_signals, fork
 from evenstep.core.errors import ConfigError
