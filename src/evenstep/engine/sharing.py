@@ -32,8 +32,8 @@ class Sharing:
 
     @property
     def mine(self) -> range:
-        """The shards that this worker trains on."""
-        return range(*self.spans[self._group.rank])
+        """The shards that this worker trains on; none if they have yet to be shared out in this generation."""
+        return range(*self.spans[self._group.rank]) if self._planned_for == self._group.generation else range(0)
 
     def owner_of(self, shard: int) -> int:
         """The rank of the worker that computes a shard."""
@@ -50,6 +50,7 @@ class Sharing:
         Args:
             spans: The shards of each; None: as even as the weights of the workers.
         """
+        self._planned_for = self._group.generation
         self._holdings.memory.clear_scratch()
         self._holdings.place()
         if spans is None:

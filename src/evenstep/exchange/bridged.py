@@ -10,6 +10,7 @@ from torch import Tensor
 
 from evenstep.core.errors import SilenceError
 from evenstep.core.events import Event
+from evenstep.exchange.board import Board
 from evenstep.exchange.generations import Generation
 from evenstep.exchange.slots import SLICE_NS, Slots
 from evenstep.transport.outbox import ARRIVED, EVERYONE, POST, PUT, Mark, Outbox, Request
@@ -68,7 +69,7 @@ class Puts:
 
     def __init__(self, segment: Segment, rounds: Bridged) -> None:
         self._segment, self._rounds = segment, rounds
-        self._arrived = Mark(segment, ARRIVED)
+        self._arrived, self._board = Mark(segment, ARRIVED), Board(segment)
 
     def put(self, machine: int, data: Tensor | None, word: Tensor, value: int) -> None:
         """Copy memory to the same place of another machine, or of EVERYONE, then set a word there. Does not wait.
@@ -107,12 +108,18 @@ class Puts:
             SilenceError: It did not come within the timeout.
         """
         rounds, begin = self._rounds, time.monotonic()
-        while True:
-            seen = self._arrived.seen()
-            if ready():
-                break
-            rounds.check()
-            if time.monotonic() > begin + rounds.timeout_s:
-                raise SilenceError(f"worker {rounds.worker} waits for {what} since {rounds.timeout_s:g} s")
-            self._arrived.wait(seen, SLICE_NS / 1e9, self._segment.base)
-        rounds.waited_s += time.monotonic() - begin
+        if ready():
+            return
+        self._board.waits(rounds.worker, True)
+        try:
+            while True:
+                seen = self._arrived.seen()
+                if ready():
+                    break
+                rounds.check()
+                if time.monotonic() > begin + rounds.timeout_s:
+                    raise SilenceError(f"worker {rounds.worker} waits for {what} since {rounds.timeout_s:g} s")
+                self._arrived.wait(seen, SLICE_NS / 1e9, self._segment.base)
+        finally:
+            self._board.waits(rounds.worker, False)
+            rounds.waited_s += time.monotonic() - begin
