@@ -150,15 +150,11 @@ class Door:
                 "--token-file FILE, on every machine the same"
             )
         try:
-            family, kind, proto, _, address = socket.getaddrinfo(
-                listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            self.socket = socket.socket(family, kind, proto)
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.socket.bind(address)
+            family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0][0]
+            self.socket = socket.create_server((listen.host, listen.port), family=family)
         except OSError as error:
-            raise ConfigError(f"--listen {listen.host}:{listen.port}: {error.strerror}; name a free address") from error
-        self.socket.listen()
+            why = str(error.strerror).partition(" (while")[0]  # which names the address once more
+            raise ConfigError(f"--listen {listen.host}:{listen.port}: {why}; name a free address") from error
         self.socket.setblocking(False)
         self.port = int(self.socket.getsockname()[1])
         self._arriving: list[_Arriving] = []

@@ -456,11 +456,21 @@ class Roster(NamedTuple):
             return self, [Regroup(self.generation + 1)] if asked else []
         home = next((w for w in waiting if w.machine == _HEAD), None)
         if home is None:
-            heads = [w for w in self.workers if w.machine == _HEAD]
-            coming = self.starts or any(w.alive for w in heads)
-            return (self, []) if coming else self._fail(heads[-1].place)
+            return self._without_head(waiting)
         waiting = [home, *(w for w in waiting if w is not home)]
         return self._announce(waiting[: self.wanted], waiting[self.wanted :])
+
+    def _without_head(self, waiting: Sequence[Worker]) -> Turn:
+        """No worker of the head waits: one may come yet, or the run is over there and so everywhere, or it failed."""
+        heads = [worker for worker in self.workers if worker.machine == _HEAD]
+        if self.starts or any(worker.alive for worker in heads):
+            return self, []
+        if not self.is_over:
+            return self._fail(heads[-1].place)
+        roster = self
+        for worker in waiting:
+            roster = roster._set(worker.place, stage=Stage.LEAVES)
+        return roster, [Signal(worker.place, signal.SIGKILL) for worker in waiting]
 
     def _all_wait(self) -> bool:
         return not any(w.is_member and not w.waits for w in self.staying)
