@@ -29,7 +29,9 @@ from evenstep.exchange.generations import Generation
 from evenstep.launch.connection import Connection, Lost
 from evenstep.launch.door import PROTOCOL, proof_of, split_address
 from evenstep.launch.job import Job
+from evenstep.launch.likeness import likeness
 from evenstep.launch.machine import Bridging, End, Here
+from evenstep.launch.worker import warm_up
 from evenstep.transport.segment import Segment
 
 __all__ = ["join"]
@@ -168,8 +170,7 @@ def join(
     """
     where = split_address(address, "HOST:PORT")
     tls = _tls(cafile)
-    import torch._inductor.config  # noqa: F401  # a second that every worker would spend in its first step
-
+    warm_up()
     patience_s = wait_s
     while True:
         connection = _connect(where, tls, patience_s)
@@ -219,8 +220,6 @@ def _take_part(connection: Connection, num_workers: int, token: str) -> int:
     if answer["proof"] != proof_of(token, "head", nonce):
         raise ConfigError("whoever listens there does not know the token: it is not the head")
     connection.trust()
-    from evenstep.launch.likeness import likeness  # here: a refusal should not wait for torch
-
     said = answer["job"]
     job = _job(said, num_workers)
     alike = likeness(job.script, job.shards)

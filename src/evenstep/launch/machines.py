@@ -71,7 +71,8 @@ class Machines:
             check_backend(self._listen.between)
             self._likeness = likeness(job.script, job.shards)
             self._door = self._stack.enter_context(closing(Door(self._listen, self, say)))
-            self._store = self._stack.enter_context(closing(StoreProcess()))
+            self._store = StoreProcess()
+            self._stack.callback(lambda: self._store.close())
 
     @property
     def _children(self) -> Children:
@@ -166,6 +167,9 @@ class Machines:
         """Hear newcomers and machines, bring journals up to date, and find out who is lost. Does not wait."""
         if self._door is not None:
             self._door.turn(now)
+            if self._store.child.wait(0.0):  # bridges that exist need it no more; the next generation gets another
+                self._store.close()
+                self._store = StoreProcess()
         for there in list(self._far.values()):
             try:
                 assert self._listen is not None, "else nobody could have come"

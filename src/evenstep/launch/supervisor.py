@@ -48,6 +48,7 @@ from evenstep.launch.roster import (
     Worker,
 )
 from evenstep.launch.seat import Seat
+from evenstep.launch.worker import warm_up
 from evenstep.run.progress import Progress
 from evenstep.transport.segment import Segment
 
@@ -477,8 +478,7 @@ def supervise(job: Job) -> int:
     group = job.standing.group if job.standing is not None else None
     with ExitStack() as stack:
         console = stack.enter_context(Console(job.log_dir, job.num_workers, group, job.report))
-        import torch._inductor.config  # noqa: F401  # a second that every worker would spend in its first step
-
+        warm_up()
         segment = stack.enter_context(closing(Segment.create(MAX_SHARDS)))
         control = stack.enter_context(closing(Control()))
         return _Supervisor(job, console, segment, control).run()
