@@ -39,6 +39,20 @@ with evenstep.Run(shards=8, seed=5, progress=False) as run:
 """
 STEPS = 60
 
+WIDE = """
+import torch, evenstep
+from torch import nn
+
+data = torch.utils.data.TensorDataset(torch.randn(16 * 60, 64, generator=torch.Generator().manual_seed(1)))
+with evenstep.Run(shards=8, seed=5, progress=False) as run:
+    model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 512))
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 1e-2))
+    run.print("bytes", sum(p.numel() * 4 for p in model.parameters()))
+    for batch in run.batches(data, batch_size=16):
+        run.step(batch, lambda part: model(part[0]).square().mean())
+        run.print("step", run.version)
+"""
+
 
 class Machine:
     """A head or another one, and what it says."""
@@ -169,3 +183,26 @@ def test_a_machine_with_another_script_or_token_is_refused_and_the_run_goes_on(r
         assert head.ends() == 0, head.said
         assert last.ends() == 0
         assert head.said.splitlines()[-1] == expected
+
+
+@needs_root
+@pytest.mark.parametrize("machines", [2, 3])
+def test_a_machine_sends_no_more_than_its_share_of_the_gradients(run, machines, tmp_path):
+    with Network(machines) as network:
+        start = run(network)
+        (tmp_path / "train.py").write_text(WIDE)
+        head = start.head("-n", "2", "--machines", str(machines))
+        others = [start.join(number, "-n", "1") for number in range(1, machines)]
+        gradients = int(head.awaits(r"^bytes (\d+)$")[1])
+        head.awaits("^step 10$")
+        before = [network.sent_bytes(machine) for machine in range(machines)]
+        first = int(re.findall(r"^step (\d+)$", head.said, re.MULTILINE)[-1])
+        head.awaits("^step 50$")
+        sent = [network.sent_bytes(machine) - then for machine, then in enumerate(before)]
+        last = int(re.findall(r"^step (\d+)$", head.said, re.MULTILINE)[-1])
+        assert head.ends() == 0, head.said
+        assert [other.ends() for other in others] == [0] * (machines - 1)
+    bound = 2 * (machines - 1) / machines * gradients * 1.05
+    per_step = [num_bytes / (last + 1 - first) for num_bytes in sent]  # one more may have begun
+    assert max(per_step) <= bound, (per_step, bound)
+    assert min(per_step) > 0.5 * bound, "they do send them"
