@@ -1,11 +1,14 @@
 """Who is let in by a head: whoever knows the token and is alike; anybody else hears why not."""
 
 import socket
+import ssl
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+import certificates
 from evenstep.core.errors import ConfigError
 from evenstep.launch.connection import Connection, Lost
 from evenstep.launch.door import PROTOCOL, Door, Listen, is_loopback, proof_of, read_token, split_address
@@ -126,6 +129,28 @@ def test_an_address_in_use_and_a_certificate_that_is_none_are_named(host, tmp_pa
     (tmp_path / "cert").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"--certfile .* cannot be used"):
         Door(Listen("127.0.0.1", certfile=tmp_path / "cert"), host, host.said.append)
+
+
+def test_with_a_certificate_the_connection_is_tls_and_others_get_nowhere(host, tmp_path):
+    certfile, keyfile = certificates.make(tmp_path)
+    listen = Listen("127.0.0.1", certfile=Path(certfile), keyfile=Path(keyfile))
+    context = ssl.create_default_context(cafile=certfile)
+    with closing(Door(listen, host, host.said.append)) as door, closing(knock(door)) as plain:
+        plain.send({"protocol": PROTOCOL, "proof": "", "nonce": ""})
+        sock = socket.create_connection(("127.0.0.1", door.port))
+        with closing(Connection(sock, context, host="localhost")) as machine:
+            machine.flush()
+            nonce = talk(door, machine)["nonce"]
+            mine = {"protocol": PROTOCOL, "proof": proof_of("", "join", nonce), "nonce": "n"}
+            assert "job" in talk(door, machine, mine)
+            assert isinstance(machine._socket, ssl.SSLSocket)
+        with pytest.raises(Lost):
+            talk(door, plain)
+    stranger = ssl.create_default_context()
+    with closing(Door(listen, host, host.said.append)) as door:
+        sock = socket.create_connection(("127.0.0.1", door.port))
+        with closing(Connection(sock, stranger, host="localhost")) as machine, pytest.raises(Lost, match="certificate"):
+            talk(door, machine)
 
 
 def test_addresses_and_token_files_are_read_or_refused(tmp_path):

@@ -225,7 +225,7 @@ def _take_part(connection: Connection, num_workers: int, token: str) -> int:
     alike = likeness(job.script, job.shards)
     connection.send({"name": socket.gethostname(), "workers": num_workers, "likeness": alike})
     number = int(_answer(connection)["welcome"])
-    say(f"joined as machine {number} with {num_workers} workers")
+    say(f"joined as machine {number} with {num_workers} worker{'s' if num_workers > 1 else ''}")
     with ExitStack() as stack:
         segment = stack.enter_context(closing(Segment.create(MAX_SHARDS)))
         return _Agent(number, connection, job, segment, said["silence_s"]).run()
