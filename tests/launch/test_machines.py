@@ -38,6 +38,7 @@ with evenstep.Run(shards=8, seed=5, progress=False) as run:
         run.print("step", run.version)
 """
 STEPS = 60
+pytestmark = pytest.mark.timeout(600)  # machines take their time to start where others work
 
 WIDE = """
 import torch, evenstep
@@ -66,7 +67,7 @@ class Machine:
     def said(self):
         return self.log.read_text()
 
-    def awaits(self, pattern, timeout_s=60.0):
+    def awaits(self, pattern, timeout_s=180.0):
         """Wait until it has said something."""
         deadline = time.monotonic() + timeout_s
         while not (found := re.search(pattern, self.said, re.MULTILINE)):
@@ -75,7 +76,7 @@ class Machine:
             time.sleep(0.05)
         return found
 
-    def ends(self, timeout_s=60.0):
+    def ends(self, timeout_s=180.0):
         """Its exit code."""
         return self.process.wait(timeout_s)
 
@@ -134,11 +135,11 @@ def test_machines_are_lost_and_come_back_and_the_fingerprint_is_that_of_one(run,
         again, other = start.join(1, "-n", "1"), start.join(2, "-n", "1")
         head.awaits("workers from now on: 0, 1, 2")
         network.cut(2)  # both sides live
-        head.awaits(r"machine \d .* has said nothing for 2 s; worker \d went with it", 30.0)
-        assert other.ends(20.0) == 7
+        head.awaits(r"machine \d .* has said nothing for 2 s; worker \d went with it")
+        assert other.ends(60.0) == 7
         assert "has said nothing for 2 s; the workers of this machine were ended" in other.said
-        assert head.ends(90.0) == 0, head.said
-        assert again.ends(20.0) == 0, again.said
+        assert head.ends() == 0, head.said
+        assert again.ends() == 0, again.said
         assert head.said.splitlines()[-1] == expected
 
 
@@ -152,12 +153,12 @@ def test_when_the_head_is_lost_everyone_ends_and_resume_goes_on(run, expected, t
         head.awaits("^step 12$")
         head.kill()
         begin = time.monotonic()
-        assert other.ends(10.0) == 7
+        assert other.ends(30.0) == 7
         assert time.monotonic() - begin < 5.0
         assert "--resume" in other.said
         assert processes.descendants(other.process.pid) == {}
         head = start.head("-n", "2", "--resume", pause_s=0.0, checkpoints=checkpoints)
-        assert head.ends(60.0) == 0, head.said
+        assert head.ends() == 0, head.said
         assert head.said.splitlines()[-1] == expected
 
 

@@ -31,7 +31,7 @@ __all__ = ["Bridge", "serve"]
 _FIRST_BYTES = 4096  # what comes at once; only what does not fit into it needs a second message
 _HEAD = struct.Struct("<QQ")  # of a message: bytes in all, number of posts
 _POST = struct.Struct(f"<QQQ{core.ES_TAG_BYTES}s")  # of a post: worker, sequence number, bytes, tag
-_SLOT_HEAD = struct.Struct(f"<QQQQ{core.ES_TAG_BYTES}s")  # as it lies before the data of a slot (core.c)
+_SLOT_HEAD = struct.Struct(f"<QQQQQ{core.ES_TAG_BYTES}s")  # as it lies before the data of a slot (core.c)
 _FAILURE_BYTES = 3500  # of the end of what is said of a failure; all of it is one message
 _LOOK_S = 0.05
 _UnderWay: TypeAlias = "tuple[int, Link, Tensor]"  # to which machine, and what, which must stay until it has left
@@ -125,7 +125,8 @@ class Bridge:
 
     def _post(self, worker: int, seq: int) -> bytes:
         place = core.slot_data(self._segment.base, worker, seq) - self._segment.base
-        _, num_bytes, _, _, tag = _SLOT_HEAD.unpack_from(self._whole, place - _SLOT_HEAD.size)
+        found, num_bytes, *_, tag = _SLOT_HEAD.unpack_from(self._whole, place - _SLOT_HEAD.size)
+        assert found == seq, "the head of a slot is as in core.c, and a slot is kept until it has been sent"
         return _POST.pack(worker, seq, num_bytes, tag) + self._whole[place : place + num_bytes]
 
     def _pass_on_failure(self) -> None:
