@@ -49,8 +49,13 @@ bench: setup
 	$(BIN)/python benchmarks/server.py
 
 SEED ?= 0
+# With MACHINES=3: over so many machines (network namespaces: as root), at least 300 faults of workers, machines and links.
 chaos: setup
+ifdef MACHINES
+	$(BIN)/python -m evenstep.testing.chaos_machines --seed $(SEED) --machines $(MACHINES) --faults 300
+else
 	$(BIN)/python -m evenstep.testing.chaos --seed $(SEED) --seeds 3 --faults 150
+endif
 
 # torch's own tests of a backend, against ours and against gloo.
 conformance: setup

@@ -4,13 +4,24 @@ The launcher hands a worker its place through `EVENSTEP_*`; under torchrun the p
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Environment", "become", "kernel_choices", "mps_directory", "num_gpus", "read", "worker_variables", "write"]
+__all__ = [
+    "Environment",
+    "become",
+    "kernel_choices",
+    "mps_directory",
+    "num_gpus",
+    "read",
+    "store_address",
+    "worker_variables",
+    "write",
+]
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class Environment:
         faults: Where a test has planted faults for this process.
         standing: Where the group of this worker stands, if there are groups and servers; a text of `plan.groups`.
         job: Tells the job of a launcher from others; None: there is no launcher.
+        machines: If workers may be on several machines: on which each of them is; nothing if a supervisor says so.
     """
 
     worker: int = 0
@@ -50,6 +62,7 @@ class Environment:
     faults: Path | None = None
     standing: str | None = None
     job: str | None = None
+    machines: tuple[int, ...] | None = None
 
 
 def _number(name: str, divisor: int = 1) -> Any:
@@ -62,11 +75,21 @@ def _number(name: str, divisor: int = 1) -> Any:
         raise ConfigError(f"{name} is {text!r}, expected a whole number; unset it or mend it") from None
 
 
+def _numbers(name: str) -> tuple[int, ...] | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in text.split(",") if word)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, expected whole numbers; unset it or mend it") from None
+
+
 def read() -> Environment:
     """Read the environment of this process.
 
     Raises:
-        ConfigError: A variable is not a number, there is no such worker, or torchrun spans several machines.
+        ConfigError: A variable is not a number, or there is no such worker.
     """
     trace, faults = os.environ.get("EVENSTEP_TRACE"), os.environ.get("EVENSTEP_FAULTS")
     common: dict[str, Any] = {
@@ -81,6 +104,7 @@ def read() -> Environment:
         "faults": Path(faults) if faults else None,
         "standing": os.environ.get("EVENSTEP_STANDING"),
         "job": os.environ.get("EVENSTEP_JOB"),
+        "machines": _numbers("EVENSTEP_MACHINES"),
     }
     worker = _number("EVENSTEP_WORKER")
     if worker is not None:
@@ -91,11 +115,6 @@ def read() -> Environment:
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if rank is None or world is None or "MASTER_ADDR" not in os.environ:
         return Environment(**common)
-    if _number("LOCAL_WORLD_SIZE") not in (None, world):
-        raise ConfigError(
-            f"torchrun started {world} workers of which only {os.environ['LOCAL_WORLD_SIZE']} are on this machine; "
-            "evenstep runs on one machine so far: use --nnodes 1"
-        )
     _check_place("RANK", rank, "WORLD_SIZE", world)
     return Environment(rank, world, torchrun=True, **common)
 
@@ -119,6 +138,7 @@ def worker_variables(
     resume: bool = False,
     standing: str | None = None,
     job: str | None = None,
+    machines: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
     variables = {
@@ -139,7 +159,14 @@ def worker_variables(
         variables["EVENSTEP_JOB"] = job
     if resume:
         variables["EVENSTEP_RESUME"] = "1"
+    if machines is not None:
+        variables["EVENSTEP_MACHINES"] = ",".join(map(str, machines))
     return variables
+
+
+def store_address() -> tuple[str, int]:
+    """Where the store is through which the workers of torchrun find each other."""
+    return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
 
 
 def write(variables: dict[str, str]) -> None:

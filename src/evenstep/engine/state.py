@@ -10,7 +10,7 @@ back what was saved. Images and marks are there for everyone around the memory, 
 dead owner had begun.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,16 +113,17 @@ class State:
         if self.image is not None:
             self.image.take(operations)
 
-    def spread(self, tag: str, entries: Sequence[Entry], source: int) -> None:
+    def spread(self, tag: str, entries: Sequence[Entry], source: int, only: Collection[int] | None = None) -> None:
         """Give all sites the values that one worker has. All workers must call this alike, inside of an operation.
 
         Args:
             tag: What is spread, in words.
             entries: Which values; those of other sites are replaced, and must have been saved if they count.
             source: The rank of the worker.
+            only: The numbers of the sites that are given them; None: all.
         """
         if self.spreading is not None and not self.sites.are_one and entries:
-            self.spreading.spread(tag, [entry.live for entry in entries], source, self.sites)
+            self.spreading.spread(tag, [entry.live for entry in entries], source, self.sites, only)
 
     def change_of(self, entry: Entry) -> Tensor | None:
         """What the last operation, which is committed, subtracted from an entry; None if it left it alone."""

@@ -225,7 +225,7 @@ class Engine:
             task.scaling.scale, keeps,
         )  # fmt: skip
         report = self._compute(work, task.samples.contents() if self.group.num_workers > 1 else {})
-        results = self._share(work, report)
+        results, changed = self._share(work, report)
         self.context.check()
         sums = task.trained.gradients.finish()
         skipped = not self._unscale(work, sums, task.scaling)
@@ -237,7 +237,8 @@ class Engine:
             points.reach("before update")
             mine = self.updates.update(work, sums)
         first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
-        self.models.publish_buffers(work.where, self.sharing.owner_of(first), everywhere=None not in firsts)
+        others = self.models.buffers_to_spread(changed, everywhere=None not in firsts)
+        self.models.publish_buffers(work.where, self.sharing.owner_of(first), others, idle=keeps is None)
         points.reach("after update")
         news, carried = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
@@ -261,17 +262,21 @@ class Engine:
             "clipping": [work.clipping.norm, work.clipping.value],
             "scale": work.scale,
         }
-        return Report(self.group.worker, facts, contents, results(), busy_s)
+        changed = [] if self.state.sites.are_one else self.models.changed_buffers()
+        return Report(self.group.worker, facts, contents, results(), busy_s, changed)
 
-    def _share(self, work: Work, report: Report) -> Results:
-        """Losses and metrics over all shards; and all workers must be doing the same step."""
+    def _share(self, work: Work, report: Report) -> tuple[Results, set[str]]:
+        """Losses and metrics over all shards, and the buffers that any of them changed.
+
+        All workers must be doing the same step.
+        """
         reports = self.updates.share(work, report)
         compare(work.version, reports)
         self._seconds = [report.busy_s for report in reports]
         results = merge({shard: result for report in reports for shard, result in report.results.items()}, work.sizes)
         if results.scale is not None:
             self.updates.refuse("weighted loss")
-        return results
+        return results, {name for each in reports for name in each.buffers}
 
     def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
         """Bring scaled gradients back; return whether all of them are finite, on all workers."""

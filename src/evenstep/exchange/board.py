@@ -32,6 +32,7 @@ class Asks(IntEnum):
 
 
 _COMMITTED = 3  # of the supervisor's row, but written by the first worker: how many operations are in the journal
+_LACKS_STATE = 4  # of the supervisor's row too: whether the memory of this machine has yet to be given the state
 _IMAGE = 5  # 1 + twice the operations that the image of the state has behind it + which of two images it is
 _AGAIN = 6  # 1 + the operations behind the state, while operations of the journal are done again
 
@@ -118,6 +119,15 @@ class Board:
     @committed.setter
     def committed(self, number: int) -> None:
         self._store(self._supervisor, _COMMITTED, number)
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether the memory of this machine has yet to be given the state: it has joined a run that had begun."""
+        return bool(self._load(self._supervisor, _LACKS_STATE))
+
+    @lacks_state.setter
+    def lacks_state(self, lacks: bool) -> None:
+        self._store(self._supervisor, _LACKS_STATE, int(lacks))
 
     def holds(self, worker: int, holds: bool) -> None:
         """This worker has the state as it is committed, or no longer."""

@@ -57,13 +57,16 @@ class Journal:
 
     def append(self, entry: Entry) -> None:
         """Write the next entry, then let it count: that is the moment at which an operation is committed."""
-        number = self.committed
+        self.append_packed(b"".join(each.pack() for each in (entry, *entry.followers)), 1 + len(entry.followers))
+
+    def append_packed(self, packed: bytes, count: int) -> None:
+        """As `append`, for so many entries at once, packed one after the other."""
+        number, data = self.committed, memoryview(packed)
         place = self._end_of(number)
-        data = memoryview(b"".join(each.pack() for each in (entry, *entry.followers)))
         while data:
             written = os.pwrite(self._fd, data, place)
             data, place = data[written:], place + written
-        self._board.committed = number + 1 + len(entry.followers)
+        self._board.committed = number + count
 
     def read(self, number: int) -> Entry:
         """The entry of an operation that has been committed."""
@@ -73,9 +76,10 @@ class Journal:
         text = self._pread(text_bytes, begin + _HEAD.size)
         return _entry(text, self._pread(blob_bytes, begin + _HEAD.size + text_bytes))
 
-    def packed(self, end: int) -> bytes:
-        """The first `end` entries, as `unpack` takes them."""
-        return self._pread(self._end_of(end) - JOURNAL_BEGIN, JOURNAL_BEGIN)
+    def packed(self, end: int, begin: int = 0) -> bytes:
+        """The entries from `begin` to `end`, as `unpack` takes them."""
+        first = self._end_of(begin)
+        return self._pread(self._end_of(end) - first, first)
 
     def _end_of(self, number: int) -> int:
         """Where entry `number` begins, which is where the one before it ends."""

@@ -82,7 +82,7 @@ class Ledger:
         self._has = -1  # how many operations the state that this worker has has behind it; -1: it has none
         self.volatile = False
         self.missing: Sequence[bool] = ()
-        self._recovered = group.generation
+        self._recovered = self._leveled = group.generation
         self._reported = 0  # the generation whose first step the supervisor knows of
         self.asked: Asked = (0, 0, 0)
         self._mine = torch.zeros(1, 3, dtype=torch.int64)  # what this worker has seen of that
@@ -163,7 +163,8 @@ class Ledger:
         if operation.is_step:  # others may take any time, and so may the wait for the next generation
             self.group.board.begin(self.group.worker, operation.step)
         try:
-            self._recover()
+            if not self._recover():
+                return None
             entry = attempt()
             if self.group.board.again is not None:
                 entry = self._repeated(entry)
@@ -181,8 +182,17 @@ class Ledger:
             self.group.board.end(self.group.worker)
         return entry
 
-    def _recover(self) -> None:
-        """What a new generation does first: everyone begins from what is committed."""
+    def _recover(self) -> bool:
+        """What a new generation does first: everyone begins from what is committed.
+
+        Returns:
+            Whether this worker can go on: not if its operation turns out to be committed.
+        """
+        if self._leveled != self.group.generation:
+            self._level()
+            self._leveled = self.group.generation
+            if self.catching_up and not self.volatile:
+                return False
         if self.holder is not None:
             self.holder.begin(self._next)
         if self._recovered != self.group.generation:
@@ -194,7 +204,10 @@ class Ledger:
             if behind:
                 self._go_back()
             self._recovered, self._has = self.group.generation, self._next
+            if self.group.leads:
+                self.group.board.lacks_state = False
         self.group.board.holds(self.group.worker, True)
+        return True
 
     def _see_who_has_it(self) -> None:
         """See who has the state, and that this worker is where it is.
@@ -221,11 +234,40 @@ class Ledger:
             self.group.board.again = self._next
         self.group.barrier("going back")
 
+    def _level(self) -> None:
+        """Let the journals of all machines hold what any of them has counted.
+
+        A machine counts an operation by itself when all have done their part, so one may have counted what another has
+        not, and be lost before the other has. What one that is left has counted has been done by all of them.
+        """
+        group, journal = self.group, self.journal
+        if group.num_machines == 1:
+            return
+        counts = [int(n) for n in group.gather("what is committed", torch.tensor([[journal.committed]]))]
+        most, least = max(counts), min(counts)
+        if least == most:
+            return
+        donor = counts.index(most)
+        packed = journal.packed(most, least) if group.rank == donor else b""
+        packed = group.from_one("committed elsewhere", donor, packed)
+        if group.leads and journal.committed < most:
+            entries = Journal.unpack(packed)[journal.committed - least :]
+            journal.append_packed(b"".join(entry.pack() for entry in entries), len(entries))
+        group.barrier("committed everywhere")
+
+    def _of_first(self, operation: Operation, entry: Entry) -> Entry:
+        """The entry as the first worker has it."""
+        packed = b"".join(each.pack() for each in (entry, *entry.followers)) if self.group.rank == 0 else b""
+        first, *followers = Journal.unpack(self.group.from_one(f"{operation.kind}: entry", 0, packed))
+        return replace(first, followers=followers)
+
     def _commit(self, operation: Operation, entry: Entry) -> None:
         """Everyone has tried and succeeded; the first worker makes it count, and nobody goes on before that."""
         group = self.group
         points.reach("before commit")
-        if group.rank == 0:
+        if group.num_machines > 1 and not operation.is_step:  # not everyone need know what it gave
+            entry = self._of_first(operation, entry)
+        if group.leads:
             self._count(entry)
             points.reach("inside commit")
         self._mine.numpy()[0] = group.board.asked()

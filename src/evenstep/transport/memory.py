@@ -72,13 +72,14 @@ class HostMemory:
         fd: The segment's file.
         state: Where the area of the state begins.
         scratch: Where that of scratch begins.
+        across: Where that of scratch begins that several machines lay out alike.
     """
 
     device = torch.device("cpu")
     shared = True
 
-    def __init__(self, fd: int, state: int, scratch: int) -> None:
-        self._fd, self._scratch_begin = fd, scratch
+    def __init__(self, fd: int, state: int, scratch: int, across: int) -> None:
+        self._fd, self._begins = fd, (scratch, across)
         self._state = _Area(fd, state)
         self.clear_scratch()
 
@@ -92,7 +93,11 @@ class HostMemory:
 
     def clear_scratch(self) -> None:
         """See `Memory`."""
-        self._scratch = _Area(self._fd, self._scratch_begin)
+        self._scratch, self._across = (_Area(self._fd, begin) for begin in self._begins)
+
+    def across(self, num_bytes: int) -> Region:
+        """As `scratch`, but alike on all machines, and so at the same place of each."""
+        return self._across.reserve(num_bytes)
 
     def words(self, count: int) -> Tensor:
         """See `Memory`."""
@@ -103,7 +108,7 @@ class HostMemory:
 
     def locate(self, tensor: Tensor) -> int:
         """Where in the segment a tensor of a region begins: the same on every machine."""
-        for area in (self._state, self._scratch):
+        for area in (self._state, self._across, self._scratch):
             place = area.locate(tensor.data_ptr())
             if place is not None:
                 return place
