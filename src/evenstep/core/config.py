@@ -31,6 +31,8 @@ class RunConfig:
         graphs: Whether steps on a GPU are replayed from CUDA graphs: "auto" where they can be, True or an error, False.
         recheck: One of so many steps is computed twice, by different workers; 0: none.
         tolerate_wrong: How often a worker may be found to compute wrong before it goes.
+        image: After how many steps the state on GPUs is copied to the host, where it outlives all workers; "auto": as
+            often as costs little; 0: never.
     """
 
     shards: int
@@ -44,6 +46,7 @@ class RunConfig:
     graphs: Literal["auto"] | bool = "auto"
     recheck: int = 0
     tolerate_wrong: int = 0
+    image: Literal["auto"] | int = "auto"
 
     @classmethod
     def resolve(
@@ -61,7 +64,8 @@ class RunConfig:
 
     def check(self, env: Environment) -> None:
         """Raise ConfigError for a value that makes no sense."""
-        for name, low, high in (("shards", 1, MAX_SHARDS), ("threads", 1, 1024)):
+        counts = (("recheck", 0, 10**9), ("tolerate_wrong", 0, 10**9))
+        for name, low, high in (("shards", 1, MAX_SHARDS), ("threads", 1, 1024), *counts):
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name}={value!r}, expected a whole number from {low} to {high}")
@@ -71,12 +75,10 @@ class RunConfig:
             raise ConfigError(f"timeout_s={self.timeout_s!r}, expected a number of seconds above 0")
         if self.on_nondeterminism not in ("error", "warn"):
             raise ConfigError(f"on_nondeterminism={self.on_nondeterminism!r}, expected 'error' or 'warn'")
-        for name in ("recheck", "tolerate_wrong"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ConfigError(f"{name}={value!r}, expected a whole number that is not negative")
         if self.graphs not in ("auto", True, False):
             raise ConfigError(f"graphs={self.graphs!r}, expected 'auto', True or False")
+        if self.image != "auto" and not (isinstance(self.image, int) and self.image >= 0):
+            raise ConfigError(f"image={self.image!r}, expected 'auto', or a number of steps from 0")
         self._check_arithmetic()
         if env.num_workers > self.shards:
             raise ConfigError(

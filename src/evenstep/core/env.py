@@ -4,6 +4,7 @@ The launcher hands a worker its place through `EVENSTEP_*`; under torchrun the p
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,10 +16,12 @@ __all__ = [
     "become",
     "kernel_choices",
     "mps_directory",
+    "num_gpus",
     "of_child",
     "rank_variables",
     "ray_address",
     "read",
+    "store_address",
     "worker_variables",
     "write",
 ]
@@ -46,6 +49,7 @@ class Environment:
         job: Tells the job of a launcher from others; None: there is no launcher.
         recheck: Of how many steps one is computed twice, if the launcher's command line says so.
         tolerate_wrong: How often a worker may compute wrong, if it says so.
+        machines: If workers may be on several machines: on which each of them is; nothing if a supervisor says so.
     """
 
     worker: int = 0
@@ -65,6 +69,7 @@ class Environment:
     job: str | None = None
     recheck: int | None = None
     tolerate_wrong: int | None = None
+    machines: tuple[int, ...] | None = None
 
 
 def _number(name: str, divisor: int = 1) -> Any:
@@ -77,11 +82,21 @@ def _number(name: str, divisor: int = 1) -> Any:
         raise ConfigError(f"{name} is {text!r}, expected a whole number; unset it or mend it") from None
 
 
+def _numbers(name: str) -> tuple[int, ...] | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in text.split(",") if word)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, expected whole numbers; unset it or mend it") from None
+
+
 def read() -> Environment:
     """Read the environment of this process.
 
     Raises:
-        ConfigError: A variable is not a number, there is no such worker, or torchrun spans several machines.
+        ConfigError: A variable is not a number, or there is no such worker.
     """
     trace, faults = os.environ.get("EVENSTEP_TRACE"), os.environ.get("EVENSTEP_FAULTS")
     common: dict[str, Any] = {
@@ -98,6 +113,7 @@ def read() -> Environment:
         "job": os.environ.get("EVENSTEP_JOB"),
         "recheck": _number("EVENSTEP_RECHECK"),
         "tolerate_wrong": _number("EVENSTEP_TOLERATE_WRONG"),
+        "machines": _numbers("EVENSTEP_MACHINES"),
     }
     worker = _number("EVENSTEP_WORKER")
     if worker is not None:
@@ -108,11 +124,6 @@ def read() -> Environment:
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if rank is None or world is None or "MASTER_ADDR" not in os.environ:
         return Environment(**common)
-    if _number("LOCAL_WORLD_SIZE") not in (None, world):
-        raise ConfigError(
-            f"torchrun started {world} workers of which only {os.environ['LOCAL_WORLD_SIZE']} are on this machine; "
-            "evenstep runs on one machine so far: use --nnodes 1"
-        )
     _check_place("RANK", rank, "WORLD_SIZE", world)
     return Environment(rank, world, torchrun=True, **common)
 
@@ -138,6 +149,7 @@ def worker_variables(
     job: str | None = None,
     recheck: int | None = None,
     tolerate_wrong: int | None = None,
+    machines: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
     variables = {
@@ -162,7 +174,14 @@ def worker_variables(
         variables["EVENSTEP_RECHECK"] = str(recheck)
     if tolerate_wrong is not None:
         variables["EVENSTEP_TOLERATE_WRONG"] = str(tolerate_wrong)
+    if machines is not None:
+        variables["EVENSTEP_MACHINES"] = ",".join(map(str, machines))
     return variables
+
+
+def store_address() -> tuple[str, int]:
+    """Where the store is through which the workers of torchrun find each other."""
+    return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
 
 
 def rank_variables(
@@ -216,6 +235,17 @@ def become(command: list[str], variables: dict[str, str]) -> NoReturn:
 def mps_directory() -> Path:
     """Where NVIDIA's service that lets processes share a GPU can be found, if it runs."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+
+
+def num_gpus() -> int:
+    """How many NVIDIA GPUs this process may use, found without touching them: a process that has cannot fork."""
+    there = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(there)
+    named = [name.strip() for name in visible.split(",")]
+    wrong = [name in ("", "-1") for name in named]  # the first that makes no sense hides all after it
+    return min(len(there), wrong.index(True) if True in wrong else len(named))
 
 
 def kernel_choices() -> dict[str, str | None]:

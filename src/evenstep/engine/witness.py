@@ -46,13 +46,15 @@ class Witness:
         self._stages[shard].append([self._item(shard, f"samples[{n}]", leaf) for n, leaf in enumerate(tensors)])
 
     def around(self, crew: Crew, prefix: str) -> Crew:
-        """A crew that notes what the shards here offer to others. Where there are no others nothing is told apart.
+        """A crew that notes what the shards here offer to others.
+
+        Where there are no others nothing is told apart; nor where a CUDA graph offers it, which nobody can see.
 
         Args:
             crew: The crew.
             prefix: What the tags of the step's exchanges begin with.
         """
-        if crew.alone:
+        if crew.alone or crew.in_queue:
             return crew
 
         def gather(tag: str, rows: Tensor) -> Tensor:

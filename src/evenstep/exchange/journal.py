@@ -31,17 +31,19 @@ class Entry:
         kind: Which one, in words.
         value: What it gave, as JSON.
         blob: What it gave beside that, as bytes.
+        aside: What is known of how it came about, as JSON; it may be another if the operation is done again.
         followers: What is committed together with it, and comes after it.
     """
 
     kind: str
     value: Any = None
     blob: bytes = b""
+    aside: Any = None
     followers: Sequence["Entry"] = ()
 
     def pack(self) -> bytes:
         """As bytes that say how long they are."""
-        text = json.dumps([self.kind, self.value]).encode()
+        text = json.dumps([self.kind, self.value, self.aside]).encode()
         sizes = len(text), len(self.blob)
         checksums = zlib.crc32(_SIZES.pack(*sizes)), _checksum(text, self.blob)
         return _HEAD.pack(*sizes, *checksums) + text + self.blob
@@ -61,13 +63,16 @@ class Journal:
 
     def append(self, entry: Entry) -> None:
         """Write the next entry, then let it count: that is the moment at which an operation is committed."""
-        number = self.committed
+        self.append_packed(b"".join(each.pack() for each in (entry, *entry.followers)), 1 + len(entry.followers))
+
+    def append_packed(self, packed: bytes, count: int) -> None:
+        """As `append`, for so many entries at once, packed one after the other."""
+        number, data = self.committed, memoryview(packed)
         place = self._end_of(number)
-        data = memoryview(b"".join(each.pack() for each in (entry, *entry.followers)))
         while data:
             written = os.pwrite(self._fd, data, place)
             data, place = data[written:], place + written
-        self._board.committed = number + 1 + len(entry.followers)
+        self._board.committed = number + count
 
     def read(self, number: int) -> Entry:
         """The entry of an operation that has been committed.
@@ -79,13 +84,13 @@ class Journal:
         (entry,) = self.unpack(self._range(number, number + 1))
         return entry
 
-    def packed(self, end: int) -> bytes:
-        """The first `end` entries, as `unpack` takes them.
+    def packed(self, end: int, begin: int = 0) -> bytes:
+        """The entries from `begin` to `end`, as `unpack` takes them.
 
         Raises:
             WrongError: They are not what was written.
         """
-        return self._range(0, end)
+        return self._range(begin, end)
 
     def _range(self, first: int, end: int) -> bytes:
         """Some entries, as they were written."""
@@ -125,8 +130,12 @@ class Journal:
         Raises:
             ValueError: This is no journal.
         """
-        found = ((json.loads(text), blob) for text, blob in _contents(data))
-        return [Entry(kind, value, blob) for (kind, value), blob in found]
+        return [_entry(text, blob) for text, blob in _contents(data)]
+
+
+def _entry(text: bytes, blob: bytes) -> Entry:
+    kind, value, aside = json.loads(text)
+    return Entry(kind, value, blob, aside)
 
 
 def _contents(data: bytes) -> Iterator[tuple[bytes, bytes]]:

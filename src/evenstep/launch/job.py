@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.core.events import Event
+from evenstep.launch.door import Listen
 from evenstep.plan.groups import Standing
 
 __all__ = ["Job"]
@@ -29,6 +30,7 @@ class Job:
         report: Takes progress and fingerprint of a group.
         recheck: Of how many steps one is computed twice; None: the script's.
         tolerate_wrong: How often a worker may compute wrong before it goes; None: the script's.
+        listen: How other machines join; None: none can.
     """
 
     script: Path | str
@@ -45,3 +47,4 @@ class Job:
     report: Callable[[Event], None] | None = None
     recheck: int | None = None
     tolerate_wrong: int | None = None
+    listen: Listen | None = None

@@ -77,6 +77,8 @@ class Run:
             computes wrong; 0: none. See docs/wrong-machines.md. `evenstep run --recheck` goes before it.
         tolerate_wrong: How often a worker may be found to compute wrong before it is dismissed; such a step is done
             again in any case.
+        image: On a GPU, after how many steps the state is copied to the host, where it outlives all workers; "auto": as
+            often as costs at most 2 % of a step; 0: never, and a run that loses all workers goes on from a checkpoint.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
             docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         server: The parameter server at which workers meet, as an `evenstep.Server`, or its address if the rest of that
@@ -104,6 +106,7 @@ class Run:
         progress: bool = True,
         on_nondeterminism: Literal["error", "warn"] = "error",
         graphs: Literal["auto"] | bool = "auto",
+        image: Literal["auto"] | int = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
         recheck: int = 0,
         tolerate_wrong: int = 0,
@@ -115,11 +118,12 @@ class Run:
             shards=shards,
             seed=seed,
             threads=threads,
-            device=device_of(str(device), env.worker),
+            device=device_of(str(device), env.worker, env.num_workers),
             timeout_s=timeout_s if env.timeout_s is None else env.timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
             graphs=graphs,
+            image=image,
             arithmetic=arithmetic,
             recheck=recheck if self._env.recheck is None else self._env.recheck,
             tolerate_wrong=tolerate_wrong if self._env.tolerate_wrong is None else self._env.tolerate_wrong,
