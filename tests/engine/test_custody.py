@@ -137,3 +137,14 @@ def test_of_two_that_have_updated_differently_nobody_can_say(sites):
 
     with pytest.raises(WorkersFailed, match="the sites hold different states and there is no majority"):
         several(2, spoil)
+
+
+def test_a_site_that_computes_a_gradient_wrong_is_named_as_any_worker_is(sites):
+    def spoil(worker, version, engine):
+        del engine
+        if (worker, version) == (1, 2):
+            strikes = iter(range(10_000))
+            points.arm(None, lambda what, tensor: flip(tensor, 9) if what == "gradient" and not next(strikes) else None)
+
+    with pytest.raises(WorkersFailed, match=r"worker 1 \(machine .* computed wrong in step 2, shard \d, gradient of"):
+        several(3, spoil)
