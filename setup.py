@@ -19,6 +19,6 @@ def extension(module: str, *sources: str) -> Extension:
 setup(
     ext_modules=[
         extension("core", "core", "copy", "checksum", "reduce", "collective", "norm", "parallel", "module"),
-        extension("arithmetic", "product", "blas", "functions", "redirect", "arithmetic"),
+        extension("arithmetic", "product", "blas", "functions", "caches", "redirect", "arithmetic"),
     ]
 )
