@@ -2,9 +2,12 @@
 
 from typing import NamedTuple
 
+from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
 from evenstep.engine.holdings import Holdings
+from evenstep.engine.step import Engine
 from evenstep.engine.updates import OwnUpdates, Updates
+from evenstep.exchange.ledger import Ledger
 from evenstep.plan.groups import Standing
 from evenstep.run.aggregated import AggregatedUpdates
 from evenstep.run.apart import Apart
@@ -14,7 +17,7 @@ from evenstep.run.periodic import PeriodicUpdates
 from evenstep.run.served import ServedUpdates
 from evenstep.run.server import Server
 
-__all__ = ["Kind", "choose"]
+__all__ = ["Kind", "choose", "open_engine"]
 
 
 class Kind(NamedTuple):
@@ -49,3 +52,16 @@ def choose(holdings: Holdings, server: Server | None, standing: Standing | None,
     if server.update_every == 1:
         return Kind(ServedUpdates(holdings, apart), apart)
     return Kind(PeriodicUpdates(holdings, apart, server.update_every), apart)
+
+
+def open_engine(
+    config: RunConfig, ledger: Ledger, server: Server | None, standing: Standing | None, env: Environment
+) -> tuple[Engine, Others]:
+    """An engine for the kind of run that is wanted, and who else trains its model; see `choose` for what it raises."""
+    holdings = Holdings(config, ledger)
+    updates, others = choose(holdings, server, standing, env)
+    try:
+        return Engine(holdings, updates), others
+    except BaseException:
+        updates.close()
+        raise
