@@ -88,6 +88,16 @@ def test_two_machines_are_compared_by_facts_and_operations(capsys):
     assert capsys.readouterr().out == f"all {len(OTHER)} operations are as on there\n"
 
 
+def test_what_only_one_machine_computed_is_not_called_equal(capsys):
+    fewer = {name: digest for name, digest in HERE.operations.items() if name not in ("exp", "lstm")}
+    assert doctor._compare(HERE, replace(HERE, host="there", operations=fewer)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 operations were computed on one of the two only")
+    assert lines[1] == f"all {len(fewer)} operations are as on there"
+    assert doctor._compare(HERE, replace(HERE, host="there", operations={})) == 1
+    assert "all" not in capsys.readouterr().out
+
+
 def test_another_arithmetic_there_is_pointed_out(capsys):
     doctor._compare(HERE, replace(HERE, arithmetic="native"))
     assert "use --arithmetic native, as there" in capsys.readouterr().out
