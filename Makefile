@@ -41,6 +41,7 @@ bench: setup
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/distributed.py
 	$(BIN)/python benchmarks/server.py
+	$(BIN)/python benchmarks/clusters.py
 
 SEED ?= 0
 # With MACHINES=3: over so many machines (network namespaces: as root), at least 300 faults of workers, machines and links.
