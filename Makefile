@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup browser demo test check bench chaos soak conformance clean
+.PHONY: setup browser demo test test-gpu check bench chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,12 @@ check: setup
 
 test: check browser
 	$(BIN)/python -m pytest
+
+# Everything that needs a GPU. It takes the torch that is installed: make setup brings the one without CUDA.
+GPU_PYTHON ?= python3
+test-gpu:
+	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/engine/test_on_cuda.py tests/nn/test_on_gpu.py
 
 bench: setup
 	$(BIN)/python benchmarks/engine.py

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from evenstep.arithmetic import settings
 from evenstep.cli import doctor, graph, groups, machines, on, topo
+from evenstep.core import env
 from evenstep.core.config import ARITHMETICS, DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
 from evenstep.core.output import complete_streams, say
@@ -49,7 +50,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a script on several workers of this machine; the weights are the same for any number of them. "
         "What follows the script is handed to it.",
     )
-    run.add_argument("-n", "--workers", metavar="N", help="number of workers, or auto: one for each core (default)")
+    run.add_argument(
+        "-n",
+        "--workers",
+        metavar="N",
+        help="number of workers, or auto: one for each GPU, or core if there is none (default)",
+    )
     run.add_argument(
         "--shards", metavar="K", type=int, help=f"parts of every batch (default: the script's, or {DEFAULT_SHARDS})"
     )
@@ -313,7 +319,7 @@ def _num_workers(text: str, shards: int | None) -> int:
     if shards is not None and not 1 <= shards <= MAX_SHARDS:
         raise ConfigError(f"--shards {shards}, expected a whole number from 1 to {MAX_SHARDS}")
     if text == "auto":
-        return min(len(os.sched_getaffinity(0)), shards or DEFAULT_SHARDS)
+        return min(env.num_gpus() or len(os.sched_getaffinity(0)), shards or DEFAULT_SHARDS)
     try:
         number = int(text)
     except ValueError:

@@ -16,6 +16,7 @@ __all__ = [
     "become",
     "kernel_choices",
     "mps_directory",
+    "num_gpus",
     "of_child",
     "rank_variables",
     "ray_address",
@@ -222,6 +223,17 @@ def become(command: list[str], variables: dict[str, str]) -> NoReturn:
 def mps_directory() -> Path:
     """Where NVIDIA's service that lets processes share a GPU can be found, if it runs."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+
+
+def num_gpus() -> int:
+    """How many NVIDIA GPUs this process may use, found without touching them: a process that has cannot fork."""
+    there = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(there)
+    named = [name.strip() for name in visible.split(",")]
+    wrong = [name in ("", "-1") for name in named]  # the first that makes no sense hides all after it
+    return min(len(there), wrong.index(True) if True in wrong else len(named))
 
 
 def kernel_choices() -> dict[str, str | None]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.form import Form
@@ -56,7 +57,7 @@ class Carry:
         self._carries.uses += 1
         held = self._held.get(shard)
         if held is None or not held.counts:
-            return self._initial(len(rows))
+            return pytree.tree_map_only(Tensor, self._carries.to_device, self._initial(len(rows)))
         return fill(held.description, (entry.live.clone() for entry in held.entries))
 
     def set(self, value: Any) -> None:
@@ -103,6 +104,10 @@ class Carries:
         self._state, self._ledger, self._version = state, ledger, version
         self._slots: list[Carry] = []
         self.uses = 0
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A tensor where the state is."""
+        return tensor.to(self._state.memory.device)
 
     def add(self, initial: Callable[[int], Any]) -> Carry:
         """Make another one. All workers must call this alike."""

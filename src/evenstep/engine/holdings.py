@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import CheckpointError
+from evenstep.core.errors import CheckpointError, UnsupportedError
 from evenstep.engine.carries import Carried, Carries
 from evenstep.engine.carrying import BetweenMachines
+from evenstep.engine.image import Image
 from evenstep.engine.kept import News
 from evenstep.engine.models import Models
 from evenstep.engine.prepared import PreparedOptimizer
@@ -54,6 +55,9 @@ class Holdings:
         self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self.state = self.models.state
         self.state.spreading = _spreading(self.group, self.memory)
+        ledger.volatile = not self.memory.shared
+        if ledger.volatile and self.group.elastic and config.image:  # else all workers end together
+            self.state.image = Image(self.group, self.memory.device, config.image)
         self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
 
@@ -147,6 +151,11 @@ class Holdings:
     def place(self) -> None:
         """A generation has begun: see who is around which memory."""
         if not self.memory.shared:
+            if self.group.num_machines > 1:
+                raise UnsupportedError(
+                    f"device={self.config.device!r} on {self.group.num_machines} machines: GPUs of one machine only "
+                    "so far; use one machine, or device='cpu'"
+                )
             self.group.segment.memory.clear_scratch()
         group = self.group
         self.state.sites = Sites.of(group.rank, group.machines if self.memory.shared else range(group.num_workers))
@@ -158,26 +167,41 @@ class Holdings:
             CheckpointError: Nobody has it any more.
         """
         group, sites = self.group, self.state.sites
-        mine = group.board.lacks_state if self.memory.shared else self.ledger.missed
-        if sites.are_one and self.memory.shared and not mine:
-            return
-        lacking = group.gather_json("who has the state", mine)
+        if self.memory.shared:
+            if sites.are_one and not group.board.lacks_state:
+                return
+            lacking = group.gather_json("who has the state", group.board.lacks_state)
+        else:
+            lacking = list(self.ledger.missing)
+            if self.state.image is not None:
+                self.state.image.begin()
         if all(lacking):
+            self._begin_from_image()
+        elif any(lacking):
+            entries = [entry for _, entry in sorted(self.state.entries.items()) if entry.counts]
+            only = [site for site, ranks in enumerate(sites.members) if lacking[ranks[0]]]
+            self.state.spread("the state", entries, lacking.index(False), only)
+
+    def _begin_from_image(self) -> None:
+        """Nobody has the state any more, or there has never been any."""
+        image = self.state.image
+        if image is not None and self.ledger.done == image.operations:
+            with torch.no_grad():
+                image.load()
+        elif self.ledger.journal.committed:
             where = "machines with the state" if self.memory.shared else "workers with the state on their GPUs"
             raise CheckpointError(
                 f"all {where} were lost at once, and the state with them; go on from the last checkpoint, if "
                 "run.checkpoint has written any: evenstep run --resume"
             )
-        if any(lacking):
-            entries = [entry for _, entry in sorted(self.state.entries.items()) if entry.counts]
-            only = [site for site, ranks in enumerate(sites.members) if lacking[ranks[0]]]
-            self.state.spread("the state", entries, lacking.index(False), only)
 
     def release(self) -> None:
         """Give models and optimizers back to the user as ordinary ones."""
         for prepared in self.optimizers:
             prepared.gradients.close()
         self.models.release(self.optimizers)
+        if self.state.image is not None:
+            self.state.image.close()
 
 
 def _spreading(group: Group, memory: Memory) -> Spreading:

@@ -53,6 +53,7 @@ class Sharing:
         self._planned_for = self._group.generation
         self._holdings.memory.clear_scratch()
         self._holdings.place()
+        self._context.regroup(self._holdings.memory.device)
         if spans is None:
             self._pace = Pace(self._group.num_workers, self._share_out)
             spans = self._share_out(self._holdings.config.shards, self._group.weights or self._pace.weights)

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from evenstep.core.fingerprint import digest, fingerprint
 from evenstep.engine.form import Form
+from evenstep.engine.image import Image
 from evenstep.engine.spreading import Spreading
 from evenstep.native import core
 from evenstep.plan.sites import Sites
-from evenstep.transport.memory import ALIGNMENT, Memory, aligned
+from evenstep.transport.memory import ALIGNMENT, FlatRegion, Memory, aligned
 
 __all__ = ["Entry", "State"]
 
@@ -60,12 +61,14 @@ class State:
         sites: Who else has a state like it.
         spreading: How values come from one site to the others; None: there is one site, for good.
         operation: The number of the operation that changes the state now.
+        image: What outlives all workers, where the memory does not.
     """
 
     memory: Memory
     sites: Sites = Sites.of(0, [0])  # noqa: RUF009  # a value
     spreading: Spreading | None = None
     operation: int = 0
+    image: Image | None = None
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -91,15 +94,24 @@ class State:
             entry = Entry(name, len(self.entries), first, second, first if working is None else working[name])
             self.entries[name] = entry
             added.append(entry)
+        if self.image is not None and isinstance(live, FlatRegion):
+            self.image.cover(live)
         return added
 
     def save(self, entries: list[Entry]) -> None:
         """Keep the committed version of what is about to be changed by this worker."""
+        if self.image is not None:
+            self.image.settle()
         if entries:
             torch._foreach_copy_([entry.backup for entry in entries], [entry.live for entry in entries])
         self.memory.fence()
         for entry in entries:
             core.store(self._mark(entry), 1 + self.operation)  # a mark always means a whole backup
+
+    def take_image(self, operations: int) -> None:
+        """The state has so many operations behind it, which are committed: see that it outlives all workers."""
+        if self.image is not None:
+            self.image.take(operations)
 
     def spread(self, tag: str, entries: Sequence[Entry], source: int, only: Collection[int] | None = None) -> None:
         """Give all sites the values that one worker has. All workers must call this alike, inside of an operation.

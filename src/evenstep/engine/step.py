@@ -176,13 +176,14 @@ class Engine:
         kind, trained = f"step {self.version}", task.trained
 
         def adopt(entry: Entry, took_part: bool) -> Outcome:
-            loss, metrics, norm, news, carried, contents, skipped = entry.value
-            if not took_part and contents:
-                compare_contents(self.version, [(0, contents), (self.group.worker, task.samples.contents())])
+            loss, metrics, norm, news, carried, skipped = entry.value
+            if not took_part and entry.aside:
+                compare_contents(self.version, [(0, entry.aside), (self.group.worker, task.samples.contents())])
             trained.adopt(news, took_part)
             self.holdings.carries.adopt(carried)
             task.scaling.settle(skipped=skipped)
             if took_part:
+                self.state.take_image(self.ledger.done + 1)
                 self.models.pull()
                 if self._seconds and all(task.samples.sizes):  # a shard without samples takes no time
                     self.sharing.keep_pace(self._seconds)
@@ -214,7 +215,7 @@ class Engine:
         self._seconds = []
         begun = self.updates.begin(task.samples, task.clipping)
         if isinstance(begun, Results):
-            return Entry(kind, [begun.loss, begun.metrics, None, [], [], {}, False])
+            return Entry(kind, [begun.loss, begun.metrics, None, [], [], False])
         parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
@@ -225,6 +226,7 @@ class Engine:
         )  # fmt: skip
         report = self._compute(work, task.samples.contents() if self.group.num_workers > 1 else {})
         results, changed = self._share(work, report)
+        self.context.check()
         sums = task.trained.gradients.finish()
         skipped = not self._unscale(work, sums, task.scaling)
         norm: float | Tensor | None = float("inf")
@@ -240,7 +242,8 @@ class Engine:
         points.reach("after update")
         news, carried = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
-        return Entry(kind, [results.loss, results.metrics, norm, news, carried, report.contents, skipped])
+        value = [results.loss, results.metrics, norm, news, carried, skipped]
+        return Entry(kind, value, aside=report.contents)
 
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
         """Forward and backward of this worker's shards."""
@@ -298,7 +301,10 @@ class Engine:
     def _share_news(self, work: Work, mine: News) -> tuple[News, Carried]:
         """Everyone has updated; what is new in the state is where everyone finds it then."""
         carries = self.holdings.carries
-        of_all = self.group.gather_json(work.where + "update", [mine, carries.news()])
+        image = self.state.image
+        of_all = self.group.gather_json(work.where + "update", [mine, carries.news(), image and image.copied()])
+        if image is not None:
+            image.agree([theirs[2] for theirs in of_all])
         of_sites = [sorted(chain(*(of_all[rank][0] for rank in ranks))) for ranks in self.state.sites.members]
         news: News = of_sites[0]
         if any(theirs != news for theirs in of_sites):
@@ -320,6 +326,7 @@ class Engine:
         self.updates.close()
         self.ledger.holder = None
         self.compute.close()
+        self.context.close()
         self.holdings.release()
         self.determinism.restore()
 

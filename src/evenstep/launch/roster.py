@@ -65,6 +65,7 @@ class Fault(Enum):
     ERROR = "an error"
     MISTAKE = "a sentence to the user, who needs no traceback"
     HOPELESS = "an error that would come again"
+    BEGINS_AGAIN = "that another has to take its place, and do more again"
 
 
 class Ending(Enum):
@@ -333,6 +334,8 @@ class Roster(NamedTuple):
         if well or told:
             return roster.form()
         if self.ending is Ending.STOPS:
+            return roster._lose(worker, code)
+        if worker.fault is Fault.BEGINS_AGAIN:
             return roster._lose(worker, code)
         if worker.is_late and not (worker.closed or worker.final) and code >= 0 and roster.alive:
             return roster._replace(wanted=min(self.wanted, len(roster.alive))), [LeaveOut(place)]

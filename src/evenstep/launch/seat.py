@@ -15,12 +15,14 @@ class Seat:
         number: The place; a worker that replaces it has the same.
         error: What it said of its own end.
         given_up: Whether it is about to be killed because it does nothing any more.
+        begins_again: Whether it has said that another has to take its place, and do more again.
         end: How its process ended, if it has.
     """
 
     number: int
     error: str | None = None
     given_up: bool = False
+    begins_again: bool = False
     end: End | None = None
 
     @property

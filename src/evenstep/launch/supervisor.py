@@ -98,6 +98,7 @@ class _Supervisor:
             "ended": lambda worker, _: self._on_script(worker, Script.ENDED),
             "fingerprint": lambda _, event: console.note_fingerprint(event["operation"], event["fingerprint"]),
             "error": self._on_error,
+            "begins again": self._on_begins_again,
             "final": self._on_final,
         }
 
@@ -177,6 +178,8 @@ class _Supervisor:
     def _lose(self, lost: Lose) -> None:
         worker = self._seats[lost.place]
         how = worker.ended.given_up or worker.ended.text
+        if worker.begins_again:
+            how = f"worker {worker.number} begins again, for nobody has the state any more"
         self._console.show_error(worker.error)
         if lost.was_member:
             self._lost_at = self._lost_at or time.monotonic()
@@ -376,6 +379,7 @@ class _Supervisor:
     def ended(self, machine: int, place: int, end: End) -> None:
         """See `Hears`."""
         self._seats[place].end = end
+        self._board.holds(place, False)
         if end.starved:
             self._roster = self._roster.starves(place)
         self._turn(self._roster.ended(place, end.code, self._board.committed))
@@ -411,6 +415,10 @@ class _Supervisor:
         hopeless = Fault.HOPELESS if event.get("hopeless") else Fault.ERROR
         self._roster = self._roster.faults(worker.number, Fault.MISTAKE if event.get("mistake") else hopeless)
         self._console.log_error(worker.number, event["error"])
+
+    def _on_begins_again(self, worker: Seat, _: Event) -> None:
+        worker.begins_again = True
+        self._roster = self._roster.faults(worker.number, Fault.BEGINS_AGAIN)
 
     def _on_final(self, worker: Seat, _: Event) -> None:
         self._roster = self._roster.faults(worker.number, self._of(worker).fault, final=True)

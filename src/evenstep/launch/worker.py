@@ -15,6 +15,7 @@ from typing import TextIO
 from evenstep.core import env
 from evenstep.core.children import default_signals
 from evenstep.core.errors import (
+    BeginsAgain,
     CheckpointError,
     ConfigError,
     EvenstepError,
@@ -103,6 +104,9 @@ def _run_script(script: Path | str, args: Sequence[str], worker: int, tell: Call
     try:
         run_as_main(script, args)
         tell({"ended": True})
+    except BeginsAgain as request:
+        tell({"begins again": True})
+        return request.exit_code
     except SystemExit as request:
         if isinstance(request.code, int | None):
             return request.code or 0
