@@ -47,19 +47,31 @@ def _inherited(env: Environment) -> Segment:
 def _from_store(env: Environment, timeout_s: float) -> Segment:
     """Worker 0 makes the segment; the others open it through /proc, so that it needs no name."""
     timeout = timedelta(seconds=timeout_s)
+    missing = "worker 0" if env.worker else "another worker"
     try:
         meeting = distributed.rendezvous("env://", env.worker, env.num_workers, timeout=timeout)  # type: ignore[attr-defined]  # not in __all__
         store, _, _ = next(iter(meeting))
         if env.worker == 0:
             segment = Segment.create(env.num_workers)
             store.set("evenstep/segment", f"/proc/{os.getpid()}/fd/{segment.fd}")
+            # where no torchrun has made the store it is this worker's, and gone when we return
+            store.wait([_opened_by(worker) for worker in range(1, env.num_workers)], timeout)
             return segment
-        path = store.get("evenstep/segment").decode()
+        segment = _of_worker_0(env, store.get("evenstep/segment").decode())
+        store.set(_opened_by(env.worker), "")
     except RuntimeError as error:
         raise SilenceError(
-            f"worker 0 did not come within {timeout_s:g} s: worker {env.worker} waits for its word in torchrun's store "
-            f"({error}); look at what it does, or raise Run(timeout_s=...)"
+            f"{missing} did not come within {timeout_s:g} s: worker {env.worker} waits for its word in torchrun's "
+            f"store ({error}); look at what it does, or raise Run(timeout_s=...)"
         ) from error
+    return segment
+
+
+def _opened_by(worker: int) -> str:
+    return f"evenstep/opened by {worker}"
+
+
+def _of_worker_0(env: Environment, path: str) -> Segment:
     try:
         return _open(env, os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
