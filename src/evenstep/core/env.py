@@ -157,6 +157,11 @@ def mps_directory() -> Path:
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
 
 
+def lightning_seed() -> int:
+    """What `lightning.seed_everything` was given; 0 if it was not called."""
+    return _number("PL_GLOBAL_SEED") or 0
+
+
 def kernel_choices() -> dict[str, str | None]:
     """The variables by which the libraries under torch choose their kernels, and so their last bits."""
     return {name: os.environ.get(name) for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")}

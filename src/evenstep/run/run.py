@@ -485,7 +485,7 @@ class Run:
             if self._env.resume:
                 self._saving.say_if_none()
             trained = self._trained(optimizer)
-            samples = batch if isinstance(batch, Batch) else self._cut(batch)
+            samples = batch if isinstance(batch, Batch) else self.cut(batch)
             if reduction not in ("mean", "sum"):
                 raise ConfigError(f"reduction={reduction!r}, expected 'mean' or 'sum'")
             function = function if reduction == "mean" else Summed(function, len(samples))
@@ -524,7 +524,8 @@ class Run:
             raise ConfigError("run.step got no optimizer in its list; pass at least one, or leave it out")
         return self._engine.holdings.together(found)
 
-    def _cut(self, batch: Any) -> Batch:
+    def cut(self, batch: Any) -> Batch:
+        """A whole global batch, the same on every worker, as `step` cuts it by position: its `sizes` are the parts'."""
         whole = Whole(batch)
         spans = cut(whole.num_rows, self.shards)
         sizes = [end - first for first, end in spans]
@@ -617,7 +618,7 @@ class Run:
             function: Called with every part that has samples; returns numbers, texts, tensors and arrays, in lists,
                 tuples and dicts.
         """
-        return collect(self._engine, self._perform, batch if isinstance(batch, Batch) else self._cut(batch), function)
+        return collect(self._engine, self._perform, batch if isinstance(batch, Batch) else self.cut(batch), function)
 
     def once(self, function: Callable[[], Any]) -> Any:
         """Let one worker do something for all, exactly once: write a file, look at a directory, ask the clock.
