@@ -32,7 +32,7 @@ def main() -> None:
     with evenstep.Run(shards=NUM_SHARDS, seed=0, quiet=True, threads=1) as run:
         offered = torch.ones(NUM_SHARDS // run.num_workers, NUM_FLOATS)
         shares = [len(offered)] * run.num_workers
-        group = run._group  # what the engine exchanges through
+        group = run._ledger.group  # what the engine exchanges through
         for _ in range(num_warmup_calls + options.steps):
             before = time.perf_counter()
             total = run.exchange("bench", offered) if options.recorded else group.sum("bench", offered, shares)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from evenstep.engine.loss import Loss
     from evenstep.engine.results import Note
     from evenstep.run.run import Run
+    from evenstep.run.server import Server
 
 __all__ = [
     "CheckpointError",
@@ -38,6 +39,7 @@ __all__ = [
     "Note",
     "PeerError",
     "Run",
+    "Server",
     "SilenceError",
     "UnsupportedError",
     "data",
@@ -46,7 +48,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-_LATE = {"Loss": "evenstep.engine.loss", "Note": "evenstep.engine.results", "Run": "evenstep.run.run"}
+_LATE = {
+    "Loss": "evenstep.engine.loss",
+    "Note": "evenstep.engine.results",
+    "Run": "evenstep.run.run",
+    "Server": "evenstep.run.server",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -303,7 +303,7 @@ def test_workers_that_meet_only_at_a_server_cannot_share_a_layer(monkeypatch):
     model = nn.Linear(4, 4)
     with (
         ParameterServer(model, lambda p: torch.optim.SGD(p, 0.1), staleness=None, transports=("tcp",)) as server,
-        evenstep.Run(sync="server", server=server.url, staleness=None, quiet=True) as run,
+        evenstep.Run(server=evenstep.Server(server.url, staleness=None), quiet=True) as run,
     ):
         parted = partition(nn.Linear(4, 4), "feature", parts=2)
         with pytest.raises(UnsupportedError, match="a layer that is partitioned by features spans the shards of all"):

@@ -199,7 +199,7 @@ def test_what_is_saved_are_the_weights_that_the_servers_have(server, monkeypatch
 
 def test_what_cannot_be_is_one_sentence(server, monkeypatch):
     with pytest.raises(ConfigError, match=r"the command line starts servers, but the script says Run\(server='http"):
-        evenstep.Run(server="http://x:1", sync="server")
+        evenstep.Run(server="http://x:1")
     here = json.loads(os.environ["EVENSTEP_STANDING"])
     monkeypatch.setenv("EVENSTEP_STANDING", json.dumps({**here, "groups": 4}))
     run = evenstep.Run(quiet=True)

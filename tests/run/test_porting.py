@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from workers import cli_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
 SCRIPTS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-BEFORE, AFTER, LANGUAGE, CONTRASTIVE, CARRIED, STREAMS, AVERAGED = SCRIPTS
+BEFORE, AFTER, LANGUAGE, CONTRASTIVE, CARRIED, STREAMS, FILES, AVERAGED = SCRIPTS
 MINE = """
     import torch
     from torch import nn
@@ -61,6 +62,17 @@ def test_the_ported_script_learns_as_much_and_gives_one_result(page):
     assert one.stdout == two.stdout, "accuracies and fingerprint"
     assert len(accuracies(one)) == 4
     assert accuracies(one)[-1] > 0.85
+
+
+def test_files_are_data_sets_as_the_page_shows_them(page, tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="Parquet files need pyarrow: pip install 'evenstep[parquet]'")
+    pq = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "train").mkdir()
+    pq.write_table(pa.table({"features": [[1.0, 2.0]] * 5, "label": [0, 1, 0, 1, 0]}), tmp_path / "train/a.parquet")
+    np.save("images.npy", np.zeros((4, 8, 8), np.float32))
+    np.save("labels.npy", np.zeros(4, np.int64))
+    done = cli_run("run", "-n", "1", page(FILES))
+    assert done.stdout.splitlines() == ["5 torch.Size([2])", "torch.Size([8, 8])"], done.stderr
 
 
 def test_averaged_weights_survive_the_loss_of_the_worker_that_averages(page, tmp_path):

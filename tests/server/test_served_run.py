@@ -122,7 +122,7 @@ def test_synchronous_updates_through_a_server_end_on_the_bits_of_a_run_without(n
     seen, state = train(optimizer)
     servers, transport = transport.count(",") + 1, transport.partition(",")[0]
     with serving(server_of(optimizer, workers=num_workers, servers=servers), transport) as url:
-        for found in run_workers(num_workers, lambda _: train(optimizer, sync="server", server=url)):
+        for found in run_workers(num_workers, lambda _: train(optimizer, server=url)):
             assert found[0] == seen, "every loss, metric and the evaluation"
             assert same(found[1], state)
         with connect(url, register=False) as client:
@@ -134,8 +134,8 @@ def test_synchronous_updates_through_a_server_end_on_the_bits_of_a_run_without(n
 def test_workers_of_one_machine_send_one_message_for_all(aggregate, messages):
     seen, state = train("Adam")
     with serving(server_of("Adam", workers=1 if aggregate else 3), "tcp") as url:
-        options = {"sync": "server", "server": url, "aggregate": aggregate}
-        for found in run_workers(3, lambda _: train("Adam", **options)):
+        server = evenstep.Server(url, aggregate=aggregate)
+        for found in run_workers(3, lambda _: train("Adam", server=server)):
             assert found[0] == seen
             assert same(found[1], state)
         with connect(url, register=False) as client:
@@ -168,7 +168,7 @@ def test_workers_that_aggregate_can_do_all_that_workers_do(servers):
 
     total, state = spanning()
     with serving(make, "tcp") as url:
-        for found in run_workers(2, lambda _: spanning(sync="server", server=url)):
+        for found in run_workers(2, lambda _: spanning(server=url)):
             assert found[0] == total
             assert same(found[1], state)
 
@@ -187,7 +187,7 @@ def test_a_scheduler_of_the_worker_moves_the_servers_learning_rate(aggregate):
 
     expected, net = train(), build()
     with ParameterServer(net, torch.optim.SGD(net.parameters(), 0.1), transports=("tcp",)) as server:
-        assert same(train(sync="server", server=server.url, aggregate=aggregate), expected)
+        assert same(train(server=evenstep.Server(server.url, aggregate=aggregate)), expected)
         assert server.store.state.optimizer.param_groups[0]["lr"] == 0.1 * 0.5 * 0.5, "that of the last step"
 
 
@@ -195,7 +195,7 @@ def test_the_first_worker_puts_the_model_where_the_server_has_none():
     seen, state = train("Adam")
     make = lambda transports: ParameterServer(None, OPTIMIZERS["Adam"], workers=2, transports=transports)  # noqa: E731
     with serving(make, "tcp") as url:
-        for found in run_workers(2, lambda _: train("Adam", sync="server", server=url)):
+        for found in run_workers(2, lambda _: train("Adam", server=url)):
             assert found[0] == seen
             assert same(found[1], state)
 
@@ -203,7 +203,7 @@ def test_the_first_worker_puts_the_model_where_the_server_has_none():
 @pytest.mark.parametrize("staleness", [1, None])
 def test_asynchronous_workers_make_one_update_for_every_batch(staleness):
     with serving(server_of("momentum", staleness=staleness), "tcp") as url:
-        seen = run_workers(2, lambda _: train("momentum", sync="server", server=url, staleness=staleness)[0])
+        seen = run_workers(2, lambda _: train("momentum", server=evenstep.Server(url, staleness=staleness))[0])
         assert all(loss == loss for found in seen for loss in found)
         with connect(url, register=False) as client:
             assert client.get_parameters()
@@ -216,7 +216,7 @@ def test_one_worker_that_sends_what_it_changed_ends_where_it_would_have_alone(ev
     make = lambda transports: ParameterServer(build(), staleness=None, transports=transports)  # noqa: E731
     with serving(make, "tcp") as url:
         (found,) = run_workers(
-            1, lambda _: train("momentum", sync="server", server=url, staleness=None, update_every=every)
+            1, lambda _: train("momentum", server=evenstep.Server(url, staleness=None, update_every=every))
         )
         with connect(url, register=False) as client:
             there = client.get_parameters()
@@ -227,14 +227,10 @@ def test_one_worker_that_sends_what_it_changed_ends_where_it_would_have_alone(ev
 
 
 def test_what_cannot_be_is_one_sentence():
-    with pytest.raises(ConfigError, match="go together"):
-        evenstep.Run(sync="server")
-    with pytest.raises(ConfigError, match="update_every=2 is for"):
-        evenstep.Run(update_every=2)
     with ParameterServer(build(), OPTIMIZERS["Adam"], staleness=None, transports=("tcp",)) as server:
         with pytest.raises(ConfigError, match="has staleness None but the script says"):
-            evenstep.Run(sync="server", server=server.url)
-        with evenstep.Run(sync="server", server=server.url, staleness=None, quiet=True) as run:
+            evenstep.Run(server=server.url)
+        with evenstep.Run(server=evenstep.Server(server.url, staleness=None), quiet=True) as run:
             model = build()
             model, _ = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
             batch = next(iter(run.batches(images(), 18)))
@@ -245,7 +241,7 @@ def test_what_cannot_be_is_one_sentence():
 def test_what_would_see_this_worker_only_is_refused(tmp_path):
     with (
         ParameterServer(build(), OPTIMIZERS["Adam"], staleness=None, transports=("tcp",)) as server,
-        evenstep.Run(sync="server", server=server.url, staleness=None, quiet=True) as run,
+        evenstep.Run(server=evenstep.Server(server.url, staleness=None), quiet=True) as run,
     ):
         model = build()
         model, _ = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
@@ -256,7 +252,7 @@ def test_what_would_see_this_worker_only_is_refused(tmp_path):
             "edit": lambda: run.edit(lambda: None),
         }
         for name, call in calls.items():
-            with pytest.raises(UnsupportedError, match=f"run.{name} in a run with sync='server'"):
+            with pytest.raises(UnsupportedError, match=f"run.{name} in a run with a server"):
                 call()
         batch = next(iter(run.batches(images(), 18)))
         run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
@@ -269,13 +265,14 @@ def test_what_would_see_this_worker_only_is_refused(tmp_path):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_loss_that_is_not_finite_is_a_result_as_any_other(every):
-    with ParameterServer(build(), OPTIMIZERS["Adam"], staleness=None, transports=("http",)) as server:
-        options = {"sync": "server", "server": server.url, "staleness": None, "update_every": every}
-        with evenstep.Run(quiet=True, **options) as run:
-            model = build()
-            model, _ = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
-            for batch in run.batches(images(), 26, epochs=2):
-                loss, metrics = run.step(batch, lambda part: (outcome(model, part)[0] * torch.nan, {"x": torch.inf}))
-                assert math.isnan(loss)
-                assert metrics == {"x": math.inf}
-            assert server.store.version == 4 // every
+    with (
+        ParameterServer(build(), OPTIMIZERS["Adam"], staleness=None, transports=("http",)) as server,
+        evenstep.Run(server=evenstep.Server(server.url, staleness=None, update_every=every), quiet=True) as run,
+    ):
+        model = build()
+        model, _ = run.prepare(model, OPTIMIZERS["Adam"](model.parameters()), sync_batchnorm=False)
+        for batch in run.batches(images(), 26, epochs=2):
+            loss, metrics = run.step(batch, lambda part: (outcome(model, part)[0] * torch.nan, {"x": torch.inf}))
+            assert math.isnan(loss)
+            assert metrics == {"x": math.inf}
+        assert server.store.version == 4 // every

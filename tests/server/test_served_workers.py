@@ -80,7 +80,7 @@ def test_a_machine_whose_worker_dies_sends_every_update_once(job, tmp_path, serv
     assert expected.code == 0, expected.stderr
     with serving(tmp_path, "--servers", str(servers)) as cli:
         url = url_of(cli)
-        path, _ = job(f'sync="server", server="{url}"')
+        path, _ = job(f'server="{url}"')
         fault = Fault("kill", point, visit=5, worker=worker)
         done = cli_run("run", "-n", "2", path, marker, variables=plant([fault], tmp_path / "faults"))
         assert struck(tmp_path / "faults") == [0]
@@ -96,7 +96,7 @@ def test_a_worker_that_sends_on_its_own_goes_on_where_it_died(job, tmp_path, sta
     build = "bare" if options else "build"
     with serving(tmp_path, "--staleness", str(staleness).lower(), "--lease", "5", build=build) as cli:
         url = url_of(cli)
-        path, marker = job(f'sync="server", server="{url}", staleness={staleness}, {options}')
+        path, marker = job(f'server=evenstep.Server("{url}", staleness={staleness}, {options})')
         done = cli_run("run", "-n", "2", path, marker)
         assert done.code == 0, done.stderr
         assert "was killed by SIGKILL" in done.stderr
@@ -109,9 +109,9 @@ def test_a_worker_that_sends_on_its_own_goes_on_where_it_died(job, tmp_path, sta
 
 def test_a_synchronous_worker_that_sends_on_its_own_ends_the_run_with_a_sentence(job, tmp_path):
     with serving(tmp_path, "--workers", "2") as cli:
-        path, marker = job(f'sync="server", server="{url_of(cli)}", aggregate=False')
+        path, marker = job(f'server=evenstep.Server("{url_of(cli)}", aggregate=False)')
         done = cli_run("run", "-n", "2", path, marker)
         assert done.code == UnsupportedError.exit_code
         last = done.stderr.splitlines()[-1]
         assert last.startswith("evenstep: worker 1 died after 7 updates and was started again, but synchronous updates")
-        assert "or use aggregate=True" in last
+        assert "or use Server(..., aggregate=True)" in last

@@ -7,7 +7,7 @@ pixels whichever worker or loader process draws it. Sample code always runs with
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,18 @@ from evenstep.data.order import Request
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.native import core
 
-__all__ = ["Collate", "Loader", "num_samples"]
+__all__ = ["Collate", "Loader", "Tabular", "num_samples"]
 
 Collate = Callable[[list[Any]], Any]
 _SLICE_S = 0.5  # how soon a loader process that died is noticed, at the latest
+
+
+class Tabular(Dataset[Any]):
+    """A data set without randomness of its own, which gives several samples at once."""
+
+    def part(self, indices: Sequence[int]) -> Any:
+        """Some samples, collated: what `default_collate` makes of them, without making each."""
+        raise NotImplementedError
 
 
 class _Parts(Dataset[dict[int, Any]]):
@@ -32,20 +40,34 @@ class _Parts(Dataset[dict[int, Any]]):
     def __init__(self, dataset: Any, span: range, seed: int, purpose: str, collate: Collate | None) -> None:
         self._dataset, self._span, self._seed, self._purpose = dataset, span, seed, purpose
         self._collate: Collate = collate or default_collate
-        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
+        self._rows = _rows_of(dataset) if collate is None else None
 
     def __getitem__(self, request: Request) -> dict[int, Any]:
         return {k: self._part(request.position.epoch, request.shards[k]) for k in self._span if request.shards[k]}
 
     def _part(self, epoch: int, indices: tuple[int, ...]) -> Any:
-        if self._tensors is not None:  # plain tensors have no randomness: take all rows at once
-            chosen = torch.tensor(indices)
-            return [tensor[chosen] for tensor in self._tensors]
+        if self._rows is not None:
+            return self._rows(indices)
         samples = []
         for index in indices:
             seed_all(derive(self._purpose, self._seed, epoch, index))
             samples.append(self._dataset[index])
         return self._collate(samples)
+
+
+def _rows_of(dataset: Any) -> Callable[[Sequence[int]], Any] | None:
+    """What gives several samples at once, where nothing is random about them."""
+    if isinstance(dataset, Tabular):
+        return dataset.part
+    if type(dataset) is not TensorDataset:
+        return None
+    tensors = dataset.tensors
+
+    def rows(indices: Sequence[int]) -> list[torch.Tensor]:
+        chosen = torch.tensor(indices)
+        return [tensor[chosen] for tensor in tensors]
+
+    return rows
 
 
 def num_samples(dataset: Any) -> int:

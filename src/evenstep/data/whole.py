@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError
+from evenstep.data.batch import Batch
 from evenstep.data.nested import children, is_sequence, rebuild
+from evenstep.plan.placement import cut
 
-__all__ = ["Whole"]
+__all__ = ["Whole", "cut_whole"]
 
 _PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum, np.generic, torch.dtype, torch.device)
 
@@ -109,6 +111,23 @@ class Whole:
         for name, value in lists:
             if is_sequence(value) and len(value) > 1 and (whatever_length or len(value) > num_rows) and _alike(value):
                 _refuse_either(name, value, num_rows)
+
+
+def cut_whole(batch: Any, name: str, shards: int, device: str) -> Batch:
+    """A whole batch as shards compute it, cut by position.
+
+    Args:
+        batch: Any structure, see `Whole`.
+        name: What messages call it.
+        shards: How many there are.
+        device: Where parts go.
+
+    Raises:
+        ConfigError: It cannot be told how.
+    """
+    whole = Whole(batch)
+    spans = cut(whole.num_rows, shards)
+    return Batch(name, [end - first for first, end in spans], lambda k: whole.part(*spans[k]), {}, device, whole=batch)
 
 
 def _is_array(value: Any) -> bool:

@@ -69,16 +69,24 @@ class Determinism:
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]  # a module property
             torch.backends.cudnn.benchmark,
         )
-        if self.config.device.startswith("cuda"):
+        self._device = torch.cuda.current_device() if self.config.device.startswith("cuda") else None
+        self._portable: Portable | None = None
+        self._said = False
+        try:
+            self._pin()
+        except BaseException:
+            self.restore()
+            raise
+
+    def _pin(self) -> None:
+        if self._device is not None:
             env.write({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS sums in a fixed order only with this
-            self._device = torch.cuda.current_device()
             torch.cuda.set_device(self.config.device)  # what is seeded is the current device's generator
         self._portable = Portable(self.config.on_nondeterminism) if self.config.arithmetic == "portable" else None
         torch.set_num_threads(self.config.threads)
         torch.use_deterministic_algorithms(True, warn_only=self.config.on_nondeterminism == "warn")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor
         torch.backends.cudnn.benchmark = False
-        self._said = False
 
     def check(self) -> None:
         """Say so if user code changed what the bits rest on.
@@ -112,7 +120,7 @@ class Determinism:
         threads, enabled, warn_only, fill, benchmark = self._before
         if self._portable is not None:
             self._portable.close()
-        if self.config.device.startswith("cuda"):
+        if self._device is not None:
             torch.cuda.set_device(self._device)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

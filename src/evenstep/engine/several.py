@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from evenstep.core.errors import ConfigError
 from evenstep.engine.flat import FlatGradients
@@ -10,7 +11,7 @@ from evenstep.engine.gradients import Gradients
 from evenstep.engine.kept import News
 from evenstep.engine.prepared import PreparedOptimizer
 
-__all__ = ["SeveralOptimizers", "Trained"]
+__all__ = ["SeveralOptimizers", "Trained", "chosen"]
 
 
 class SeveralOptimizers:
@@ -126,6 +127,39 @@ class SeveralGradients:
 
 Trained = PreparedOptimizer | SeveralOptimizers
 """What a step trains."""
+
+
+def chosen(
+    prepared: Sequence[PreparedOptimizer], wanted: Optimizer | Sequence[Optimizer] | None
+) -> list[PreparedOptimizer]:
+    """Those of the prepared optimizers that a step is to use.
+
+    Args:
+        prepared: All of them.
+        wanted: One or several, in the order in which they step. None: the only one.
+
+    Raises:
+        ConfigError: It is not clear which, or one of them was not prepared.
+    """
+    if not prepared:
+        raise ConfigError("no optimizer was prepared; call model, optimizer = run.prepare(model, optimizer) first")
+    if wanted is None:
+        if len(prepared) > 1:
+            raise ConfigError(
+                f"{len(prepared)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
+            )
+        return list(prepared)
+    found: list[PreparedOptimizer] = []
+    for optimizer in wanted if isinstance(wanted, Sequence) else [wanted]:
+        known = [each for each in prepared if each.optimizer is optimizer]
+        if not known:
+            raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
+        if known[0] in found:
+            raise ConfigError("an optimizer is there twice; pass each once")
+        found += known
+    if not found:
+        raise ConfigError("run.step got no optimizer in its list; pass at least one, or leave it out")
+    return found
 
 
 def _within(span: range, news: News) -> News:

@@ -91,13 +91,13 @@ class Engine:
         self.holdings, self.updates = holdings, updates
         self.config, self.ledger, self.group = holdings.config, holdings.ledger, holdings.group
         self.models, self.state, self.optimizers = holdings.models, holdings.state, holdings.optimizers
-        self.determinism = Determinism(self.config)
         core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
         self.context = Context(self.group, self.config.seed)
         self.compute = _compute_for(holdings, self.context)
         self.sharing = Sharing(holdings, updates, self.context)
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
+        self.determinism = Determinism(self.config)  # last: whatever fails before has changed nothing of the process
         self.ledger.holder = self
 
     @property

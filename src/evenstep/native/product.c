@@ -11,8 +11,9 @@
 #define INLINE inline __attribute__((always_inline))
 
 /* DEPTH is how many terms are summed before they are added to the rest: part of the arithmetic. The others are only how
- * a product is cut for the caches: a panel of b stays in the first, a block of a (or a narrow one of b) in the second. */
-enum { DEPTH = 256, BLOCK_ROWS = 144, BLOCK_COLUMNS = 1024, NARROW_COLUMNS = 256 };
+ * a product is cut for the caches: a panel of b stays in the first, a block of a (or a narrow one of b) in the second.
+ * GROUP columns are copied at once: the panels that they go to lie where the first cache has only few places. */
+enum { DEPTH = 256, BLOCK_ROWS = 144, BLOCK_COLUMNS = 1024, NARROW_COLUMNS = 256, GROUP = 128 };
 
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX512 __attribute__((target("avx512f,avx2,fma")))

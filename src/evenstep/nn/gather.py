@@ -47,7 +47,7 @@ def gather(tensor: Tensor) -> Tensor:
     if not isinstance(around, Workers) or not around.is_whole:
         raise UnsupportedError(
             "run.gather in a run whose workers meet at a server only: they cannot see each other's samples; train "
-            "without a server, or with aggregate=True"
+            "without a server, or with Server(..., aggregate=True)"
         )
     output: Tensor = around.meet(tag, tensor, lambda tensors: _lead(around, tag, tensors))
     return output if torch.is_grad_enabled() else output.detach()

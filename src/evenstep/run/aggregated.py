@@ -33,7 +33,7 @@ from evenstep.exchange.ledger import Operation
 from evenstep.plan.summing import Span, Summing
 from evenstep.run.names import bare, bare_names, compare, full
 from evenstep.run.refusals import WITH_SERVERS, refuse
-from evenstep.run.through import Through, options_of
+from evenstep.run.server import Server, options_for_server
 from evenstep.server.client import Client
 from evenstep.transport.memory import ALIGNMENT, aligned
 
@@ -47,7 +47,7 @@ class AggregatedUpdates:
 
     Args:
         holdings: Of the workers of this machine.
-        through: Which server, and how.
+        server: Which server, and how.
 
     Raises:
         ConfigError: The server has another staleness.
@@ -56,14 +56,14 @@ class AggregatedUpdates:
 
     shards = None
 
-    def __init__(self, holdings: Holdings, through: Through) -> None:
-        self._holdings, self._group, self._through = holdings, holdings.group, through
+    def __init__(self, holdings: Holdings, server: Server) -> None:
+        self._holdings, self._group, self._server = holdings, holdings.group, server
         self._client: Client | None = None
         self._joined_after = 0  # the number of the last update that the server had of us when we joined
         self._options: list[dict[str, Any]] = []  # as the server knows them
         self._sums: list[Tensor] = []  # where all owners lay theirs
         if self._group.worker == 0 and not holdings.ledger.catching_up:  # who will be the first says what is wrong
-            self._server()
+            self._connected()
 
     def number_of(self, version: int) -> int:
         """See `Updates`."""
@@ -73,7 +73,7 @@ class AggregatedUpdates:
         """See `Updates`."""
         if what in ("load", "checkpoint"):
             raise UnsupportedError(
-                f"run.{what} in a run with sync='server' would need the optimizer's state, which is the server's: it "
+                f"run.{what} in a run with a server would need the optimizer's state, which is the server's: it "
                 "keeps and restores it by --directory, --snapshot-every and --durable"
             )
         if what != "weighted loss":
@@ -81,10 +81,10 @@ class AggregatedUpdates:
 
     # ---- the server ----
 
-    def _server(self) -> Client:
+    def _connected(self) -> Client:
         """The connection; the first worker's."""
         if self._client is None:
-            self._client = self._through.connect("worker-0", self._patience_s)
+            self._client = self._server.connect("worker-0", self._patience_s)
         return self._client
 
     @property
@@ -115,7 +115,7 @@ class AggregatedUpdates:
     def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
         """The values are the server's, or if it has none yet, are put there."""
         assert prepared is not None, "a model without an optimizer is not admitted"
-        self._options = options_of(prepared)
+        self._options = options_for_server(prepared)
         num_bytes = sum(aligned(p.numel() * p.element_size()) for p in prepared.parameters) + ALIGNMENT
         region = self._group.segment.memory.reserve(num_bytes)
         self._sums = [region.tensor(p.shape, p.dtype) for p in prepared.parameters]
@@ -133,7 +133,7 @@ class AggregatedUpdates:
 
     def _meet_server(self) -> int:
         """Take over what the server has; return the number of the last update under our name."""
-        client, here = self._server(), self._here()
+        client, here = self._connected(), self._here()
         if client.status()["owner"] is None:
             client.put_parameters(here, buffers=bare_names(self._holdings.models.slots.buffers))
         theirs = client.get_parameters()
@@ -164,7 +164,7 @@ class AggregatedUpdates:
         return []
 
     def _send(self, work: Work, present: list[int]) -> None:
-        client, shards = self._server(), self._holdings.config.shards
+        client, shards = self._connected(), self._holdings.config.shards
         names = bare_names(work.prepared.names)
         buffers = bare(self._holdings.models.kept_buffers)
         more: dict[str, Any] = {"buffers": list(buffers), "sequence": self._number}
@@ -174,7 +174,7 @@ class AggregatedUpdates:
             more |= {"shards": shards, "spans": [[0, shards]], "base": client.version}
         else:
             more["samples"] = sum(work.sizes)
-        if (options := options_of(work.prepared.optimizers[0])) != self._options:
+        if (options := options_for_server(work.prepared.optimizers[0])) != self._options:
             more["options"] = options
         update = {head + names[i]: self._sums[i] for i in present}
         reply = client.update({**update, **buffers}, timeout_s=self._patience_s, **more)
@@ -183,11 +183,11 @@ class AggregatedUpdates:
 
     def settle(self, prepared: Trained, samples: Samples) -> None:
         """See `Updates`."""
-        self._options = options_of(prepared.optimizers[0])
+        self._options = options_for_server(prepared.optimizers[0])
 
     def edited(self) -> None:
         """The server gets the result too."""
-        client = self._server()
+        client = self._connected()
         client.put_parameters(self._here(), force=True, sequence=self._number)
         client.get_parameters([])  # and so know its version
 

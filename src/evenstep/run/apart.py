@@ -24,7 +24,7 @@ from evenstep.nn.features.layer import Partitioned
 from evenstep.plan.placement import cut
 from evenstep.run.names import bare, bare_names, compare, full
 from evenstep.run.refusals import WITH_SERVERS, refuse
-from evenstep.run.through import Through
+from evenstep.run.server import Server
 
 __all__ = ["Apart", "Some"]
 
@@ -36,7 +36,7 @@ class Apart:
 
     Args:
         holdings: Of a group of one.
-        through: Which server, and how.
+        server: Which server, and how.
         env: Which worker this is, of how many.
 
     Attributes:
@@ -51,12 +51,12 @@ class Apart:
         UnsupportedError: This worker was started again, and synchronous updates need what it had.
     """
 
-    def __init__(self, holdings: Holdings, through: Through, env: Environment) -> None:
-        self._holdings, self._through = holdings, through
+    def __init__(self, holdings: Holdings, server: Server, env: Environment) -> None:
+        self._holdings, self._server = holdings, server
         self.worker, self._num_workers = env.worker, env.num_workers
         self.shards = cut(holdings.config.shards, env.num_workers)[env.worker]
         self.last: dict[int, ShardResult] = {self.shards[0]: ShardResult(Mean(0.0, 1.0), False, {})}
-        self.client = through.connect(_name(env), holdings.config.timeout_s)
+        self.client = server.connect(_name(env), holdings.config.timeout_s)
         try:
             self._left_out = self._look_back(env)
         except BaseException:
@@ -68,11 +68,11 @@ class Apart:
         if env.job is None or env.events_fd is None:  # nobody starts it again
             return 0
         before = _sent_before.setdefault(self.client.worker, self.client.sequence)
-        if before and self._through.staleness == 0:
+        if before and self._server.staleness == 0:
             send(env.events_fd, {"final": True})
             raise UnsupportedError(
                 f"worker {env.worker} died after {before} updates and was started again, but synchronous updates need "
-                "what it had; start the run again, or use aggregate=True, where it would have been replaced"
+                "what it had; start the run again, or use Server(..., aggregate=True), which replaces workers that die"
             )
         if before:
             self.last = Report.unpack(self.client.last_update()["notes"][0]).results
@@ -94,8 +94,8 @@ class Apart:
         """See `Updates`."""
         if what in ("load", "checkpoint", "edit", "exchange"):
             raise UnsupportedError(
-                f"run.{what} in a run with sync='server' would see this worker only: the parameters are the server's, "
-                "which keeps them by --snapshot-every or --durable; use sync='exchange' for it"
+                f"run.{what} in a run with a server would see this worker only: the parameters are the server's, "
+                "which keeps them by --snapshot-every or --durable; leave out the server for it"
             )
         refuse(what, WITH_SERVERS)
 

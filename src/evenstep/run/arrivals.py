@@ -6,7 +6,7 @@ the part, then the word; so a part whose word is old is one that has to be fetch
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,28 @@ class Awaited(dict[str, Any]):
                 module.__dict__["_parameters"] = cls(module._parameters)
 
     @classmethod
+    def wait_for(cls, model: nn.Module, part_of: Mapping[int, int], need: Callable[[int], None]) -> list[Any]:
+        """Let all modules of a model wait from now on.
+
+        Args:
+            model: In which one of these was put into every module.
+            part_of: The part of every parameter, by its id.
+            need: Waits for a part.
+
+        Returns:
+            Hooks of modules that keep their parameters elsewhere too, to be removed in the end.
+        """
+        hooks = []
+        for module in model.modules():
+            place = module._parameters
+            if isinstance(place, cls):
+                place.part_of = {key: part_of[id(p)] for key, p in place.items() if p is not None}
+                place.need = need
+            if isinstance(module, nn.RNNBase):  # it keeps its weights in a list too
+                hooks.append(module.register_forward_pre_hook(_take_all))
+        return hooks
+
+    @classmethod
     def take_down(cls, model: nn.Module) -> None:
         """Give every module an ordinary dict again."""
         for module in model.modules():
@@ -153,3 +175,8 @@ class Awaited(dict[str, Any]):
 
     def __reduce__(self) -> Any:  # a copy of a module waits for nobody
         return dict, (self.copy(),)
+
+
+def _take_all(module: nn.Module, _: Any) -> None:
+    """Wait for all parameters of a module."""
+    module._parameters.values()

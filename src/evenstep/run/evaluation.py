@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -15,10 +16,77 @@ from evenstep.engine.randomness import derive, preserved, seed_all
 from evenstep.engine.results import Mean, add
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import Group
+from evenstep.exchange.journal import Entry
+from evenstep.run.feed import Feed, Loading
+from evenstep.run.meter import Meter
+from evenstep.run.others import Others
+from evenstep.run.saving import Perform
 
-__all__ = ["call_parts", "collect_outputs", "evaluating", "fill", "mean_metrics"]
+__all__ = ["Evaluation", "call_parts", "evaluating"]
 
 Function = Callable[[Any], Any]
+
+
+class Evaluation:
+    """Figures and outputs of a run's models, over all groups.
+
+    Args:
+        engine: Has the models.
+        others: Who else trains them.
+        feed: Gives batches.
+        perform: Does an operation on all workers.
+        group: The number of this worker's group, and how many there are.
+    """
+
+    def __init__(self, engine: Engine, others: Others, feed: Feed, perform: Perform, group: tuple[int, int]) -> None:
+        self._engine, self._others, self._feed, self._perform, self._place = engine, others, feed, perform, group
+        self._count = 0  # how often all groups have met
+
+    def _tag(self, kind: str) -> str:
+        self._count += 1
+        return f"{kind} {self._count}"
+
+    def metrics(self, meter: Meter) -> dict[str, float]:
+        """See `Run.metrics`."""
+        tag = self._tag("metrics")
+
+        def attempt() -> Entry:
+            merged = self._others.merge(tag, meter.means(), meter.num_samples)
+            self._engine.group.barrier("metrics")
+            return Entry("metrics", merged)
+
+        return self._perform("metrics", attempt, _value)
+
+    def evaluate(self, dataset: Any, batch_size: int, metrics: Function, loading: Loading) -> dict[str, float]:
+        """See `Run.evaluate`."""
+        tag, order = self._tag("evaluate"), self._feed.in_order(dataset, batch_size, *self._place)
+
+        def attempt() -> Entry:
+            self._others.level(tag)
+            with evaluating(self._engine.models.slots.modules):
+                means = _mean_metrics(self._engine, self._feed.once(dataset, order, loading), metrics)
+            return Entry("evaluate", self._others.merge(tag, means, order.num_dealt))
+
+        return self._perform("evaluate", attempt, _value)
+
+    def predict(self, dataset: Any, batch_size: int, function: Function, loading: Loading) -> Any:
+        """See `Run.predict`."""
+        tag, order = self._tag("predict"), self._feed.in_order(dataset, batch_size)
+
+        def attempt() -> Entry:
+            self._others.level(tag)
+            with evaluating(self._engine.models.slots.modules):
+                shape, tensors = _collect_outputs(self._engine, self._feed.once(dataset, order, loading), function)
+                return Entry("predict", shape, safetensors.torch.save(tensors))
+
+        return self._perform(
+            "predict", attempt, lambda entry, _: _fill(entry.value, safetensors.torch.load(entry.blob))
+        )
+
+
+def _value(entry: Entry, _: bool) -> dict[str, float]:
+    found: dict[str, float] = entry.value
+    return found
 
 
 @contextmanager
@@ -49,7 +117,7 @@ def call_parts(engine: Engine, batch: Batch, function: Function) -> dict[int, An
     return values
 
 
-def mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) -> dict[str, float]:
+def _mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) -> dict[str, float]:
     """The mean of each metric over all samples: tree sums over shards, then over batches in order."""
     mine: list[dict[str, Any]] = []
     for batch in batches:
@@ -77,7 +145,7 @@ def mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) ->
     return {name: mean.value for name, mean in (totals or {}).items()}
 
 
-def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function) -> tuple[Any, dict[str, Tensor]]:
+def _collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function) -> tuple[Any, dict[str, Tensor]]:
     """The outputs for all samples, concatenated in data-set order, on every worker, on the CPU.
 
     Returns:
@@ -94,8 +162,8 @@ def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function
     return shape, {f"{n:06}": leaf for n, leaf in enumerate(leaves)}
 
 
-def fill(shape: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of what `collect_outputs` returns."""
+def _fill(shape: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of what `_collect_outputs` returns."""
     return structure.fill(shape, (tensors[name] for name in sorted(tensors)))
 
 

@@ -5,20 +5,19 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError
 from evenstep.data.batch import Batch, Position
-from evenstep.data.loader import Collate, Loader
-from evenstep.data.order import Order
+from evenstep.data.loader import Collate, Loader, num_samples
+from evenstep.data.order import Deal, Order
+from evenstep.data.sampling import Sampling
 from evenstep.data.streams import Streamed, StreamLoader
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
-from evenstep.exchange.ledger import Ledger
 from evenstep.run.meter import Meter
 from evenstep.run.saving import Perform, Saving
 
-__all__ = ["Batches", "Feed", "Loading"]
+__all__ = ["Arrangement", "Batches", "Feed", "Loading"]
 
 Place = dict[str, Any]  # as in `Position.after`
 
@@ -30,6 +29,31 @@ class Loading:
     collate_fn: Collate | None = None
     loaders: int = 0
     prefetch: int = 2
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a data set becomes batches: the arguments of `Run.batches` of these names."""
+
+    batch_size: int | None
+    shuffle: bool | None = None
+    sampler: Any = None
+    drop_last: bool = False
+    batch_per_worker: bool = False
+    deal: Deal = "position"
+    train: bool = True
+
+    def check_stream(self) -> None:
+        """See that nothing is asked for that a stream has not.
+
+        Raises:
+            ConfigError: Something is.
+        """
+        if self != Arrangement(self.batch_size):
+            raise ConfigError(
+                "a stream has an order of its own, and a last batch of any size: shuffle, sampler, drop_last, "
+                "batch_per_worker, deal and train=False are for data with an index"
+            )
 
 
 class Batches:
@@ -68,41 +92,52 @@ class Feed:
     """Gives a run its batches.
 
     Args:
-        config: Of the run.
-        env: What surrounds it.
-        ledger: Of the workers.
         engine: Knows which shards are this worker's.
+        env: What surrounds the run.
         saving: Is told where in the data we are.
         meter: Shows it.
         perform: Does an operation on all workers.
+        group: The number of this worker's group, and how many there are.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        env: Environment,
-        ledger: Ledger,
-        engine: Engine,
-        saving: Saving,
-        meter: Meter,
-        perform: Perform,
+        self, engine: Engine, env: Environment, saving: Saving, meter: Meter, perform: Perform, group: tuple[int, int]
     ) -> None:
-        self._config, self._env, self._ledger, self._engine = config, env, ledger, engine
+        self._engine, self._env, self._place_of_group = engine, env, group
+        self._config, self._ledger = engine.config, engine.ledger
         self._saving, self._meter, self._perform = saving, meter, perform
         self._begun = 0  # how many epochs were begun, or left out, so far
 
-    def batches(
-        self, dataset: Any, order: Order, epochs: int, loading: Loading, num_workers: int | None = None
-    ) -> Batches:
-        """The batches of a data set.
+    def batches(self, dataset: Any, arrangement: Arrangement, epochs: int, loading: Loading) -> Batches:
+        """The batches of a data set or stream; see `Run.batches`."""
+        if isinstance(dataset, Streamed):
+            arrangement.check_stream()
+            return self._streams(dataset, arrangement.batch_size, epochs, loading)
+        order = self._arrange(dataset, arrangement)
+        if not arrangement.train:
+            if arrangement.batch_per_worker:
+                raise ConfigError("batch_per_worker=True with train=False; expected one of them: give the global batch")
+            return self._untrained(dataset, order, loading)
+        num_workers = self._num_workers_at_start() if arrangement.batch_per_worker else None
+        order = order if num_workers is None else order.times(num_workers)
+        return self._trained(dataset, order, epochs, loading, num_workers)
 
-        Args:
-            dataset: Any map-style data set.
-            order: How it becomes batches.
-            epochs: How often to go through it.
-            loading: How samples are loaded.
-            num_workers: Of which number of workers the global batches are a multiple, if that was asked for.
-        """
+    def _arrange(self, dataset: Any, said: Arrangement) -> Order:
+        size, seed = num_samples(dataset), self._config.seed
+        sampling = None if said.sampler is None else Sampling(said.sampler, size, seed)
+        shuffle = sampling is None if said.shuffle is None else said.shuffle
+        return Order(
+            size, said.batch_size, self._config.shards, seed, shuffle, said.drop_last, said.deal,
+            *self._place_of_group, sampling,
+        )  # fmt: skip
+
+    def in_order(self, dataset: Any, batch_size: int, group: int = 0, groups: int = 1) -> Order:
+        """A data set from its beginning to its end, every sample once; the share of one of several groups."""
+        size, seed, shards = num_samples(dataset), self._config.seed, self._config.shards
+        return Order(size, batch_size, shards, seed, shuffle=False, drop_last=False, group=group, groups=groups)
+
+    def _trained(self, dataset: Any, order: Order, epochs: int, loading: Loading, num_workers: int | None) -> Batches:
+        """The batches of a data set; `num_workers`: the global batches are a multiple of it, if that was asked for."""
 
         def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
             self._saving.begin_data(order.num_samples, order.batch_size, num_workers)
@@ -116,7 +151,7 @@ class Feed:
             lambda epoch, batch: self._go_through_at(load, epoch, batch),
         )
 
-    def untrained(self, dataset: Any, order: Order, loading: Loading) -> Batches:
+    def _untrained(self, dataset: Any, order: Order, loading: Loading) -> Batches:
         """Batches that no step trains on: they are no epochs of the run, and random numbers of their own are drawn."""
         passes = count()
 
@@ -130,7 +165,7 @@ class Feed:
     def _rank(self) -> int:
         return self._ledger.group.rank
 
-    def streams(self, source: Streamed, batch_size: int | None, epochs: int, loading: Loading) -> Batches:
+    def _streams(self, source: Streamed, batch_size: int | None, epochs: int, loading: Loading) -> Batches:
         """The batches of a stream; the arguments are those of `batches`.
 
         Raises:
@@ -214,7 +249,7 @@ class Feed:
         if last is not None and last.count is None:
             self._meter.show(last.epoch - base, epochs, last.before + 1, last.before + 1)
 
-    def num_workers_at_start(self) -> int:
+    def _num_workers_at_start(self) -> int:
         """How many workers the run was started with: what was asked for, and first of all, if it has been resumed.
 
         Neither how many there are now nor how many came: else a worker that dies early would change the result.

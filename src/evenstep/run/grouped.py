@@ -41,8 +41,8 @@ from evenstep.run.courier import Courier, Line
 from evenstep.run.groups import Groups
 from evenstep.run.parts import Parts
 from evenstep.run.refusals import WITH_SERVERS, refuse
+from evenstep.run.server import options_for_server
 from evenstep.run.servers import Servers
-from evenstep.run.through import options_of
 from evenstep.server.wire.recipes import describe
 
 __all__ = ["GroupedUpdates"]
@@ -155,30 +155,20 @@ class GroupedUpdates:
 
     def _open(self, model: nn.Module, prepared: PreparedOptimizer) -> None:
         """Make what carries parts to the servers and back."""
-        timeout_s, models, entries = (
-            self._holdings.config.timeout_s,
-            self._holdings.models,
-            self._holdings.state.entries,
-        )
+        timeout_s, parts, entries = self._holdings.config.timeout_s, self.parts, self._holdings.state.entries
+        buffers = list(self._holdings.models.slots.buffers)
         servers = Servers(
-            self._standing, self.parts.names, self.parts.server_of, list(models.slots.buffers), timeout_s,
-            self.others.stop_if_asked,
+            self._standing, parts.names, parts.server_of, buffers, timeout_s, self.others.stop_if_asked
         )  # fmt: skip
         trained = set(prepared.names)
-        changing = [[entries[name] for name in names if name in trained] for names in self.parts.names]
+        changing = [[entries[name] for name in names if name in trained] for names in parts.names]
         arrivals = Arrivals(self._group, changing, self._check)
         courier = Courier(Line(self._send_part, servers.fetch, arrivals.write, servers.close), timeout_s)
         self._traffic = Traffic(prepared, servers, arrivals, courier)
         self.others.meet_at(servers, arrivals)
         prepared.gradients.expects = self._expect
-        part_of, names = self.parts.part_of, self._holdings.names
-        for module in model.modules():
-            place = module._parameters
-            if isinstance(place, Awaited):
-                place.part_of = {key: part_of[names[id(p)]] for key, p in place.items() if p is not None}
-                place.need = arrivals.need
-            if isinstance(module, nn.RNNBase):  # it keeps its weights in a list too
-                self._hooks.append(module.register_forward_pre_hook(_take_all))
+        part_of = {i: parts.part_of[name] for i, name in self._holdings.names.items()}
+        self._hooks = Awaited.wait_for(model, part_of, arrivals.need)
 
     def _check(self) -> None:
         """Raise what has stopped the courier, if anything has: nothing more arrives then."""
@@ -199,7 +189,7 @@ class GroupedUpdates:
         """See `Updates`; other groups do theirs meanwhile."""
         early = self._standing.lock and not clipping  # a norm needs all gradients first
         self.traffic.prepared.gradients.reduced = self._on_reduced if early else None
-        self._options, self._sent = options_of(self.traffic.prepared), set()
+        self._options, self._sent = options_for_server(self.traffic.prepared), set()
         return samples
 
     def share(self, work: Work, report: Report) -> list[Report]:
@@ -316,8 +306,3 @@ class GroupedUpdates:
             hook.remove()
         if self._model is not None:
             Awaited.take_down(self._model)
-
-
-def _take_all(module: nn.Module, _: Any) -> None:
-    """Wait for all parameters of a module."""
-    module._parameters.values()

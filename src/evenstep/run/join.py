@@ -11,25 +11,32 @@ from evenstep.exchange.group import Group
 from evenstep.exchange.ledger import Ledger
 from evenstep.transport.segment import Segment
 
-__all__ = ["alone", "join"]
+__all__ = ["alone", "is_alone", "join"]
 
 _joined: dict[tuple[int, int], Ledger] = {}
 
 
-def alone(env: Environment, timeout_s: float) -> Ledger:
-    """Be the only worker of a group, wherever one was started: others are met at a server."""
-    del env
-    return Ledger(Group.around(Segment.create(1), 0, timeout_s))
+def is_alone(env: Environment) -> bool:
+    """Whether nobody has started this process as a worker."""
+    return env.num_workers == 1 and env.segment_fd is None and not env.torchrun
+
+
+def alone(timeout_s: float) -> Ledger:
+    """Be the only worker of a group. Whoever asked for it closes the group."""
+    segment = Segment.create(1)
+    try:
+        return Ledger(Group.around(segment, 0, timeout_s))
+    except BaseException:
+        segment.close()
+        raise
 
 
 def join(env: Environment, timeout_s: float) -> Ledger:
-    """Become a worker. Several runs of one launched process, one after the other, go on in one ledger.
+    """Become one of several workers. Several runs of a process, one after the other, go on in one ledger.
 
     Raises:
         ConfigError: The launcher's segment cannot be reached.
     """
-    if env.num_workers == 1 and env.segment_fd is None and not env.torchrun:
-        return Ledger(Group.around(Segment.create(1), 0, timeout_s))
     key = (os.getpid(), env.worker)
     if key not in _joined:
         segment = _from_store(env, timeout_s) if env.torchrun else _inherited(env)

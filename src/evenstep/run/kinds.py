@@ -2,9 +2,12 @@
 
 from typing import NamedTuple
 
+from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
 from evenstep.engine.holdings import Holdings
+from evenstep.engine.step import Engine
 from evenstep.engine.updates import OwnUpdates, Updates
+from evenstep.exchange.ledger import Ledger
 from evenstep.plan.groups import Standing
 from evenstep.run.aggregated import AggregatedUpdates
 from evenstep.run.apart import Apart
@@ -12,9 +15,9 @@ from evenstep.run.grouped import GroupedUpdates
 from evenstep.run.others import Nobody, Others
 from evenstep.run.periodic import PeriodicUpdates
 from evenstep.run.served import ServedUpdates
-from evenstep.run.through import Through
+from evenstep.run.server import Server
 
-__all__ = ["Kind", "choose"]
+__all__ = ["Kind", "choose", "open_engine"]
 
 
 class Kind(NamedTuple):
@@ -24,12 +27,12 @@ class Kind(NamedTuple):
     others: Others
 
 
-def choose(holdings: Holdings, through: Through, standing: Standing | None, env: Environment) -> Kind:
+def choose(holdings: Holdings, server: Server | None, standing: Standing | None, env: Environment) -> Kind:
     """Choose by what the script and the launcher say; connects to a server where there is one.
 
     Args:
         holdings: Of the workers.
-        through: Whether the script wants a server, and how.
+        server: Which server the script wants, if any, and how.
         standing: Where the group stands among others, if the launcher has started servers.
         env: Which worker this is.
 
@@ -41,11 +44,24 @@ def choose(holdings: Holdings, through: Through, standing: Standing | None, env:
     if standing is not None:
         grouped = GroupedUpdates(holdings, standing)
         return Kind(grouped, grouped.others)
-    if through.server is None:
+    if server is None:
         return Kind(OwnUpdates(holdings.group), Nobody(holdings))
-    if through.together:
-        return Kind(AggregatedUpdates(holdings, through), Nobody(holdings))
-    apart = Apart(holdings, through, env)
-    if through.update_every == 1:
+    if server.together:
+        return Kind(AggregatedUpdates(holdings, server), Nobody(holdings))
+    apart = Apart(holdings, server, env)
+    if server.update_every == 1:
         return Kind(ServedUpdates(holdings, apart), apart)
-    return Kind(PeriodicUpdates(holdings, apart, through.update_every), apart)
+    return Kind(PeriodicUpdates(holdings, apart, server.update_every), apart)
+
+
+def open_engine(
+    config: RunConfig, ledger: Ledger, server: Server | None, standing: Standing | None, env: Environment
+) -> tuple[Engine, Others]:
+    """An engine for the kind of run that is wanted, and who else trains its model; see `choose` for what it raises."""
+    holdings = Holdings(config, ledger)
+    updates, others = choose(holdings, server, standing, env)
+    try:
+        return Engine(holdings, updates), others
+    except BaseException:
+        updates.close()
+        raise

@@ -29,7 +29,7 @@ WITH_SERVERS: Mapping[Feature, str] = {
     "whole optimizer": "prepare(..., whole=True) in a run with servers, which step what they hold; leave it out",
     "weighted loss": (
         "the step function returned an evenstep.Loss, but in this run gradients leave the workers before the weights "
-        "of all parts are known; train without servers, or with aggregate=True"
+        "of all parts are known; train without servers, or with Server(..., aggregate=True)"
     ),
 }
 """Feature -> why it is refused, in every run with servers that says nothing else."""

@@ -1,65 +1,54 @@
 """The facade: `Run` and its batches, step, evaluate, save and load."""
 
-import json
 import sys
-import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from evenstep.arithmetic import settings
 from evenstep.core import env as environment
 from evenstep.core import points
 from evenstep.core.config import RunConfig
-from evenstep.core.env import Environment
-from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped, UnsupportedError
+from evenstep.core.errors import ConfigError
 from evenstep.core.events import send
-from evenstep.core.output import unheard
 from evenstep.data.batch import Batch
-from evenstep.data.loader import num_samples
-from evenstep.data.order import Deal, Order
-from evenstep.data.sampling import Sampling
-from evenstep.data.streams import Streamed
-from evenstep.data.whole import Whole
+from evenstep.data.order import Deal
+from evenstep.data.whole import cut_whole
 from evenstep.engine.carries import Carry
 from evenstep.engine.clipping import Clipping
-from evenstep.engine.determinism import device_of, profile
-from evenstep.engine.holdings import Holdings
+from evenstep.engine.determinism import device_of
 from evenstep.engine.models import check_model
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.several import Trained
-from evenstep.engine.step import Engine, Task
-from evenstep.exchange.group import SUMMABLE
-from evenstep.exchange.journal import Entry
-from evenstep.exchange.ledger import Operation
+from evenstep.engine.several import chosen
+from evenstep.engine.step import Task
 from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.nn.gather import gather
-from evenstep.plan.groups import Standing
-from evenstep.plan.placement import cut
 from evenstep.run import unclosed
-from evenstep.run.evaluation import collect_outputs, evaluating, fill, mean_metrics
-from evenstep.run.feed import Batches, Feed, Loading
-from evenstep.run.join import alone, join
-from evenstep.run.kinds import choose
+from evenstep.run.agreement import agree, check_arithmetic, find_standing
+from evenstep.run.ending import end
+from evenstep.run.evaluation import Evaluation
+from evenstep.run.feed import Arrangement, Batches, Feed, Loading
+from evenstep.run.join import alone, is_alone, join
+from evenstep.run.kinds import open_engine
 from evenstep.run.meter import Meter
+from evenstep.run.operations import Operations
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
-from evenstep.run.sharing import collect, once
+from evenstep.run.server import Server
+from evenstep.run.sharing import collect, exchange, once
 from evenstep.run.summed import Summed
-from evenstep.run.through import Through
+from evenstep.run.trace import Trace
 from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
 
-T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # the type of the user's optimizer
 
@@ -86,15 +75,8 @@ class Run:
             makes it an error where they cannot; False never does.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
             docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
-        sync: "exchange": workers add up gradients among themselves. "server": they meet only at a parameter server,
-            which holds the parameters and their optimizer.
-        server: Its address.
-        staleness: What the server was started with. With 0 the result is that of "exchange", to the bit.
-        update_every: Batches between two updates, or "epoch". With more than one batch each worker trains by itself in
-            between, with the optimizer that it prepares, and sends what that changed; the server needs none then.
-        token: For the server.
-        aggregate: Whether the workers of this machine add up their gradients and send one update, so that they are one
-            worker to the server. None: if `staleness` is 0 and every batch is an update: then it changes no bit.
+        server: The parameter server at which workers meet, as an `evenstep.Server`, or its address if the rest of that
+            is as by default. None: workers add up gradients among themselves.
 
     Attributes:
         worker: The number of this worker in its group, 0 for the first.
@@ -119,81 +101,71 @@ class Run:
         on_nondeterminism: Literal["error", "warn"] = "error",
         graphs: Literal["auto"] | bool = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
-        sync: Literal["exchange", "server"] = "exchange",
-        server: str | None = None,
-        staleness: int | None = 0,
-        update_every: int | Literal["epoch"] = 1,
-        token: str | None = None,
-        aggregate: bool | None = None,
+        server: Server | str | None = None,
     ) -> None:
-        self._env = environment.read()
+        self._env = env = environment.read()
         self.config = RunConfig.resolve(
-            self._env,
+            env,
             shards=shards,
             seed=seed,
             threads=threads,
-            device=device_of(str(device), self._env.worker),
-            timeout_s=timeout_s if self._env.timeout_s is None else self._env.timeout_s,
+            device=device_of(str(device), env.worker),
+            timeout_s=timeout_s if env.timeout_s is None else env.timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
             graphs=graphs,
             arithmetic=arithmetic,
         )
-        through = Through(sync, server, staleness, update_every, token, aggregate)
-        through.check()
-        standing = Standing.of(self._env.standing) if self._env.standing else None
-        if standing is not None and through.server is not None:
-            raise ConfigError(
-                f"the command line starts servers, but the script says Run(server={server!r}): say one of them"
-            )
-        _see_to_arithmetic(self.config, standing is not None or through.server is not None, self._env, sys._getframe(1))
-        self.group, self.num_groups = (standing.group, standing.groups) if standing is not None else (0, 1)
-        self._apart = apart = through.server is not None and not through.together
-        self._ledger = (alone if apart else join)(self._env, self.config.timeout_s)
-        self._group = self._ledger.group
-        self.worker = self._env.worker if apart else self._group.worker
-        self._voice = Voice(self._env, self._ledger, speaks=self.group == 0 and not (apart and self.worker > 0))
-        self._meetings = 0  # how often all groups have met
-        self._meter = Meter(lambda: self._group.rank == 0 and self._ledger.took_part)
         self.grad_norm: float | None = None
-        try:
-            holdings = Holdings(self.config, self._ledger)
-            updates, self._others = choose(holdings, through, standing, self._env)
-            self._engine = Engine(holdings, updates)
-        except BaseException:
-            self._close_group()
-            raise
-        self._saving = Saving(self._engine, self._others, self._perform, self._env.job)
-        self._feed = Feed(
-            self.config, self._env, self._ledger, self._engine, self._saving, self._meter, self._perform
-        )  # fmt: skip
-        self._closed = False
-        if self._env.events_fd is not None:
-            send(self._env.events_fd, {"made": True})
-        self._group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
-        try:
-            points.reach("join")
-            self._ledger.perform(Operation("join", 0), self._meet, self._agree)
-        except BaseException:
-            self._tell_others()
-            self._release()
-            raise
-        if progress and not self.config.quiet and not (apart and self.worker > 0):
-            self._meter.display = Display() if self._env.events_fd is None else Pipe(self._env.events_fd)
+        server = Server.of(server)
+        standing = find_standing(env, server)
+        served = standing is not None or server is not None
+        check_arithmetic(self.config, env, sys._getframe(1), served=served)
+        self.group, self.num_groups = (standing.group, standing.groups) if standing is not None else (0, 1)
+        apart = server is not None and not server.together
+        with ExitStack() as opened:
+            if apart or is_alone(env):
+                self._ledger = alone(self.config.timeout_s)
+                opened.callback(self._ledger.group.close)
+            else:  # another run of this process may go on in it
+                self._ledger = join(env, self.config.timeout_s)
+            self.worker = env.worker if apart else self._ledger.group.worker
+            self._speaks = self.group == 0 and not (apart and self.worker > 0)
+            self._operations = Operations(self._ledger, self.worker)
+            with self._operations.alike():
+                self._engine, self._others = open_engine(self.config, self._ledger, server, standing, env)
+                opened.callback(self._engine.close)
+                self._operations.version = lambda: self.version
+                self._compose(opened)
+                self._begin(progress=progress)
+            self._opened = opened.pop_all()
+
+    def _compose(self, opened: ExitStack) -> None:
+        """Make the parts around the engine."""
+        env, perform, place = self._env, self._operations.perform, (self.group, self.num_groups)
+        self._voice = Voice(env, self._ledger, speaks=self._speaks)
+        self._trace = Trace(env.trace, self._engine)
+        self._saving = Saving(self._engine, self._others, perform, env.job)
+        opened.callback(self._saving.close)
+        self._meter = Meter(lambda: self._ledger.group.rank == 0 and self._ledger.took_part)
+        opened.callback(self._meter.close)
+        self._feed = Feed(self._engine, env, self._saving, self._meter, perform, place)
+        self._evaluation = Evaluation(self._engine, self._others, self._feed, perform, place)
+        opened.callback(unclosed.closed, self)
+
+    def _begin(self, *, progress: bool) -> None:
+        """Meet the other workers."""
+        events_fd, group = self._env.events_fd, self._ledger.group
+        if events_fd is not None:
+            send(events_fd, {"made": True})
+        group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
+        points.reach("join")
+        agree(self._ledger, self.config, self.worker)
+        if progress and not self.config.quiet and self._speaks:
+            self._meter.display = Display() if events_fd is None else Pipe(events_fd)
         if not self.config.quiet and self.worker == 0:
             unclosed.opened(self, self._voice.say)
-        seed_all(seed)
-
-    def _meet(self) -> Entry:
-        mine = profile(self.config)
-        of_all = self._group.gather_json("join", mine)
-        for worker, theirs in zip(self._group.members, of_all, strict=True):
-            _compare_profiles(worker, theirs, of_all[0])
-        return Entry("join", of_all[0])
-
-    def _agree(self, entry: Entry, took_part: bool) -> None:
-        if not took_part:
-            _compare_profiles(self.worker, profile(self.config), entry.value)
+        seed_all(self.config.seed)
 
     # ---- entering and leaving ----
 
@@ -206,93 +178,26 @@ class Run:
         if error is None:
             self.close()
         else:
-            self._tell_others()
+            self._operations.tell_others()
             self._release()
 
     def close(self) -> None:
         """Finish: wait for all workers, print the fingerprint (worker 0, unless quiet), let go of everything."""
-        if self._closed:
+        if self._operations.closed:
             return
-
-        def attempt() -> Entry:
-            self._group.barrier("end of the run")
-            return Entry("end of the run", self.fingerprint() if self._group.rank == 0 else None)
-
-        def adopt(entry: Entry, took_part: bool) -> None:
-            if not took_part:  # whoever came here through the journal alone takes over what came of it
-                self._engine.holdings.pull()
-            self._meter.close()
-            fingerprint = entry.value or self.fingerprint()
-            if self._env.trace is not None and self._group.rank == 0:
-                self._note({"fingerprint": fingerprint})
-            if self.config.quiet:
-                return
-            if self._env.events_fd is not None:
-                send(self._env.events_fd, {"fingerprint": fingerprint, "operation": self._ledger.done})
-            elif self._group.rank == 0:
-                with unheard(sys.stdout):
-                    print(f"fingerprint {fingerprint}", flush=True)
-
         try:
-            self._conclude()
-            self._perform("end of the run", attempt, adopt)
+            with self._operations.alike():
+                self._engine.updates.finish()
+                self._saving.conclude()
+            end(self._engine, self._operations, self.fingerprint, self._meter, self._trace, self._env)
             self._saving.close()
-            self._group.tell({"closed": True})
+            self._ledger.group.tell({"closed": True})
         finally:
             self._release()
 
-    def _conclude(self) -> None:
-        try:
-            self._engine.updates.finish()
-            self._saving.conclude()
-        except BaseException:
-            self._tell_others()
-            raise
-
-    def _perform(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
-        """Do an operation on all workers; what spoils it here reaches them all."""
-        self._check_open()
-        try:
-            return self._ledger.perform(Operation(kind, self.version), attempt, adopt)
-        except BaseException:
-            self._tell_others()
-            raise
-
-    def _check_open(self) -> None:
-        """See that this run goes on, in this process.
-
-        Raises:
-            ConfigError: It is over, or this is a copy of the process that runs it.
-        """
-        self._group.check_process()
-        if self._closed:
-            raise ConfigError(
-                "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
-                "`with evenstep.Run(...) as run`, or make another run"
-            )
-
-    def _tell_others(self) -> None:
-        """Say why this worker stops, unless it stops because of another or was told to."""
-        error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, PeerError | Stopped | Dismissed):
-            where = f"worker {self.worker} failed at step {self.version}:\n"
-            self._group.fail(where + "".join(traceback.format_exception(error)))
-
     def _release(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        unclosed.closed(self)
-        self._meter.close()
-        self._saving.close()
-        self._engine.close()
-        self._close_group()
-
-    def _close_group(self) -> None:
-        """Let go of the segment, unless another run of this process may go on in it."""
-        alone_here = self._env.num_workers == 1 and self._env.segment_fd is None
-        if alone_here or self._apart:
-            self._group.close()
+        self._operations.closed = True
+        self._opened.close()
 
     # ---- what a user calls ----
 
@@ -314,7 +219,7 @@ class Run:
     @property
     def num_workers(self) -> int:
         """How many workers there are now."""
-        return self._group.num_workers
+        return self._ledger.group.num_workers
 
     @overload
     def prepare(self, model: M, *, sync_batchnorm: bool = True) -> M: ...
@@ -345,15 +250,11 @@ class Run:
             UnsupportedError: Something in the model or the optimizer cannot be trained exactly.
             MismatchError: Another worker prepares something else.
         """
-        self._check_open()
-        try:
+        with self._operations.alike():
             check_model(model)
             if sync_batchnorm:
                 model = convert_sync_batchnorm(model)
             self._engine.intake.prepare(model, optimizer, whole=whole)
-        except BaseException:
-            self._tell_others()
-            raise
         return model if optimizer is None else (model, optimizer)
 
     def batches(
@@ -402,29 +303,8 @@ class Run:
             ConfigError: The arguments contradict each other, or the data set is no map-style one.
             CheckpointError: What was loaded had global batches of another size, with `batch_per_worker`.
         """
-        loading = Loading(collate_fn, loaders, prefetch)
-        if isinstance(dataset, Streamed):
-            others = sampler is not None or drop_last or batch_per_worker or deal != "position" or not train
-            if shuffle is not None or others:
-                raise ConfigError(
-                    "a stream has an order of its own, and a last batch of any size: shuffle, sampler, drop_last, "
-                    "batch_per_worker, deal and train=False are for data with an index"
-                )
-            return self._feed.streams(dataset, batch_size, epochs, loading)
-        size, seed = num_samples(dataset), self.config.seed
-        shuffled = sampler is None if shuffle is None else shuffle
-        order = Order(
-            size, batch_size, self.shards, seed, shuffled, drop_last, deal, self.group, self.num_groups,
-            None if sampler is None else Sampling(sampler, size, seed),
-        )  # fmt: skip
-        if not train:
-            if batch_per_worker:
-                raise ConfigError("batch_per_worker=True with train=False; expected one of them: give the global batch")
-            return self._feed.untrained(dataset, order, loading)
-        num_workers = self._feed.num_workers_at_start() if batch_per_worker else None
-        if num_workers is not None:
-            order = order.times(num_workers)
-        return self._feed.batches(dataset, order, epochs, loading, num_workers)
+        arrangement = Arrangement(batch_size, shuffle, sampler, drop_last, batch_per_worker, deal, train)
+        return self._feed.batches(dataset, arrangement, epochs, Loading(collate_fn, loaders, prefetch))
 
     def metrics(self) -> dict[str, float]:
         """Mean loss and metrics of the steps of this epoch so far, or of the last one, over the samples of all groups.
@@ -432,16 +312,7 @@ class Run:
         The same on every worker of every group. All workers must call this alike, between steps; with several groups
         it waits for all of them.
         """
-        tag = f"metrics {self._meetings}"
-
-        def attempt() -> Entry:
-            merged = self._others.merge(tag, self._meter.means(), self._meter.num_samples)
-            self._group.barrier("metrics")
-            return Entry("metrics", merged)
-
-        found: dict[str, float] = self._perform("metrics", attempt, lambda entry, _: entry.value)
-        self._meetings += 1
-        return found
+        return self._evaluation.metrics(self._meter)
 
     def step(
         self,
@@ -480,57 +351,26 @@ class Run:
             MismatchError: Workers or shards reached different exchanges.
             UnsupportedError: The step met something that cannot be trained exactly.
         """
-        self._check_open()
-        try:
+        with self._operations.alike():
             if self._env.resume:
                 self._saving.say_if_none()
-            trained = self._trained(optimizer)
+            trained = self._engine.holdings.together(chosen(self._engine.optimizers, optimizer))
             samples = batch if isinstance(batch, Batch) else self.cut(batch)
             if reduction not in ("mean", "sum"):
                 raise ConfigError(f"reduction={reduction!r}, expected 'mean' or 'sum'")
             function = function if reduction == "mean" else Summed(function, len(samples))
-            self._trace(first=True)
+            self._trace.before_step()
             clipping = Clipping(clip_norm, clip_value)
             outcome = self._engine.step(Task(samples, function, trained, clipping, Scaling(scaler)))
-            self._trace(first=False)
+            self._trace.after_step()
             self._saving.heed()
-        except BaseException:
-            self._tell_others()
-            raise
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
         self._meter.add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
         return (outcome.loss, outcome.metrics) if outcome.metrics else outcome.loss
 
-    def _trained(self, optimizer: Optimizer | Sequence[Optimizer] | None) -> Trained:
-        prepared = self._engine.optimizers
-        if not prepared:
-            raise ConfigError("no optimizer was prepared; call model, optimizer = run.prepare(model, optimizer) first")
-        if optimizer is None and len(prepared) > 1:
-            raise ConfigError(
-                f"{len(prepared)} optimizers were prepared; say which one steps: run.step(..., optimizer=...)"
-            )
-        wanted = [each.optimizer for each in prepared] if optimizer is None else optimizer
-        found = []
-        for each in wanted if isinstance(wanted, Sequence) else [wanted]:
-            known = [one for one in prepared if one.optimizer is each]
-            if not known or known[0] in found:
-                raise ConfigError(
-                    "an optimizer is there twice; pass each once"
-                    if known
-                    else "this optimizer was not prepared; pass the one that run.prepare returned"
-                )
-            found.append(known[0])
-        if not found:
-            raise ConfigError("run.step got no optimizer in its list; pass at least one, or leave it out")
-        return self._engine.holdings.together(found)
-
     def cut(self, batch: Any) -> Batch:
         """A whole global batch, the same on every worker, as `step` cuts it by position: its `sizes` are the parts'."""
-        whole = Whole(batch)
-        spans = cut(whole.num_rows, self.shards)
-        sizes = [end - first for first, end in spans]
-        name = f"batch {self.version}"
-        return Batch(name, sizes, lambda k: whole.part(*spans[k]), {}, self.config.device, whole=batch)
+        return cut_whole(batch, f"batch {self.version}", self.shards, self.config.device)
 
     def evaluate(
         self,
@@ -555,20 +395,7 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
-        order = self._in_order(dataset, batch_size, self.group, self.num_groups)
-        loading = Loading(collate_fn, loaders, prefetch)
-        tag = f"evaluate {self._meetings}"
-
-        def attempt() -> Entry:
-            self._others.level(tag)
-            with evaluating(self._engine.models.slots.modules):
-                batches = self._feed.once(dataset, order, loading)
-                means = mean_metrics(self._engine, batches, metrics)
-            return Entry("evaluate", self._others.merge(tag, means, order.num_dealt))
-
-        found: dict[str, float] = self._perform("evaluate", attempt, lambda entry, _: entry.value)
-        self._meetings += 1
-        return found
+        return self._evaluation.evaluate(dataset, batch_size, metrics, Loading(collate_fn, loaders, prefetch))
 
     def predict(
         self,
@@ -590,22 +417,7 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
-        order, loading = self._in_order(dataset, batch_size), Loading(collate_fn, loaders, prefetch)
-        tag = f"predict {self._meetings}"
-
-        def attempt() -> Entry:
-            self._others.level(tag)
-            with evaluating(self._engine.models.slots.modules):
-                batches = self._feed.once(dataset, order, loading)
-                shape, tensors = collect_outputs(self._engine, batches, function)
-                return Entry("predict", shape, safetensors.torch.save(tensors))
-
-        self._meetings += 1
-        return self._perform("predict", attempt, lambda entry, _: fill(entry.value, safetensors.torch.load(entry.blob)))
-
-    def _in_order(self, dataset: Any, batch_size: int, group: int = 0, groups: int = 1) -> Order:
-        size, seed = num_samples(dataset), self.config.seed
-        return Order(size, batch_size, self.shards, seed, shuffle=False, drop_last=False, group=group, groups=groups)
+        return self._evaluation.predict(dataset, batch_size, function, Loading(collate_fn, loaders, prefetch))
 
     def collect(self, batch: Any, function: Callable[[Any], Any]) -> list[Any]:
         """What a function gives for every part of a batch, in the order of the parts; the same on every worker.
@@ -618,7 +430,8 @@ class Run:
             function: Called with every part that has samples; returns numbers, texts, tensors and arrays, in lists,
                 tuples and dicts.
         """
-        return collect(self._engine, self._perform, batch if isinstance(batch, Batch) else self.cut(batch), function)
+        batch = batch if isinstance(batch, Batch) else self.cut(batch)
+        return collect(self._engine, self._operations.perform, batch, function)
 
     def once(self, function: Callable[[], Any]) -> Any:
         """Let one worker do something for all, exactly once: write a file, look at a directory, ask the clock.
@@ -633,7 +446,7 @@ class Run:
         Returns:
             What it returned, on every worker.
         """
-        return once(self._engine, self._perform, function)
+        return once(self._engine, self._operations.perform, function)
 
     @property
     def catching_up(self) -> bool:
@@ -660,13 +473,9 @@ class Run:
         They are one tensor for all workers, so only worker 0 calls the function, without gradients and with random
         numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
-        self._check_open()
-        self._engine.updates.refuse("edit")
-        try:
+        with self._operations.alike():
+            self._engine.updates.refuse("edit")
             self._engine.edit(function, derive("edit", self.config.seed, self.version))
-        except BaseException:
-            self._tell_others()
-            raise
 
     def carry(self, initial: Callable[[int], Any]) -> Carry:
         """What a step function hands on to the next step, for each part by itself, such as the state of an LSTM.
@@ -680,7 +489,7 @@ class Run:
             initial: Called with the number of samples of a part; returns what the first step begins with: tensors in
                 tuples, lists and dicts.
         """
-        self._check_open()
+        self._operations.check_open()
         self._engine.updates.refuse("carry")
         return self._engine.holdings.carries.add(initial)
 
@@ -723,43 +532,7 @@ class Run:
             The sum over all shards in tree order, [n], the same bits on every worker.
         """
         self._engine.updates.refuse("exchange")
-        generation, kind = self._group.generation, f"exchange {tag}"
-        total = torch.empty(0)
-
-        def attempt() -> Entry:
-            nonlocal total
-            if callable(rows):
-                mine = torch.stack([rows(shard) for shard in self._engine.sharing.mine])
-            elif self._group.generation == generation:
-                mine = rows
-            else:
-                raise UnsupportedError(
-                    f"the workers changed before exchange('{tag}') was over, and the rows of the shards that moved are "
-                    "not here; pass a function of the shard instead of a tensor"
-                )
-            self._check_rows(mine)
-            shares = [end - first for first, end in self._engine.sharing.spans]
-            total = self._group.sum(tag, mine.cpu(), shares, everyone=True).to(mine.device)
-            described = [str(total.dtype).removeprefix("torch."), str(total.device)]
-            return Entry(kind, described, total.cpu().view(torch.uint8).numpy().tobytes())
-
-        def adopt(entry: Entry, took_part: bool) -> Tensor:
-            if took_part:
-                return total
-            dtype, device = entry.value
-            return torch.frombuffer(bytearray(entry.blob), dtype=getattr(torch, dtype)).to(device)
-
-        return self._perform(kind, attempt, adopt)
-
-    def _check_rows(self, rows: Tensor) -> None:
-        num_shards = len(self._engine.sharing.mine)
-        if rows.ndim != 2 or len(rows) != num_shards:
-            raise ConfigError(
-                f"exchange got {tuple(rows.shape)}, expected ({num_shards}, n): one row for each shard "
-                f"of worker {self.worker}"
-            )
-        if rows.dtype not in SUMMABLE or not rows.numel():
-            raise ConfigError(f"exchange got {rows.dtype} {tuple(rows.shape)}; expected at least one of {SUMMABLE}")
+        return exchange(self._engine, self._operations.perform, tag, rows)
 
     def print(self, *values: object, sep: str = " ") -> None:
         """As Python's `print`, once for the whole run: the first worker's, and no line twice if it is replaced.
@@ -789,9 +562,7 @@ class Run:
         Through a server, it holds the server's parameters, and not the state of its optimizer; workers that send
         updates on their own do not wait. Several groups wait for each other, and the first writes.
         """
-        writes = self.group == 0 and not (self._apart and self.worker > 0)
-        self._saving.save(Path(path), f"save {self._meetings}", writes=writes)
-        self._meetings += 1
+        self._saving.save(Path(path), writes=self._speaks)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, on any number of workers. All workers must call this alike, after `prepare`.
@@ -820,35 +591,3 @@ class Run:
         """
         self._engine.updates.refuse("checkpoint")
         self._saving.begin(Path(directory), every, keep, resume=self._env.resume if resume is None else resume)
-
-    # ---- for `evenstep verify` ----
-
-    def _trace(self, *, first: bool) -> None:
-        if self._env.trace is None or self._group.rank != 0 or (first and self.version) or not self._ledger.took_part:
-            return
-        self._note({"step": self.version, "digests": self._engine.state.digests()})
-
-    def _note(self, record: dict[str, Any]) -> None:
-        assert self._env.trace is not None, "somebody wants to know"
-        with self._env.trace.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def _compare_profiles(worker: int, mine: dict[str, Any], first: dict[str, Any]) -> None:
-    for key, value in mine.items():
-        if value != first[key]:
-            raise ConfigError(
-                f"worker {worker} has {key}={value!r} but worker 0 has {first[key]!r}; "
-                "all workers must run the same script on the same kind of machine"
-            )
-
-
-def _see_to_arithmetic(config: RunConfig, served: bool, env: Environment, caller: FrameType) -> None:
-    if config.arithmetic == "native":
-        return
-    if served:
-        raise ConfigError(
-            "arithmetic='portable' with a parameter server, whose optimizer computes as its own processor is fastest; "
-            "use sync='exchange', or arithmetic='native'"
-        )
-    settings.insist(caller, env)

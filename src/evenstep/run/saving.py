@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Perform(Protocol):
-    """Does an operation on all workers; `Run._perform`."""
+    """Does an operation on all workers; see `Operations`."""
 
     def __call__(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """See `Ledger.perform`."""
@@ -56,6 +56,7 @@ class Saving:
         self._resumption: Resumption | None = None
         self._hold: Claim | None = None
         self._last: Snapshot | None = None
+        self._num_saved = 0  # how often the script has asked for it
         self._run = job or f"process {os.getpid()} on {socket.gethostname()}"
 
     def track(self, name: str, value: Any) -> None:
@@ -89,14 +90,14 @@ class Saving:
             )
         self._data.append(sizes)
 
-    def save(self, path: Path, tag: str, *, writes: bool) -> None:
+    def save(self, path: Path, *, writes: bool) -> None:
         """See `Run.save`.
 
         Args:
             path: Where.
-            tag: Which of the meetings of all groups this is.
             writes: Whether it is for us to write, if we are the first worker.
         """
+        tag, self._num_saved = f"save {self._num_saved}", self._num_saved + 1
 
         def attempt() -> Entry:
             failure = None

@@ -31,7 +31,7 @@ from evenstep.engine.updates import Feature
 from evenstep.plan.summing import Span, Summing
 from evenstep.run.apart import Apart
 from evenstep.run.names import bare, bare_names
-from evenstep.run.through import options_of
+from evenstep.run.server import options_for_server
 
 __all__ = ["ServedUpdates"]
 
@@ -70,7 +70,7 @@ class ServedUpdates:
     def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
         """See `Updates`."""
         if prepared is not None:
-            self._options = options_of(prepared)
+            self._options = options_for_server(prepared)
         self._apart.join()
 
     def begin(self, samples: Samples, clipping: Clipping) -> Samples | Results:
@@ -79,7 +79,7 @@ class ServedUpdates:
             return self._apart.results()
         if clipping:
             raise UnsupportedError(
-                "gradients are added up on the server, so they cannot be clipped here; with aggregate=True they can"
+                "gradients are added up on the server, so they cannot be clipped here; use Server(..., aggregate=True)"
             )
         return samples if self._synchronous else self._apart.own(samples)
 
@@ -91,9 +91,10 @@ class ServedUpdates:
         if not self._synchronous:
             report = replace(report, results=self._apart.last)
         note = replace(report, worker=self._apart.worker).pack()
-        buffers = bare(self._holdings.models.take_buffers()) if self._apart.shards[0] == 0 else {}
+        kept = self._holdings.models.take_buffers()  # those of the run's first shard come back from the server
+        buffers = bare(kept) if self._apart.shards[0] == 0 else {}
         update, more = self._synchronously(work) if self._synchronous else self._asynchronously(work)
-        if (options := options_of(work.prepared.optimizers[0])) != self._options:
+        if (options := options_for_server(work.prepared.optimizers[0])) != self._options:
             more["options"] = options
         reply = self._apart.client.update(
             {**buffers, **update}, timeout_s=self._holdings.config.timeout_s, note=note, buffers=list(buffers), **more

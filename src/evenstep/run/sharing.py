@@ -1,18 +1,24 @@
-"""Operations that change no state: what one worker does for all, and what all compute of a batch for everyone."""
+"""Operations that change no state: what one does for all, what all compute of a batch, and sums over shards."""
 
 from collections.abc import Callable
 from typing import Any
 
-from evenstep.core.errors import MismatchError
+import torch
+from torch import Tensor
+
+from evenstep.core.errors import ConfigError, MismatchError, UnsupportedError
 from evenstep.data.batch import Batch
 from evenstep.engine.reports import compare_contents
 from evenstep.engine.step import Engine
+from evenstep.exchange.group import SUMMABLE
 from evenstep.exchange.journal import Entry
 from evenstep.run.evaluation import call_parts, evaluating
 from evenstep.run.saving import Perform
 from evenstep.run.values import pack, unpack
 
-__all__ = ["collect", "once"]
+__all__ = ["collect", "exchange", "once"]
+
+Rows = Tensor | Callable[[int], Tensor]
 
 
 def once(engine: Engine, perform: Perform, function: Callable[[], Any]) -> Any:
@@ -63,3 +69,45 @@ def _compare(engine: Engine, batch: Batch) -> None:
                 "same batches"
             )
     compare_contents(engine.version, [(w, theirs[2]) for w, theirs in zip(group.members, of_all, strict=True)])
+
+
+def exchange(engine: Engine, perform: Perform, tag: str, rows: Rows) -> Tensor:
+    """See `Run.exchange`."""
+    group, sharing = engine.group, engine.sharing
+    generation, kind, total = group.generation, f"exchange {tag}", torch.empty(0)
+
+    def attempt() -> Entry:
+        nonlocal total
+        if callable(rows):
+            mine = torch.stack([rows(shard) for shard in sharing.mine])
+        elif group.generation == generation:
+            mine = rows
+        else:
+            raise UnsupportedError(
+                f"the workers changed before exchange('{tag}') was over, and the rows of the shards that moved are "
+                "not here; pass a function of the shard instead of a tensor"
+            )
+        _check_rows(engine, mine)
+        shares = [end - first for first, end in sharing.spans]
+        total = group.sum(tag, mine.cpu(), shares, everyone=True).to(mine.device)
+        described = [str(total.dtype).removeprefix("torch."), str(total.device)]
+        return Entry(kind, described, total.cpu().view(torch.uint8).numpy().tobytes())
+
+    def adopt(entry: Entry, took_part: bool) -> Tensor:
+        if took_part:
+            return total
+        dtype, device = entry.value
+        return torch.frombuffer(bytearray(entry.blob), dtype=getattr(torch, dtype)).to(device)
+
+    return perform(kind, attempt, adopt)
+
+
+def _check_rows(engine: Engine, rows: Tensor) -> None:
+    num_shards = len(engine.sharing.mine)
+    if rows.ndim != 2 or len(rows) != num_shards:
+        raise ConfigError(
+            f"exchange got {tuple(rows.shape)}, expected ({num_shards}, n): one row for each shard of worker "
+            f"{engine.group.worker}"
+        )
+    if rows.dtype not in SUMMABLE or not rows.numel():
+        raise ConfigError(f"exchange got {rows.dtype} {tuple(rows.shape)}; expected at least one of {SUMMABLE}")

@@ -1,0 +1,112 @@
+"""Columns of Arrow tables as tensors: one row for each sample, no nulls, rows of one length."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from evenstep.core.errors import ConfigError
+
+__all__ = ["Column", "check_type", "column_of"]
+
+Column = Tensor | list[str] | list[bytes]
+"""``[rows, ...]`` of numbers, or texts."""
+
+_WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch computes little with the narrower ones
+
+
+def check_type(name: str, kind: pa.DataType) -> None:
+    """See that a column can become a tensor, or texts.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    leaf = kind
+    while _is_list(leaf):
+        leaf = leaf.value_type
+    is_number = pa.types.is_integer(leaf) or pa.types.is_floating(leaf) or pa.types.is_boolean(leaf)
+    if not (is_number and leaf != pa.uint64()) and not _is_text(kind):
+        raise ConfigError(
+            f"column {name!r} is {kind}; expected numbers, lists of numbers of one length, text or bytes: convert it, "
+            "or name the others in columns=[...]"
+        )
+
+
+def column_of(name: str, values: pa.ChunkedArray | pa.Array, where: str) -> Column:
+    """A column as a tensor ``[rows, ...]``, or a list of texts; the numbers are copied once.
+
+    Args:
+        name: Of the column, for errors.
+        values: Its values.
+        where: What they are of, for errors.
+
+    Raises:
+        ConfigError: A value is null, or lists are not equally long.
+    """
+    if values.null_count:
+        row = values.is_null().index(pa.scalar(True)).as_py()
+        raise ConfigError(f"column {name!r} of {where} has no value in row {row}; fill it, or leave such rows out")
+    if _is_text(values.type):
+        return values.to_pylist()  # type: ignore[no-any-return]  # texts
+    if not _is_list(values.type):
+        return _numbers(values)
+    shape = [len(values)]
+    while _is_list(values.type):
+        length = _length(name, values, where)
+        shape.append(length)
+        values = _flatten(values)
+        if values.null_count:
+            row = values.is_null().index(pa.scalar(True)).as_py() // max(1, _product(shape[1:]))
+            raise ConfigError(
+                f"column {name!r} of {where} has an element without a value in row {row}; fill it, or leave such rows "
+                "out"
+            )
+    return _numbers(values).reshape(shape)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(
+        types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+    )
+
+
+def _product(sizes: Sequence[int]) -> int:
+    return int(np.prod(sizes, dtype=np.int64))
+
+
+def _flatten(values: Any) -> Any:
+    if isinstance(values, pa.ChunkedArray):
+        return pa.chunked_array([chunk.flatten() for chunk in values.chunks], values.type.value_type)
+    return values.flatten()
+
+
+def _length(name: str, values: Any, where: str) -> int:
+    """How long every list of a column is."""
+    if pa.types.is_fixed_size_list(values.type):
+        return int(values.type.list_size)
+    chunks = values.chunks if isinstance(values, pa.ChunkedArray) else [values]
+    lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks] or [np.zeros(0, np.int64)])
+    if not len(lengths):
+        return 0
+    different = np.flatnonzero(lengths != lengths[0])
+    if len(different):
+        row = int(different[0])
+        raise ConfigError(
+            f"column {name!r} of {where} has {lengths[0]} numbers in row 0 but {lengths[row]} in row {row}; expected "
+            "as many in each: pad them"
+        )
+    return int(lengths[0])
+
+
+def _numbers(values: Any) -> Tensor:
+    array = values.to_numpy(zero_copy_only=False) if isinstance(values, pa.Array) else values.to_numpy()
+    array = array.astype(_WIDER.get(array.dtype.name, array.dtype), copy=not array.flags.writeable)
+    return torch.from_numpy(np.ascontiguousarray(array))

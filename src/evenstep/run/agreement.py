@@ -1,0 +1,82 @@
+"""What must be alike or fit together for a run to begin; whatever does not is one sentence."""
+
+from types import FrameType
+from typing import Any
+
+from evenstep.arithmetic import settings
+from evenstep.core.config import RunConfig
+from evenstep.core.env import Environment
+from evenstep.core.errors import ConfigError
+from evenstep.engine.determinism import profile
+from evenstep.exchange.journal import Entry
+from evenstep.exchange.ledger import Ledger, Operation
+from evenstep.plan.groups import Standing
+from evenstep.run.server import Server
+
+__all__ = ["agree", "check_arithmetic", "find_standing"]
+
+
+def find_standing(env: Environment, server: Server | None) -> Standing | None:
+    """Where the group stands among others, if the launcher has started servers.
+
+    Raises:
+        ConfigError: The script has a server too.
+    """
+    if not env.standing:
+        return None
+    if server is not None:
+        raise ConfigError(
+            f"the command line starts servers, but the script says Run(server={server.address!r}): say one of them"
+        )
+    return Standing.of(env.standing)
+
+
+def check_arithmetic(config: RunConfig, env: Environment, caller: FrameType, *, served: bool) -> None:
+    """See that the processor's arithmetic is what the run wants; begins the script again if that is what it takes.
+
+    Args:
+        config: Of the run.
+        env: What surrounds it.
+        caller: The frame that makes the run.
+        served: Whether a server changes the parameters.
+
+    Raises:
+        ConfigError: It cannot be.
+    """
+    if config.arithmetic == "native":
+        return
+    if served:
+        raise ConfigError(
+            "arithmetic='portable' with a parameter server, whose optimizer computes as its own processor is fastest; "
+            "leave out the server, or use arithmetic='native'"
+        )
+    settings.insist(caller, env)
+
+
+def agree(ledger: Ledger, config: RunConfig, worker: int) -> None:
+    """The first operation: see that all workers have come to compute the same. All workers must call this alike.
+
+    Raises:
+        ConfigError: One of them is different.
+    """
+
+    def attempt() -> Entry:
+        of_all = ledger.group.gather_json("join", profile(config))
+        for other, theirs in zip(ledger.group.members, of_all, strict=True):
+            _compare(other, theirs, of_all[0])
+        return Entry("join", of_all[0])
+
+    def adopt(entry: Entry, took_part: bool) -> None:
+        if not took_part:
+            _compare(worker, profile(config), entry.value)
+
+    ledger.perform(Operation("join", 0), attempt, adopt)
+
+
+def _compare(worker: int, mine: dict[str, Any], first: dict[str, Any]) -> None:
+    for key, value in mine.items():
+        if value != first[key]:
+            raise ConfigError(
+                f"worker {worker} has {key}={value!r} but worker 0 has {first[key]!r}; "
+                "all workers must run the same script on the same kind of machine"
+            )

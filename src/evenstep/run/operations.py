@@ -1,0 +1,72 @@
+"""What the workers of a run do alike: what spoils it on one of them reaches all."""
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped
+from evenstep.exchange.journal import Entry
+from evenstep.exchange.ledger import Ledger, Operation
+
+__all__ = ["Operations"]
+
+T = TypeVar("T")
+
+
+class Operations:
+    """The operations of one worker's run.
+
+    Args:
+        ledger: Of the workers.
+        worker: Which of them this is.
+
+    Attributes:
+        version: How many steps have been committed, for messages.
+        closed: Whether the run is over.
+    """
+
+    def __init__(self, ledger: Ledger, worker: int) -> None:
+        self._ledger, self._worker = ledger, worker
+        self.version: Callable[[], int] = lambda: 0
+        self.closed = False
+
+    def perform(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
+        """Do an operation on all workers; see `Ledger.perform`."""
+        with self.alike():
+            return self._ledger.perform(Operation(kind, self.version()), attempt, adopt)
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """All workers come here alike; if this one fails inside, the others learn why.
+
+        Raises:
+            ConfigError: The run is over, or this is a copy of the process that runs it.
+        """
+        self.check_open()
+        try:
+            yield
+        except BaseException:
+            self.tell_others()
+            raise
+
+    def check_open(self) -> None:
+        """See that the run goes on, in this process.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        self._ledger.group.check_process()
+        if self.closed:
+            raise ConfigError(
+                "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
+                "`with evenstep.Run(...) as run`, or make another run"
+            )
+
+    def tell_others(self) -> None:
+        """Say why this worker stops, unless it stops because of another or was told to."""
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, PeerError | Stopped | Dismissed):
+            where = f"worker {self._worker} failed at step {self.version()}:\n"
+            self._ledger.group.fail(where + "".join(traceback.format_exception(error)))

@@ -1,0 +1,41 @@
+"""What `evenstep verify` compares: digests of the state after every step, and the fingerprint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from evenstep.engine.step import Engine
+
+__all__ = ["Trace"]
+
+
+class Trace:
+    """Writes down what a run comes to, if anybody wants to know; the first worker does.
+
+    Args:
+        path: Where; None: nobody wants to know.
+        engine: Of the run.
+    """
+
+    def __init__(self, path: Path | None, engine: Engine) -> None:
+        self._path, self._engine = path, engine
+
+    def before_step(self) -> None:
+        """Note what the first step begins with."""
+        if not self._engine.version:
+            self.after_step()
+
+    def after_step(self) -> None:
+        """Note what there is now."""
+        if self._path is not None and self._engine.group.rank == 0 and self._engine.ledger.took_part:
+            self._write({"step": self._engine.version, "digests": self._engine.state.digests()})
+
+    def end(self, fingerprint: str) -> None:
+        """Note the fingerprint."""
+        if self._path is not None and self._engine.group.rank == 0:
+            self._write({"fingerprint": fingerprint})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self._path is not None, "callers have checked that somebody wants to know"
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
