@@ -11,9 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 with warnings.catch_warnings(action="ignore"):  # theirs, about names and settings of torch
-    from torchmetrics.classification import MulticlassAccuracy
-
     import lightning as L
+    from torchmetrics.classification import MulticlassAccuracy
 
 logging.getLogger("lightning").handlers.clear()  # it writes to what was standard error when it was imported
 
