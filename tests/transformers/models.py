@@ -25,6 +25,7 @@ with warnings.catch_warnings(action="ignore"):  # theirs, about names and settin
     )
 
 transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()  # it starts a thread
 LETTERS, IGNORED = 20, -100
 
 
