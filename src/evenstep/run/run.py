@@ -73,6 +73,10 @@ class Run:
             changes what the bits rest on; "warn" only says so.
         graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
             makes it an error where they cannot; False never does.
+        recheck: Compute one of so many steps twice before it commits, by different workers, to find a machine that
+            computes wrong; 0: none. See docs/wrong-machines.md. `evenstep run --recheck` goes before it.
+        tolerate_wrong: How often a worker may be found to compute wrong before it is dismissed; such a step is done
+            again in any case.
         image: On a GPU, after how many steps the state is copied to the host, where it outlives all workers; "auto": as
             often as costs at most 2 % of a step; 0: never, and a run that loses all workers goes on from a checkpoint.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
@@ -104,6 +108,8 @@ class Run:
         graphs: Literal["auto"] | bool = "auto",
         image: Literal["auto"] | int = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
+        recheck: int = 0,
+        tolerate_wrong: int = 0,
         server: Server | str | None = None,
     ) -> None:
         self._env = env = environment.read()
@@ -119,6 +125,8 @@ class Run:
             graphs=graphs,
             image=image,
             arithmetic=arithmetic,
+            recheck=recheck if self._env.recheck is None else self._env.recheck,
+            tolerate_wrong=tolerate_wrong if self._env.tolerate_wrong is None else self._env.tolerate_wrong,
         )
         self.grad_norm: float | None = None
         server = Server.of(server)
@@ -134,7 +142,8 @@ class Run:
             else:  # another run of this process may go on in it
                 self._ledger = join(env, self.config.timeout_s)
             self.worker = env.worker if apart else self._ledger.group.worker
-            self._speaks = self.group == 0 and not (apart and self.worker > 0)
+            self._shows = not (apart and self.worker > 0)  # the progress of every group is shown, as one
+            self._speaks = self.group == 0 and self._shows
             self._operations = Operations(self._ledger, self.worker)
             with self._operations.alike():
                 self._engine, self._others = open_engine(self.config, self._ledger, server, standing, env)
@@ -165,7 +174,7 @@ class Run:
         group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
         points.reach("join")
         agree(self._ledger, self.config, self.worker)
-        if progress and not self.config.quiet and self._speaks:
+        if progress and not self.config.quiet and self._shows:
             self._meter.display = Display() if events_fd is None else Pipe(events_fd)
         if not self.config.quiet and self.worker == 0:
             unclosed.opened(self, self._voice.say)
