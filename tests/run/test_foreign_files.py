@@ -158,6 +158,34 @@ def test_only_regular_files_are_read_and_none_without_an_end(tmp_path, thing, wh
     assert found(tmp_path) == 3
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("which", ["state", "journal", "journal.new", "partial", "checkpoint.json.new"])
+@pytest.mark.parametrize("thing", ["a pipe", "a link to theirs"])
+def test_the_same_step_is_written_again_over_whatever_lies_in_its_place(tmp_path, which, thing):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("theirs")
+    there = save(tmp_path, 2)
+    (state,) = there.glob("*.safetensors")
+    suffix = {"state": ".safetensors"}.get(which, f".{which}")
+    path = there / which if which.startswith("checkpoint") else state.with_suffix(suffix)
+    path.unlink(missing_ok=True)
+    make_pipe(path) if thing == "a pipe" else path.symlink_to(theirs)
+    save(tmp_path, 2)
+    assert found(tmp_path) == 2
+    assert theirs.read_text() == "theirs"
+
+
+def test_a_whole_checkpoint_stays_whole_while_the_same_step_is_written_again(tmp_path, monkeypatch):
+    there = save(tmp_path, 2)
+    before = tree(there)
+
+    checksums = iter(["0" * 64])  # of the state; then the disk fails
+    monkeypatch.setattr(checkpoint, "_checksum", lambda path: next(checksums, None) or os.stat("/nowhere"))
+    with pytest.raises(CheckpointError, match="/nowhere"):
+        checkpoint.write(there, TENSORS, {**FACTS, "version": 2}, b"another journal")
+    assert tree(there) == before
+
+
 def test_a_huge_file_is_not_read(tmp_path):
     save(tmp_path, 1)
     path = save(tmp_path, 2) / "checkpoint.json"

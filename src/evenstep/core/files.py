@@ -1,11 +1,11 @@
-"""Files that somebody else may have put there: only regular ones are read, none without an end."""
+"""Files where others may have put things: only regular ones are read, none without an end, none written through."""
 
 import os
 import stat
 from io import BufferedReader
 from pathlib import Path
 
-__all__ = ["open_regular", "read_regular", "sync"]
+__all__ = ["open_regular", "read_regular", "sync", "write_new"]
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -35,6 +35,20 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     if len(data) > most_bytes:
         raise OSError(f"it has more than {most_bytes} bytes")
     return data
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file and see that it is on the disk. Whatever has its name, such as what a dead writer left, makes way.
+
+    Nothing is written into what lies there: a link would lead elsewhere, a pipe would block.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
+        file.write(data)
+    sync(path)
 
 
 def sync(path: Path) -> None:

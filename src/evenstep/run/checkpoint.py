@@ -21,7 +21,7 @@ from torch import Tensor
 
 from evenstep.core import points
 from evenstep.core.errors import CheckpointError
-from evenstep.core.files import open_regular, sync
+from evenstep.core.files import open_regular, sync, write_new
 from evenstep.core.fingerprint import fingerprint
 from evenstep.exchange.journal import Entry, Journal
 from evenstep.run.facts import FACTS, read_facts, seal
@@ -32,7 +32,8 @@ _BEGUN = f"{FACTS}.partial"
 _OVERDUE_S = 86400.0  # of a writer on another machine, who cannot be looked after
 _BARE_S = 60.0  # of one who has only just begun
 _NEW = ".new"  # what is about to replace a file
-_SUFFIXES = (".safetensors", ".partial", ".journal")
+_PARTIAL = ".partial"
+_SUFFIXES = (".safetensors", _PARTIAL, ".journal")
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any], journal: bytes = b"") -> None:
@@ -78,9 +79,9 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any]
     points.reach("checkpoint")
     facts |= {"state": state.name, "sha256": _checksum(state)}
     if journal:
-        past.write_bytes(journal)
-        sync(past)
-        facts |= {"journal": past.name, "journal_sha256": _checksum(past)}
+        write_new(partial, journal)
+        facts |= {"journal": past.name, "journal_sha256": _checksum(partial)}
+        os.replace(partial, past)
     _replace(directory / FACTS, seal({**facts, "written_s": time.time()}))
     sync(directory)
     discard(directory)
@@ -142,7 +143,7 @@ def discard(directory: Path) -> None:
     if not begun and not _is_bare(directory):
         return
     for stem in begun:
-        for suffix in _SUFFIXES if stem not in whole else ():
+        for suffix in _SUFFIXES if stem not in whole else (_PARTIAL,):
             (directory / f"{stem}{suffix}").unlink(missing_ok=True)
     for name in (f"{FACTS}{_NEW}", f"{_BEGUN}{_NEW}", _BEGUN):  # this one last: it says what the others are
         (directory / name).unlink(missing_ok=True)
@@ -241,8 +242,7 @@ def _begun(directory: Path) -> list[str]:
 def _replace(path: Path, data: bytes) -> None:
     """Write a file, atomically."""
     new = path.with_name(f"{path.name}{_NEW}")
-    new.write_bytes(data)
-    sync(new)
+    write_new(new, data)
     os.replace(new, path)
 
 

@@ -458,3 +458,17 @@ def test_what_is_no_regular_file_is_not_read(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(CheckpointError, match="is no regular file"):
         make(tmp_path, durable=True)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["server.json.partial", "state-000000000000.partial", "log-000000000000.partial"])
+@pytest.mark.parametrize("thing", ["pipe", "link"])
+def test_what_lies_where_a_file_is_begun_is_neither_waited_for_nor_written_through(tmp_path, name, thing):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("theirs")
+    directory = tmp_path / "server"
+    directory.mkdir()
+    os.mkfifo(directory / name) if thing == "pipe" else (directory / name).symlink_to(theirs)
+    make(directory, durable=True).close()
+    make(directory, durable=True).close()
+    assert theirs.read_text() == "theirs"

@@ -16,7 +16,7 @@ import torch
 from evenstep.core import errors
 from evenstep.core.children import Child, fork
 from evenstep.core.errors import CheckpointError, EvenstepError, ServerError
-from evenstep.core.files import read_regular
+from evenstep.core.files import read_regular, write_new
 from evenstep.server.client.addresses import connect
 from evenstep.server.client.sliced import SlicedClient
 from evenstep.server.hosting.config import ServerConfig
@@ -248,7 +248,7 @@ def _name_in(directory: Path, count: int) -> str:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps({"name": secrets.token_hex(8), "count": count}))
+            write_new(partial, json.dumps({"name": secrets.token_hex(8), "count": count}).encode())
             os.replace(partial, path)
         except OSError as error:
             raise CheckpointError(f"the directory {directory} cannot be written: {error.strerror}") from error

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evenstep.core.errors import CheckpointError
-from evenstep.core.files import open_regular, read_regular, sync
+from evenstep.core.files import open_regular, read_regular, sync, write_new
 from evenstep.server.store.log import Log
 from evenstep.server.wire.slices import ServerPlace
 
@@ -37,7 +37,7 @@ _FACTS_BYTES = 1 << 30
 _OURS = re.compile(
     r"(state-\d{12}\.(safetensors|partial)|log-(\d{12}(-\d+)?|before)(\.partial)?|server\.json\.partial)"
 )
-_APPEND = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 log = logging.getLogger("evenstep.server")
 
 
@@ -146,6 +146,7 @@ class Snapshots:
     def open_log(self, path: Path, *, durable: bool) -> tuple[Log, Callable[[], None]]:
         """A new log, and a function that gives it its name once its first records are in it."""
         partial = path.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
         return Log(os.open(partial, _APPEND, 0o600), sync=durable), lambda: os.replace(partial, path)
 
     def set_aside(self, path: Path, offset: int, name: str) -> Path:
@@ -210,8 +211,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
 def _replace_text(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    sync(partial)
+    write_new(partial, text.encode())
     os.replace(partial, path)
 
 
