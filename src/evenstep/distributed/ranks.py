@@ -74,7 +74,7 @@ class OneMachine:
         self.abort = team.abort
         self.in_background = team.in_background
         self.team: Team | None = team
-        self._close = team.close
+        self._team = team
         self._mail = Mail(team)
         self.send = self._mail.send
         self.receive = self._mail.receive
@@ -82,7 +82,7 @@ class OneMachine:
     def close(self) -> None:
         """See `Ranks`."""
         self._mail.close()
-        self._close()
+        self._team.close()
 
 
 def meet(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Ranks:
