@@ -34,6 +34,6 @@ def extension(module: str, *sources: str) -> Extension:
 setup(
     ext_modules=[
         extension("core", *CORE),
-        extension("arithmetic", "product", "blas", "functions", "redirect", "arithmetic"),
+        extension("arithmetic", "product", "blas", "functions", "caches", "redirect", "arithmetic"),
     ]
 )
