@@ -55,6 +55,7 @@ class Machines:
         timeout_s: float,
     ) -> None:
         self._word = Word(store)
+        self.team: Team | None = None
         self._team = team
         self._members = members
         self._rank = rank
