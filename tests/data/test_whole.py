@@ -1,5 +1,6 @@
 """A whole batch is cut into its samples, or refused: never along another dimension, and nothing is lost."""
 
+import re
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
@@ -129,3 +130,12 @@ def test_as_many_tensors_as_rows_are_still_tensors(rows):
 def test_what_cannot_be_cut_is_refused_with_the_reason(batch, said):
     with pytest.raises(ConfigError, match=said):
         Whole(batch)
+
+
+def test_samples_of_different_sizes_are_cut_where_something_says_how_many_they_are():
+    images = [torch.zeros(3, 4, 4 + n) for n in range(5)]
+    with pytest.raises(ConfigError, match=re.escape("(samples, torch.arange(5))")):
+        Whole(images)
+    found, numbers = Whole((images, torch.arange(5))).part(1, 3)
+    assert [image.shape[2] for image in found] == [5, 6]
+    assert numbers.tolist() == [1, 2]

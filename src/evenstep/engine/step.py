@@ -97,6 +97,7 @@ class Engine:
         self.sharing = Sharing(holdings, updates, self.context)
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
+        self._said_without_mean = False
         self.determinism = Determinism(self.config)  # last: whatever fails before has changed nothing of the process
         self.ledger.holder = self
 
@@ -268,6 +269,14 @@ class Engine:
         results = merge({shard: result for report in reports for shard, result in report.results.items()}, work.sizes)
         if results.scale is not None:
             self.updates.refuse("weighted loss")
+        if results.without_mean is not None and self.group.rank == 0 and not self._said_without_mean:
+            self._said_without_mean = True
+            warnings.warn(
+                f"in step {work.version} the loss of shard {results.without_mean} is not a number, although that of "
+                "others is; if it is a mean over something that a part may have none of, such as labelled tokens, say "
+                "how many it has: return evenstep.Loss(mean, weight=count)",
+                stacklevel=2,
+            )
         return results
 
     def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
