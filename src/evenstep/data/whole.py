@@ -185,6 +185,6 @@ def _refuse_either(name: str, value: Sequence[Any], num_rows: int) -> NoReturn:
     count = len(value)
     raise ConfigError(
         f"{name} is a {type(value).__name__} of {count} values of one kind: it may hold {count} samples, or {count} "
-        f"columns with {num_rows} samples each; name columns in a dict, stack samples (torch.stack), or if their "
-        f"sizes differ pass something with one row for each beside them: (samples, torch.arange({count}))"
+        f"columns with {num_rows} samples each; name the columns in a dict, stack the samples (torch.stack), or if "
+        f"their sizes differ pass something with one row for each beside them: (samples, torch.arange({count}))"
     )
