@@ -30,7 +30,7 @@ PARTS = [
     (join.Segment, "create"),
     (join.Group, "around"),
     (join, "Ledger"),
-    (run, "Operations"),
+    (run, "RunOperations"),
     (kinds, "Holdings"),
     (kinds, "OwnUpdates"),
     (kinds, "Nobody"),

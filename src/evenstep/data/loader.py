@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
 from evenstep.data.batch import Batch
 from evenstep.data.drawing import drawing
-from evenstep.data.order import Request
+from evenstep.data.order import BatchRequest
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.native import core
 
@@ -42,7 +42,7 @@ class _Parts(Dataset[dict[int, Any]]):
         self._collate: Collate = collate or default_collate
         self._rows = _rows_of(dataset) if collate is None else None
 
-    def __getitem__(self, request: Request) -> dict[int, Any]:
+    def __getitem__(self, request: BatchRequest) -> dict[int, Any]:
         return {k: self._part(request.position.epoch, request.shards[k]) for k in self._span if request.shards[k]}
 
     def _part(self, epoch: int, indices: tuple[int, ...]) -> Any:
@@ -131,14 +131,14 @@ class Loader:
         self._parts_of: Callable[[range], _Parts] = lambda shards: _Parts(dataset, shards, seed, purpose, collate)
         self._loaders, self._prefetch, self._timeout_s = loaders, prefetch, timeout_s
 
-    def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
+    def load(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """The batches, in order. Loader processes start at the first and end with the iterator, or with us.
 
         Raises:
             SilenceError: No batch came from the loader processes within the timeout.
             EvenstepError: A loader process was killed.
         """
-        coming, waiting = iter(requests), deque[Request]()
+        coming, waiting = iter(requests), deque[BatchRequest]()
         while True:
             if not waiting:
                 request = next(coming, None)
@@ -153,18 +153,18 @@ class Loader:
             else:
                 yield from self._through_processes(waiting, coming)
 
-    def _batch(self, request: Request, parts: dict[int, Any]) -> Batch:
+    def _batch(self, request: BatchRequest, parts: dict[int, Any]) -> Batch:
         def load(shard: int) -> Any:
             return self._inline(request, range(shard, shard + 1))[shard]
 
         return Batch(request.name, request.sizes, load, parts, self._device, request.position)
 
-    def _inline(self, request: Request, shards: range) -> dict[int, Any]:
+    def _inline(self, request: BatchRequest, shards: range) -> dict[int, Any]:
         """Load some shards in this process."""
         with drawing():
             return self._parts_of(shards)[request]
 
-    def _through_processes(self, waiting: deque[Request], coming: Iterator[Request]) -> Iterator[Batch]:
+    def _through_processes(self, waiting: deque[BatchRequest], coming: Iterator[BatchRequest]) -> Iterator[Batch]:
         """Batches from loader processes, for as long as they load the right shards.
 
         Args:
@@ -173,7 +173,7 @@ class Loader:
         """
         span, again = self._span(), list(waiting)
 
-        def asked() -> Iterator[Request]:
+        def asked() -> Iterator[BatchRequest]:
             yield from again
             for request in coming:
                 waiting.append(request)

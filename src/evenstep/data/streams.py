@@ -15,7 +15,7 @@ from evenstep.core.errors import CheckpointError, ConfigError
 from evenstep.data.batch import Batch, Position
 from evenstep.data.drawing import drawing
 from evenstep.data.loader import Collate
-from evenstep.data.whole import Whole
+from evenstep.data.whole import WholeBatch
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.plan.placement import cut
 
@@ -210,7 +210,7 @@ class StreamLoader:
 
     def _size(self, items: list[Any]) -> int:
         """The number of samples of a part."""
-        return sum(Whole(item).num_rows for item in items) if self._ready else len(items)
+        return sum(WholeBatch(item).num_rows for item in items) if self._ready else len(items)
 
 
 def _as_it_is(items: list[Any]) -> Any:

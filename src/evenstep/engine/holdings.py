@@ -16,8 +16,8 @@ from evenstep.core.errors import CheckpointError
 from evenstep.engine.carries import Carried, Carries
 from evenstep.engine.kept import News
 from evenstep.engine.models import Models
+from evenstep.engine.optimizer_set import OptimizerSet, Trained
 from evenstep.engine.prepared import PreparedOptimizer
-from evenstep.engine.several import SeveralOptimizers, Trained
 from evenstep.engine.spreading import ThroughHost
 from evenstep.exchange.ledger import Ledger
 from evenstep.plan.sites import Sites
@@ -49,7 +49,7 @@ class Holdings:
         self.memory = _memory_of(config.device, self.group.segment)
         self.models = Models(config, self.group, self.memory)
         self.optimizers: list[PreparedOptimizer] = []
-        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
+        self._several: dict[tuple[int, ...], OptimizerSet] = {}
         self.state = self.models.state
         self.state.spreading = ThroughHost(self.group)
         self.carries = Carries(self.state, ledger, lambda: self.version)
@@ -82,7 +82,7 @@ class Holdings:
             return optimizers[0]
         key = tuple(map(id, optimizers))
         if key not in self._several:
-            self._several[key] = SeveralOptimizers(optimizers)
+            self._several[key] = OptimizerSet(optimizers)
         return self._several[key]
 
     def replace(self, values: Mapping[str, Tensor]) -> None:

@@ -17,8 +17,8 @@ from evenstep.core.fingerprint import fingerprint
 from evenstep.engine.form import Form
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import preserved, seed_all
-from evenstep.engine.slots import Slots, copy_into
-from evenstep.engine.state import Entry, State
+from evenstep.engine.slots import ModelSlots, copy_into
+from evenstep.engine.state import State, StateEntry
 from evenstep.exchange.group import Group
 from evenstep.transport.memory import Memory
 
@@ -33,7 +33,7 @@ class Added:
 
     prefix: str
     tensors: dict[str, Tensor]
-    entries: list[Entry]
+    entries: list[StateEntry]
 
 
 class Models:
@@ -42,7 +42,7 @@ class Models:
     def __init__(self, config: RunConfig, group: Group, memory: Memory) -> None:
         self._config, self._group = config, group
         self.state = State(memory)
-        self.slots = Slots()
+        self.slots = ModelSlots()
         self._roots: list[nn.Module] = []
         self._kept: dict[str, Tensor] | None = None
         self._versions: dict[str, tuple[int, int]] = {}
@@ -177,7 +177,7 @@ class Models:
         self.slots.bind_base()
         self.pull()
 
-    def editable(self) -> list[Entry]:
+    def editable(self) -> list[StateEntry]:
         """What user code may change."""
         return [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from evenstep.engine.flat import Buffer, Node
+from evenstep.engine.flat import Buffer, NodeSums
 from evenstep.exchange.group import Group
 from evenstep.plan import tree
 from evenstep.plan.placement import cut
@@ -62,7 +62,7 @@ class Peers:
         self._num_nodes = [sum(1 for rank, _ in plan.nodes if rank == r) for r in range(group.num_workers)]
 
     @torch.no_grad()
-    def add_up(self, nodes: Sequence[Node]) -> list[Tensor | None]:
+    def add_up(self, nodes: Sequence[NodeSums]) -> list[Tensor | None]:
         """The sum of every parameter over all sites. All workers must call this alike; blocks until all have.
 
         Args:

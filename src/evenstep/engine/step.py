@@ -34,17 +34,17 @@ from evenstep.engine.holdings import Holdings
 from evenstep.engine.intake import Intake
 from evenstep.engine.kept import News
 from evenstep.engine.on_device import DeviceCompute
+from evenstep.engine.optimizer_set import Trained
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.several import Trained
 from evenstep.engine.sharing import Sharing
 from evenstep.engine.updates import Updates
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
 from evenstep.native import core
 
-__all__ = ["Engine", "Outcome", "Task"]
+__all__ = ["Engine", "Outcome", "StepTask"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Task:
+class StepTask:
     """What a step is asked to do.
 
     Attributes:
@@ -172,7 +172,7 @@ class Engine:
             self.state.save([entry for entry in entries if entry.counts])
         self.state.spread("edit", entries, 0)
 
-    def step(self, task: Task) -> Outcome:
+    def step(self, task: StepTask) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed."""
         kind, trained = f"step {self.version}", task.trained
 
@@ -208,7 +208,7 @@ class Engine:
         self.updates.settle(trained, task.samples)
         return outcome
 
-    def _try(self, kind: str, task: Task) -> Entry:
+    def _try(self, kind: str, task: StepTask) -> Entry:
         points.reach("step begins")
         self.models.take_buffers()  # of an attempt that came to nothing
         self.holdings.carries.begin()

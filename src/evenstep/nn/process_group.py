@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from evenstep.core.errors import EvenstepError, MismatchError, SilenceError, UnsupportedError
-from evenstep.nn.unchained import Unchained
+from evenstep.nn.tokenless import Tokenless
 
 __all__ = ["GroupHandle", "ProcessGroup", "around"]
 
@@ -39,7 +39,7 @@ class GroupHandle:
         return GroupHandle, (None if self.group is None else _LOST,)
 
 
-class ProcessGroup(Unchained):
+class ProcessGroup(Tokenless):
     """The ranks of a process group, each a participant."""
 
     def __init__(self, group: Any) -> None:

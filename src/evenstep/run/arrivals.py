@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.core.errors import UnreachableError
-from evenstep.engine.state import Entry
+from evenstep.engine.state import StateEntry
 from evenstep.exchange.group import Group
 from evenstep.native import core
 
@@ -37,7 +37,7 @@ class Arrivals:
         watch: Called with ("needs" or "has", part), for tests that look at the order of things.
     """
 
-    def __init__(self, group: Group, parts: Sequence[Sequence[Entry]], check: Callable[[], None]) -> None:
+    def __init__(self, group: Group, parts: Sequence[Sequence[StateEntry]], check: Callable[[], None]) -> None:
         self._group, self._parts, self._check = group, parts, check
         words = group.segment.memory.words(len(parts))
         self._words = [words.data_ptr() + 8 * part for part in range(len(parts))]

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Perform(Protocol):
-    """Does an operation on all workers; see `Operations`."""
+    """Does an operation on all workers; see `RunOperations`."""
 
     def __call__(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """See `Ledger.perform`."""

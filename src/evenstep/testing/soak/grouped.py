@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore
 import evenstep.distributed  # noqa: F401  # registers the backend
 from evenstep.core.errors import EvenstepError, PeerError, SilenceError
 from evenstep.native import core
-from evenstep.testing.soak.burden import Outcome, end, start
+from evenstep.testing.soak.burden import SoakResult, end, start
 
 __all__ = ["Grouped", "main"]
 
@@ -68,7 +68,7 @@ class Grouped:
             return {"process groups: ranks": ranks, "process groups: parent": [self._parent.pid]}
         return {}
 
-    def finish(self) -> Outcome:
+    def finish(self) -> SoakResult:
         """See `Burden`."""
         assert self._parent is not None, "it was begun"
         code = end(self._parent)
@@ -79,7 +79,7 @@ class Grouped:
             groups, lost, slowest_s, wrong = 0, 0, 0.0, [f"exit code {code}"]
         did = f"{groups} groups made and destroyed, {lost} ranks killed or stopped"
         result = f"all sums right, each loss noticed, in {slowest_s:.2f} s at most" if not wrong else "; ".join(wrong)
-        return Outcome(code == 0 and not wrong, did, result[:200], text)
+        return SoakResult(code == 0 and not wrong, did, result[:200], text)
 
 
 def main() -> int:

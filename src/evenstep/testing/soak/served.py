@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from evenstep.server import connect
-from evenstep.testing.soak.burden import Outcome, end, start
+from evenstep.testing.soak.burden import SoakResult, end, start
 
 __all__ = ["Served", "build", "main"]
 
@@ -88,7 +88,7 @@ class Served:
         assert self._clients is not None, "it was begun"
         return {"server": [self._server.pid], "server: clients": [self._clients.pid]}
 
-    def finish(self) -> Outcome:
+    def finish(self) -> SoakResult:
         """See `Burden`."""
         assert self._server is not None, "it was begun"
         assert self._clients is not None, "it was begun"
@@ -103,7 +103,7 @@ class Served:
         good = code == 0 and ended == 0 and version == done and low == high == float(done)
         did = f"{done} updates of {_CLIENTS} clients, {self._kills} servers killed"
         result = "each counts once" if good else f"version {version}, values {low:g} to {high:g}, exits {code} {ended}"
-        return Outcome(good, did, result, details)
+        return SoakResult(good, did, result, details)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from evenstep.core.control import ask
 from evenstep.core.errors import ConfigError
 from evenstep.testing import chaos, faults, training
-from evenstep.testing.soak.burden import Outcome, end, start
+from evenstep.testing.soak.burden import SoakResult, end, start
 
 __all__ = ["Trained"]
 
@@ -73,7 +73,7 @@ class Trained:
             workers = []
         return {"training: supervisor": [self._job.pid], "training: workers": workers}
 
-    def finish(self) -> Outcome:
+    def finish(self) -> SoakResult:
         """See `Burden`."""
         assert self._job is not None, "it was begun"
         code = end(self._job, signal.SIGTERM)
@@ -88,7 +88,7 @@ class Trained:
         found = re.findall(r"^fingerprint (\w+)$", (self._directory / "quiet.log").read_text(), re.MULTILINE)
         same = found == [newest["fingerprint"]]
         result = ("the same bits" if same else "OTHER BITS") + ("" if code == 75 else f", exit code {code} and not 75")
-        return Outcome(same and code == 75, did, result, text)
+        return SoakResult(same and code == 75, did, result, text)
 
     def _newest(self) -> dict[str, object]:
         """What the newest checkpoint says of itself."""
