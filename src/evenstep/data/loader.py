@@ -102,7 +102,7 @@ class Loader:
         span: Says which shards are this worker's now: that may change while batches are loaded.
         seed: The run's seed.
         purpose: Separates the random streams of training and evaluation.
-        device: Where the samples shall be.
+        device: Where the samples go.
         collate: Makes a part from a list of samples; torch's `default_collate` if None.
         loaders: How many loader processes; 0 loads inline.
         prefetch: How many batches each loader process holds ready.

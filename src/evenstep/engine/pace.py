@@ -23,7 +23,7 @@ class Pace:
     """The times of the workers of one generation.
 
     Attributes:
-        weights: How much each worker shall do, by what was measured so far.
+        weights: How much each worker should do, by what was measured so far.
     """
 
     num_workers: int

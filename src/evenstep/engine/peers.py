@@ -88,7 +88,7 @@ class Peers:
     def _in_shares(self, present: Sequence[bool]) -> None:
         """Every node has the same parameters: each site adds up a share of all elements."""
         windows, me, place = self._windows, self._group.rank, self._num_nodes
-        assert windows is not None, "they are open"
+        assert windows is not None, "windows are opened before anything is delivered"
         num_workers = self._group.num_workers
         for dtype, flat in self._sums.flats.items():
             first, end = cut(flat.numel(), num_workers)[me]
@@ -118,12 +118,12 @@ class Peers:
         return found
 
     def _windows_flush(self) -> None:
-        assert self._windows is not None, "they are open"
+        assert self._windows is not None, "windows are opened before anything is delivered"
         self._windows.flush()
 
     def _add(self, dtype: torch.dtype, first: int, count: int, present: Sequence[bool]) -> Tensor:
         """The sum of some elements over the nodes that are present, in the order of the tree."""
-        assert self._windows is not None, "they are open"
+        assert self._windows is not None, "windows are opened before anything is delivered"
         at, num_bytes = self._offsets[dtype] + first * dtype.itemsize, count * dtype.itemsize
         program = iter(tree.present_program(self._plan.program, tuple(present)))
         stack: list[tuple[Tensor, bool]] = []  # with whether it is ours to change

@@ -152,7 +152,7 @@ def around(group: Any) -> ProcessGroup | None:
     if group == _LOST:
         raise UnsupportedError(
             "a synchronized batch norm had a process group of its own before it was pickled, and a pickle cannot hold "
-            "one; say which group it shall span: convert_sync_batchnorm(model, process_group=...)"
+            "one; say which group it is to span: convert_sync_batchnorm(model, process_group=...)"
         )
     if group is distributed.GroupMember.NON_GROUP_MEMBER or distributed.get_world_size(group) < 2:
         return None

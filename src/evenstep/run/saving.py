@@ -187,7 +187,7 @@ class Saving:
             self._hold = hold
 
     def say_if_none(self) -> None:
-        """The run shall go on from a checkpoint and is about to do its first step: say so if there is none to find."""
+        """The run is to go on from a checkpoint and is about to do its first step: say so if there is none."""
         fresh = self._checkpoints is None and not self._engine.version and not self._ledger.catching_up
         if fresh and self._group.rank == 0:
             say("--resume, but the script has not called run.checkpoint(directory, every=...): starting anew")

@@ -62,7 +62,7 @@ class Grouped:
 
     def subjects(self) -> Mapping[str, Sequence[int]]:
         """See `Burden`."""
-        assert self._parent is not None, "it was begun"
+        assert self._parent is not None, "a burden is begun before it is used"
         with contextlib.suppress(OSError, ValueError):
             ranks: list[int] = json.loads((self._directory / "ranks.json").read_text())
             return {"process groups: ranks": ranks, "process groups: parent": [self._parent.pid]}
@@ -70,7 +70,7 @@ class Grouped:
 
     def finish(self) -> SoakResult:
         """See `Burden`."""
-        assert self._parent is not None, "it was begun"
+        assert self._parent is not None, "a burden is begun before it is used"
         code = end(self._parent)
         text = self._log.read_text(errors="replace")
         try:
@@ -83,7 +83,7 @@ class Grouped:
 
 
 def main() -> int:
-    """Be the parent, until SIGTERM; then print [groups, lost ranks, slowest notice of a loss, what was wrong]."""
+    """Run until SIGTERM as the parent; then print [groups, lost ranks, slowest notice of a loss, what was wrong]."""
     directory, seed = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     over: list[int] = []
@@ -146,7 +146,7 @@ def _all_agree(over: bool) -> bool:
 def _use(group: "dist.ProcessGroup", members: Sequence[int], rank: int, size: int) -> None:
     mine = torch.full((size,), float(rank + 1))
     work = dist.all_reduce(mine, group=group, async_op=True)
-    assert work is not None, "we are a member"
+    assert work is not None, "this rank is in the group"
     work.wait()
     if not (mine == sum(members) + len(members)).all():
         raise AssertionError(f"a sum of {size} over ranks {members} is wrong: {mine}")
@@ -155,7 +155,7 @@ def _use(group: "dist.ProcessGroup", members: Sequence[int], rank: int, size: in
         found = torch.empty(size)
         sent = dist.isend(torch.full((size,), float(rank)), after, group=group)
         dist.recv(found, before, group=group)
-        assert sent is not None, "we are a member"
+        assert sent is not None, "this rank is in the group"
         sent.wait()
         if not (found == before).all():
             raise AssertionError(f"a message of {size} from rank {before} is wrong: {found}")

@@ -57,7 +57,7 @@ class Trained:
 
     def turn(self) -> None:
         """See `Burden`."""
-        assert self._job is not None, "it was begun"
+        assert self._job is not None, "a burden is begun before it is used"
         if self._job.poll() is None and time.monotonic() > self._kill_at:
             self._job.kill()
             self._job.wait()
@@ -66,7 +66,7 @@ class Trained:
 
     def subjects(self) -> Mapping[str, Sequence[int]]:
         """See `Burden`."""
-        assert self._job is not None, "it was begun"
+        assert self._job is not None, "a burden is begun before it is used"
         try:
             workers = [worker["pid"] for worker in ask({"status": True}, self._job.pid)["workers"]]
         except ConfigError:  # it has just begun, or has ended
@@ -75,7 +75,7 @@ class Trained:
 
     def finish(self) -> SoakResult:
         """See `Burden`."""
-        assert self._job is not None, "it was begun"
+        assert self._job is not None, "a burden is begun before it is used"
         code = end(self._job, signal.SIGTERM)
         text = self._log.read_text(errors="replace")
         num_struck = len(faults.struck(self._directory / "faults"))
