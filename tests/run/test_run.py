@@ -42,7 +42,7 @@ PARTS = [
     (step, "Determinism"),
     (determinism.torch, "use_deterministic_algorithms"),
     (run, "Voice"),
-    (run, "Trace"),
+    (run, "TraceWriter"),
     (run, "Saving"),
     (run, "Meter"),
     (run, "Feed"),
