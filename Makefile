@@ -41,6 +41,7 @@ bench: setup
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/distributed.py
 	$(BIN)/python benchmarks/server.py
+	$(BIN)/python benchmarks/clusters.py
 
 SEED ?= 0
 chaos: setup

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from evenstep.arithmetic import settings
-from evenstep.cli import doctor, graph, groups, topo
+from evenstep.cli import doctor, graph, groups, on, topo
 from evenstep.core.config import ARITHMETICS, DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
 from evenstep.core.output import complete_streams, say
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what the first SIGINT or SIGTERM leaves to finish the step and save (default: 30)",
     )
     groups.add_arguments(run)
+    on.add_arguments(run)
     run.set_defaults(command=_run)
 
     scale = commands.add_parser(
@@ -192,6 +193,8 @@ def _server(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     script = _script(options)
     _note_misplaced(options)
+    if options.on is not None:
+        return on.run_on(options, script, options.workers)
     setup = groups.setup_of(options)
     wanted = (options.workers or "auto") if setup is None else str(setup.workers)
     num_workers = _num_workers(wanted, options.shards)

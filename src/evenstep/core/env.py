@@ -10,7 +10,18 @@ from typing import Any, NoReturn
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Environment", "become", "kernel_choices", "mps_directory", "read", "worker_variables", "write"]
+__all__ = [
+    "Environment",
+    "become",
+    "kernel_choices",
+    "mps_directory",
+    "of_child",
+    "rank_variables",
+    "ray_address",
+    "read",
+    "worker_variables",
+    "write",
+]
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,44 @@ def worker_variables(
     if resume:
         variables["EVENSTEP_RESUME"] = "1"
     return variables
+
+
+def rank_variables(
+    rank: int,
+    num_ranks: int,
+    store: tuple[str, int],
+    events_fd: int,
+    *,
+    shards: int | None = None,
+    timeout_s: float | None = None,
+    resume: bool = False,
+) -> dict[str, str]:
+    """The variables that tell a worker its place among those of several nodes, as torchrun would."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # nobody of them has to host it
+        "EVENSTEP_EVENTS_FD": str(events_fd),
+    }
+    if shards is not None:
+        variables["EVENSTEP_SHARDS"] = str(shards)
+    if timeout_s is not None:
+        variables["EVENSTEP_STEP_TIMEOUT_MS"] = str(round(1000 * timeout_s))
+    if resume:
+        variables["EVENSTEP_RESUME"] = "1"
+    return variables
+
+
+def of_child(variables: dict[str, str]) -> dict[str, str]:
+    """What a process that we start finds in its environment: ours, and these in addition."""
+    return {**os.environ, **variables}
+
+
+def ray_address() -> str | None:
+    """Where the user's Ray cluster is, if a variable says so."""
+    return os.environ.get("RAY_ADDRESS") or None
 
 
 def write(variables: dict[str, str]) -> None:
