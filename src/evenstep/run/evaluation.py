@@ -79,9 +79,7 @@ class Evaluation:
                 shape, tensors = collect_outputs(self._engine, self._feed.once(dataset, order, loading), function)
                 return Entry("predict", shape, safetensors.torch.save(tensors))
 
-        return self._perform(
-            "predict", attempt, lambda entry, _: fill(entry.value, safetensors.torch.load(entry.blob))
-        )
+        return self._perform("predict", attempt, lambda entry, _: fill(entry.value, safetensors.torch.load(entry.blob)))
 
 
 def _value(entry: Entry, _: bool) -> dict[str, float]:
