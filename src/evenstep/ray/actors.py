@@ -3,7 +3,6 @@
 from typing import Any
 
 import ray
-
 from evenstep.agents.agent import Agent
 from evenstep.agents.orders import Order
 
