@@ -271,12 +271,7 @@ class Engine:
             self.updates.refuse("weighted loss")
         if results.without_mean is not None and self.group.rank == 0 and not self._said_without_mean:
             self._said_without_mean = True
-            warnings.warn(
-                f"in step {work.version} the loss of shard {results.without_mean} is not a number, although that of "
-                "others is; if it is a mean over something that a part may have none of, such as labelled tokens, say "
-                "how many it has: return evenstep.Loss(mean, weight=count)",
-                stacklevel=2,
-            )
+            _warn_without_mean(work.version, results.without_mean)
         return results
 
     def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
@@ -335,3 +330,12 @@ def _compute_for(holdings: Holdings, context: Context) -> Compute | DeviceComput
         return Compute(context, holdings.models, config.timeout_s)
     graphs = Graphs(config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
     return DeviceCompute(context, holdings.models, holdings.carries, config.timeout_s, graphs)
+
+
+def _warn_without_mean(version: int, shard: int) -> None:
+    warnings.warn(
+        f"in step {version} the loss of shard {shard} is not a number, although that of others is; if it is a mean "
+        "over something that a part may have none of, such as labelled tokens, say how many it has: return "
+        "evenstep.Loss(mean, weight=count)",
+        stacklevel=3,
+    )
