@@ -62,9 +62,8 @@ def step_ms(times: list[float]) -> float:
 @contextmanager
 def ray_cluster(nodes: int) -> Iterator[tuple[Any, list[Any]]]:
     """A Ray cluster of so many nodes with a CPU each."""
-    from ray.cluster_utils import Cluster
-
     import ray
+    from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
@@ -81,8 +80,9 @@ def on_ray(steps: int) -> None:
     """Time to the first step, step time over two nodes, recovery."""
     import threading
 
-    import evenstep.ray
     import ray
+
+    import evenstep.ray
 
     with ray_cluster(3) as (cluster, added):
 

@@ -15,9 +15,8 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 @contextmanager
 def cluster():
     import cloudpickle
-    from ray.cluster_utils import Cluster
-
     import ray
+    from ray.cluster_utils import Cluster
 
     for module in [m for m in list(sys.modules.values()) if "tests/ray" in (getattr(m, "__file__", "") or "")]:
         cloudpickle.register_pickle_by_value(module)

@@ -132,8 +132,9 @@ def test_mistakes_get_a_sentence_and_errors_of_the_script_their_traceback(ray):
 def blocks(cluster, directory):
     import hashlib
 
-    import evenstep.ray
     import ray
+
+    import evenstep.ray
 
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = [{"x": [float(n), 1.0], "y": n % 3} for n in range(200)]

@@ -20,6 +20,7 @@ class Report:
         contents: What must be alike in their batches, by where it is; nothing where each has loaded its own part.
         results: What its shards gave.
         busy_s: How long it computed, without its waits.
+        buffers: With several sites: which buffers the shard has changed that it keeps for its own, if it does.
     """
 
     worker: int
@@ -27,18 +28,19 @@ class Report:
     contents: dict[str, str]
     results: dict[int, ShardResult]
     busy_s: float
+    buffers: Sequence[str] = ()
 
     def pack(self) -> list[Any]:
         """As JSON."""
         results = {str(shard): result.pack() for shard, result in self.results.items()}
-        return [self.worker, self.facts, self.contents, results, self.busy_s]
+        return [self.worker, self.facts, self.contents, results, self.busy_s, list(self.buffers)]
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> "Report":
         """The inverse of `pack`."""
-        worker, facts, contents, results, busy_s = packed
+        worker, facts, contents, results, busy_s, buffers = packed
         by_shard = {int(shard): ShardResult.unpack(result) for shard, result in results.items()}
-        return cls(worker, facts, contents, by_shard, busy_s)
+        return cls(worker, facts, contents, by_shard, busy_s, tuple(buffers))
 
 
 def compare(version: int, reports: Sequence[Report]) -> None:

@@ -177,13 +177,14 @@ class Engine:
         kind, trained = f"step {self.version}", task.trained
 
         def adopt(entry: Entry, took_part: bool) -> Outcome:
-            loss, metrics, norm, news, carried, contents, skipped = entry.value
-            if not took_part and contents:
-                compare_contents(self.version, [(0, contents), (self.group.worker, task.samples.contents())])
+            loss, metrics, norm, news, carried, skipped = entry.value
+            if not took_part and entry.aside:
+                compare_contents(self.version, [(0, entry.aside), (self.group.worker, task.samples.contents())])
             trained.adopt(news, took_part)
             self.holdings.carries.adopt(carried)
             task.scaling.settle(skipped=skipped)
             if took_part:
+                self.state.take_image(self.ledger.done + 1)
                 self.models.pull()
                 if self._seconds and all(task.samples.sizes):  # a shard without samples takes no time
                     self.sharing.keep_pace(self._seconds)
@@ -215,7 +216,7 @@ class Engine:
         self._seconds = []
         begun = self.updates.begin(task.samples, task.clipping)
         if isinstance(begun, Results):
-            return Entry(kind, [begun.loss, begun.metrics, None, [], [], {}, False])
+            return Entry(kind, [begun.loss, begun.metrics, None, [], [], False])
         parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
@@ -225,7 +226,8 @@ class Engine:
             task.scaling.scale, keeps,
         )  # fmt: skip
         report = self._compute(work, task.samples.contents() if self.group.num_workers > 1 else {})
-        results = self._share(work, report)
+        results, changed = self._share(work, report)
+        self.context.check()
         sums = task.trained.gradients.finish()
         skipped = not self._unscale(work, sums, task.scaling)
         norm: float | Tensor | None = float("inf")
@@ -236,11 +238,13 @@ class Engine:
             points.reach("before update")
             mine = self.updates.update(work, sums)
         first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
-        self.models.publish_buffers(work.where, self.sharing.owner_of(first), everywhere=None not in firsts)
+        others = self.models.buffers_to_spread(changed, everywhere=None not in firsts)
+        self.models.publish_buffers(work.where, self.sharing.owner_of(first), others, idle=keeps is None)
         points.reach("after update")
         news, carried = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
-        return Entry(kind, [results.loss, results.metrics, norm, news, carried, report.contents, skipped])
+        value = [results.loss, results.metrics, norm, news, carried, skipped]
+        return Entry(kind, value, aside=report.contents)
 
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
         """Forward and backward of this worker's shards."""
@@ -259,10 +263,14 @@ class Engine:
             "clipping": [work.clipping.norm, work.clipping.value],
             "scale": work.scale,
         }
-        return Report(self.group.worker, facts, contents, results(), busy_s)
+        changed = [] if self.state.sites.are_one else self.models.changed_buffers()
+        return Report(self.group.worker, facts, contents, results(), busy_s, changed)
 
-    def _share(self, work: Work, report: Report) -> Results:
-        """Losses and metrics over all shards; and all workers must be doing the same step."""
+    def _share(self, work: Work, report: Report) -> tuple[Results, set[str]]:
+        """Losses and metrics over all shards, and the buffers that any of them changed.
+
+        All workers must be doing the same step.
+        """
         reports = self.updates.share(work, report)
         compare(work.version, reports)
         self._seconds = [report.busy_s for report in reports]
@@ -271,13 +279,8 @@ class Engine:
             self.updates.refuse("weighted loss")
         if results.without_mean is not None and self.group.rank == 0 and not self._said_without_mean:
             self._said_without_mean = True
-            warnings.warn(
-                f"in step {work.version} the loss of shard {results.without_mean} is not a number, although that of "
-                "others is; if it is a mean over something that a part may have none of, such as labelled tokens, say "
-                "how many it has: return evenstep.Loss(mean, weight=count)",
-                stacklevel=2,
-            )
-        return results
+            _warn_without_mean(work.version, results.without_mean)
+        return results, {name for each in reports for name in each.buffers}
 
     def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
         """Bring scaled gradients back; return whether all of them are finite, on all workers."""
@@ -302,7 +305,10 @@ class Engine:
     def _share_news(self, work: Work, mine: News) -> tuple[News, Carried]:
         """Everyone has updated; what is new in the state is where everyone finds it then."""
         carries = self.holdings.carries
-        of_all = self.group.gather_json(work.where + "update", [mine, carries.news()])
+        image = self.state.image
+        of_all = self.group.gather_json(work.where + "update", [mine, carries.news(), image and image.copied()])
+        if image is not None:
+            image.agree([theirs[2] for theirs in of_all])
         of_sites = [sorted(chain(*(of_all[rank][0] for rank in ranks))) for ranks in self.state.sites.members]
         news: News = of_sites[0]
         if any(theirs != news for theirs in of_sites):
@@ -324,6 +330,7 @@ class Engine:
         self.updates.close()
         self.ledger.holder = None
         self.compute.close()
+        self.context.close()
         self.holdings.release()
         self.determinism.restore()
 
@@ -335,3 +342,12 @@ def _compute_for(holdings: Holdings, context: Context) -> Compute | DeviceComput
         return Compute(context, holdings.models, config.timeout_s)
     graphs = Graphs(config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
     return DeviceCompute(context, holdings.models, holdings.carries, config.timeout_s, graphs)
+
+
+def _warn_without_mean(version: int, shard: int) -> None:
+    warnings.warn(
+        f"in step {version} the loss of shard {shard} is not a number, although that of others is; if it is a mean "
+        "over something that a part may have none of, such as labelled tokens, say how many it has: return "
+        "evenstep.Loss(mean, weight=count)",
+        stacklevel=3,
+    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.core.events import Event
+from evenstep.launch.door import Listen
 from evenstep.plan.groups import Standing
 
 __all__ = ["Job"]
@@ -27,6 +28,7 @@ class Job:
         resume: Whether to go on from the newest checkpoint.
         standing: Where the workers stand as a group, if there are groups and servers.
         report: Takes progress and fingerprint of a group.
+        listen: How other machines join; None: none can.
     """
 
     script: Path | str
@@ -41,3 +43,4 @@ class Job:
     resume: bool = False
     standing: Standing | None = None
     report: Callable[[Event], None] | None = None
+    listen: Listen | None = None

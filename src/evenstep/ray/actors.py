@@ -3,6 +3,7 @@
 from typing import Any
 
 import ray
+
 from evenstep.agents.agent import Agent
 from evenstep.agents.orders import Order
 

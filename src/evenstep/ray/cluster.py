@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-import ray
 from evenstep.agents.agent import ends_of
 from evenstep.agents.orders import End, Kind, Order, Verdict, compare_nodes, judge, share_out
 from evenstep.agents.shipping import ship, unship

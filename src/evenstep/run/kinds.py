@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
+from evenstep.core.errors import UnsupportedError
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.step import Engine
 from evenstep.engine.updates import OwnUpdates, Updates
@@ -17,17 +18,17 @@ from evenstep.run.periodic import PeriodicUpdates
 from evenstep.run.served import ServedUpdates
 from evenstep.run.server import Server
 
-__all__ = ["Kind", "choose", "open_engine"]
+__all__ = ["RunKind", "choose", "open_engine"]
 
 
-class Kind(NamedTuple):
+class RunKind(NamedTuple):
     """What differs between one kind of run and another."""
 
     updates: Updates
     others: Others
 
 
-def choose(holdings: Holdings, server: Server | None, standing: Standing | None, env: Environment) -> Kind:
+def choose(holdings: Holdings, server: Server | None, standing: Standing | None, env: Environment) -> RunKind:
     """Choose by what the script and the launcher say; connects to a server where there is one.
 
     Args:
@@ -41,17 +42,19 @@ def choose(holdings: Holdings, server: Server | None, standing: Standing | None,
         UnreachableError: Nobody is there.
         UnsupportedError: This worker was started again where that cannot be made good.
     """
+    if holdings.group.puts is not None:
+        _check_machines(holdings, with_servers=standing is not None or server is not None)
     if standing is not None:
         grouped = GroupedUpdates(holdings, standing)
-        return Kind(grouped, grouped.others)
+        return RunKind(grouped, grouped.others)
     if server is None:
-        return Kind(OwnUpdates(holdings.group), Nobody(holdings))
+        return RunKind(OwnUpdates(holdings.group), Nobody(holdings))
     if server.together:
-        return Kind(AggregatedUpdates(holdings, server), Nobody(holdings))
+        return RunKind(AggregatedUpdates(holdings, server), Nobody(holdings))
     apart = Apart(holdings, server, env)
     if server.update_every == 1:
-        return Kind(ServedUpdates(holdings, apart), apart)
-    return Kind(PeriodicUpdates(holdings, apart, server.update_every), apart)
+        return RunKind(ServedUpdates(holdings, apart), apart)
+    return RunKind(PeriodicUpdates(holdings, apart, server.update_every), apart)
 
 
 def open_engine(
@@ -65,3 +68,21 @@ def open_engine(
     except BaseException:
         updates.close()
         raise
+
+
+def _check_machines(holdings: Holdings, *, with_servers: bool) -> None:
+    """See that a run can have several machines.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    if with_servers:
+        raise UnsupportedError(
+            "workers of several machines add up their gradients among themselves; with a parameter server, start each "
+            "machine's workers by themselves (without --listen), and let them meet at the server"
+        )
+    if not holdings.memory.shared:
+        raise UnsupportedError(
+            f"device={holdings.config.device!r} on several machines: so far only their processors train together; use "
+            'device="cpu", or one machine'
+        )
