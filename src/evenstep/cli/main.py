@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         help="give up and replace a worker that is stuck for so long (default: the script's, or 300)",
     )
     run.add_argument(
-        "--weights", metavar="W,W,...", help="how much each worker shall do, such as 2,1,1 (default: measured)"
+        "--weights", metavar="W,W,...", help="how much each worker does, such as 2,1,1 (default: measured)"
     )
     run.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint of the script's")
     run.add_argument(

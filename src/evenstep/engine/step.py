@@ -35,18 +35,18 @@ from evenstep.engine.holdings import Holdings
 from evenstep.engine.intake import Intake
 from evenstep.engine.kept import News
 from evenstep.engine.on_device import DeviceCompute
+from evenstep.engine.optimizer_set import Trained
 from evenstep.engine.recheck import Recheck, Trial
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.several import Trained
 from evenstep.engine.sharing import Sharing
 from evenstep.engine.updates import Updates
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
 from evenstep.native import core
 
-__all__ = ["Engine", "Outcome", "Task"]
+__all__ = ["Engine", "Outcome", "StepTask"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Task:
+class StepTask:
     """What a step is asked to do.
 
     Attributes:
@@ -100,6 +100,7 @@ class Engine:
         self.recheck = Recheck(holdings, self.sharing, self.compute)
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
+        self._said_without_mean = False
         self.determinism = Determinism(self.config)  # last: whatever fails before has changed nothing of the process
         self.ledger.holder = self
 
@@ -174,7 +175,7 @@ class Engine:
             self.state.save([entry for entry in entries if entry.counts])
         self.state.spread("edit", entries, 0)
 
-    def step(self, task: Task) -> Outcome:
+    def step(self, task: StepTask) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed."""
         kind, trained = f"step {self.version}", task.trained
 
@@ -206,7 +207,7 @@ class Engine:
         self.updates.settle(trained, task.samples)
         return outcome
 
-    def _check(self, task: Task) -> None:
+    def _check(self, task: StepTask) -> None:
         """See that a step can be done, and that nobody has changed anything since the last."""
         self.determinism.check()
         if task.scaling.scale is not None:
@@ -218,7 +219,7 @@ class Engine:
             for prepared in task.trained.optimizers:
                 prepared.kept.check_untouched()
 
-    def _try(self, kind: str, task: Task) -> Entry:
+    def _try(self, kind: str, task: StepTask) -> Entry:
         points.reach("step begins")
         points.touch("parameter", *task.trained.parameters)
         self.models.take_buffers()  # of an attempt that came to nothing
@@ -291,6 +292,9 @@ class Engine:
         results = merge({shard: result for report in reports for shard, result in report.results.items()}, work.sizes)
         if results.scale is not None:
             self.updates.refuse("weighted loss")
+        if results.without_mean is not None and self.group.rank == 0 and not self._said_without_mean:
+            self._said_without_mean = True
+            _warn_without_mean(work.version, results.without_mean)
         return results, {name for each in reports for name in each.buffers}
 
     def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
@@ -353,3 +357,12 @@ def _compute_for(holdings: Holdings, context: Context) -> Compute | DeviceComput
         return Compute(context, holdings.models, config.timeout_s)
     graphs = Graphs(config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
     return DeviceCompute(context, holdings.models, holdings.carries, config.timeout_s, graphs)
+
+
+def _warn_without_mean(version: int, shard: int) -> None:
+    warnings.warn(
+        f"in step {version} the loss of shard {shard} is not a number, although that of others is; if it is a mean "
+        "over something that a part may have none of, such as labelled tokens, say how many it has: return "
+        "evenstep.Loss(mean, weight=count)",
+        stacklevel=3,
+    )

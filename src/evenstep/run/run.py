@@ -23,10 +23,10 @@ from evenstep.engine.carries import Carry
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import device_of
 from evenstep.engine.models import check_model
+from evenstep.engine.optimizer_set import chosen
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.several import chosen
-from evenstep.engine.step import Task
+from evenstep.engine.step import StepTask
 from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.nn.gather import gather
@@ -38,13 +38,13 @@ from evenstep.run.feed import Arrangement, Batches, Feed, Loading
 from evenstep.run.join import alone, is_alone, join
 from evenstep.run.kinds import open_engine
 from evenstep.run.meter import Meter
-from evenstep.run.operations import Operations
+from evenstep.run.operations import RunOperations
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
 from evenstep.run.server import Server
 from evenstep.run.sharing import collect, exchange, once
 from evenstep.run.summed import Summed
-from evenstep.run.trace import Trace
+from evenstep.run.trace import TraceWriter
 from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
@@ -144,7 +144,7 @@ class Run:
             self.worker = env.worker if apart else self._ledger.group.worker
             self._shows = not (apart and self.worker > 0)  # the progress of every group is shown, as one
             self._speaks = self.group == 0 and self._shows
-            self._operations = Operations(self._ledger, self.worker)
+            self._operations = RunOperations(self._ledger, self.worker)
             with self._operations.alike():
                 self._engine, self._others = open_engine(self.config, self._ledger, server, standing, env)
                 opened.callback(self._engine.close)
@@ -157,7 +157,7 @@ class Run:
         """Make the parts around the engine."""
         env, perform, place = self._env, self._operations.perform, (self.group, self.num_groups)
         self._voice = Voice(env, self._ledger, speaks=self._speaks)
-        self._trace = Trace(env.trace, self._engine)
+        self._trace = TraceWriter(env.trace, self._engine)
         self._saving = Saving(self._engine, self._others, perform, env.job)
         opened.callback(self._saving.close)
         self._meter = Meter(lambda: self._ledger.group.rank == 0 and self._ledger.took_part)
@@ -374,7 +374,7 @@ class Run:
             function = function if reduction == "mean" else Summed(function, len(samples))
             self._trace.before_step()
             clipping = Clipping(clip_norm, clip_value)
-            outcome = self._engine.step(Task(samples, function, trained, clipping, Scaling(scaler)))
+            outcome = self._engine.step(StepTask(samples, function, trained, clipping, Scaling(scaler)))
             self._trace.after_step()
             self._saving.heed()
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
