@@ -32,8 +32,11 @@ class Sharing:
 
     @property
     def mine(self) -> range:
-        """The shards that this worker trains on."""
-        return range(*self.spans[self._group.rank])
+        """The shards that this worker trains on.
+
+        One that has been let in among others, and still takes results from the journal, has those that it had before.
+        """
+        return range(*self.spans[self._rank])
 
     def owner_of(self, shard: int) -> int:
         """The rank of the worker that computes a shard."""
@@ -44,12 +47,18 @@ class Sharing:
         """The shards that each worker evaluates: all of them, also where others train on some."""
         return self.spans if self._updates.shards is None else [(0, self._holdings.config.shards)]
 
+    @property
+    def evaluates(self) -> range:
+        """Those of them that are this worker's; as with `mine`."""
+        return range(*self.evaluated[self._rank])
+
     def replan(self, spans: list[Span] | None = None) -> None:
         """The workers, or the shards of each, have changed.
 
         Args:
             spans: The shards of each; None: as even as the weights of the workers.
         """
+        self._rank = self._group.rank
         self._holdings.memory.clear_scratch()
         self._holdings.place()
         if spans is None:
