@@ -6,7 +6,7 @@ import os
 from evenstep.core.errors import ConfigError
 from evenstep.plan.groups import FRAMEWORKS, Setup, choose
 
-__all__ = ["add_arguments", "setup_of"]
+__all__ = ["add_arguments", "refuse_figures", "setup_of"]
 
 
 def add_arguments(run: argparse.ArgumentParser) -> None:
@@ -36,6 +36,20 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--framework", metavar="NAME", help=f"a classic set-up by name: {', '.join(FRAMEWORKS)}; see docs/groups.md"
     )
+
+
+def refuse_figures(options: argparse.Namespace) -> None:
+    """Say which options are for runs whose workers all step together.
+
+    Raises:
+        ConfigError: One of them was given.
+    """
+    for name in ("log_json", "tensorboard"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} with groups that meet at servers, expected without: their steps are many "
+                "at once; look at the servers' pages, or log in the script"
+            )
 
 
 def setup_of(options: argparse.Namespace) -> Setup | None:

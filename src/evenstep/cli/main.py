@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         help="what the first SIGINT or SIGTERM leaves to finish the step and save (default: 30)",
     )
+    run.add_argument("--log-json", metavar="FILE", type=Path, help="append a line of JSON for every step to FILE")
+    run.add_argument("--tensorboard", metavar="DIR", type=Path, help="write losses, metrics and what is logged to DIR")
     groups.add_arguments(run)
     run.set_defaults(command=_run)
 
@@ -201,6 +203,8 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
     if options.step_timeout is not None and not options.step_timeout > 0:
         raise ConfigError(f"--step-timeout {options.step_timeout:g}, expected a number of seconds above 0")
+    if setup is not None and setup.servers:
+        groups.refuse_figures(options)
     settings.choose(options.arithmetic)
     from evenstep.launch.job import Job
     from evenstep.launch.supervisor import supervise  # here: importing torch takes seconds, a typo should not
@@ -216,6 +220,8 @@ def _run(options: argparse.Namespace) -> int:
         options.grace,
         weights,
         options.resume,
+        log_json=options.log_json,
+        tensorboard=options.tensorboard,
     )
     if setup is None or not setup.servers:
         if setup is not None:

@@ -1,7 +1,8 @@
 """What workers tell each other of a step when their backward is over: what each has done, and what came of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from evenstep.core.errors import MismatchError
@@ -20,6 +21,7 @@ class Report:
         contents: What must be alike in their batches, by where it is; nothing where each has loaded its own part.
         results: What its shards gave.
         busy_s: How long it computed, without its waits.
+        logged: What its script has logged since the last step, by name.
     """
 
     worker: int
@@ -27,18 +29,20 @@ class Report:
     contents: dict[str, str]
     results: dict[int, ShardResult]
     busy_s: float
+    logged: dict[str, list[float]] = field(default_factory=dict)
 
     def pack(self) -> list[Any]:
         """As JSON."""
         results = {str(shard): result.pack() for shard, result in self.results.items()}
-        return [self.worker, self.facts, self.contents, results, self.busy_s]
+        logged = {name: [v if isfinite(v) else repr(v) for v in values] for name, values in self.logged.items()}
+        return [self.worker, self.facts, self.contents, results, self.busy_s, logged]
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> "Report":
         """The inverse of `pack`."""
-        worker, facts, contents, results, busy_s = packed
+        worker, facts, contents, results, busy_s, logged = packed
         by_shard = {int(shard): ShardResult.unpack(result) for shard, result in results.items()}
-        return cls(worker, facts, contents, by_shard, busy_s)
+        return cls(worker, facts, contents, by_shard, busy_s, {n: [float(v) for v in logged[n]] for n in logged})
 
 
 def compare(version: int, reports: Sequence[Report]) -> None:

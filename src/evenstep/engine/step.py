@@ -33,6 +33,7 @@ from evenstep.engine.graphs import Graphs
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.intake import Intake
 from evenstep.engine.kept import News
+from evenstep.engine.logged import Logged, mean_of_all
 from evenstep.engine.on_device import DeviceCompute
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
@@ -85,6 +86,7 @@ class Engine:
     Attributes:
         sharing: Which shards each worker has.
         intake: Takes in models and optimizers.
+        logged: What the script logs until the next step.
     """
 
     def __init__(self, holdings: Holdings, updates: Updates) -> None:
@@ -98,6 +100,8 @@ class Engine:
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
         self.determinism = Determinism(self.config)  # last: whatever fails before has changed nothing of the process
+        self.logged = Logged()
+        self._of_all: dict[str, float] = {}  # what was logged before this step
         self.ledger.holder = self
 
     @property
@@ -176,7 +180,7 @@ class Engine:
         kind, trained = f"step {self.version}", task.trained
 
         def adopt(entry: Entry, took_part: bool) -> Outcome:
-            loss, metrics, norm, news, carried, contents, skipped = entry.value
+            loss, metrics, norm, news, carried, contents, skipped, *_ = entry.value
             if not took_part and contents:
                 compare_contents(self.version, [(0, contents), (self.group.worker, task.samples.contents())])
             trained.adopt(news, took_part)
@@ -190,6 +194,7 @@ class Engine:
                 trained.stepped_elsewhere()
             self.holdings.settle()
             self.holdings.version += 1
+            self.logged.settle()
             return Outcome(torch.tensor(loss, dtype=torch.float64), metrics, norm)
 
         self.determinism.check()
@@ -214,7 +219,7 @@ class Engine:
         self._seconds = []
         begun = self.updates.begin(task.samples, task.clipping)
         if isinstance(begun, Results):
-            return Entry(kind, [begun.loss, begun.metrics, None, [], [], {}, False])
+            return Entry(kind, [begun.loss, begun.metrics, None, [], [], {}, False, sum(task.samples.sizes), {}])
         parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
@@ -239,7 +244,8 @@ class Engine:
         points.reach("after update")
         news, carried = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
-        return Entry(kind, [results.loss, results.metrics, norm, news, carried, report.contents, skipped])
+        value = [results.loss, results.metrics, norm, news, carried, report.contents, skipped]
+        return Entry(kind, [*value, sum(begun.sizes), self._of_all])
 
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
         """Forward and backward of this worker's shards."""
@@ -258,13 +264,14 @@ class Engine:
             "clipping": [work.clipping.norm, work.clipping.value],
             "scale": work.scale,
         }
-        return Report(self.group.worker, facts, contents, results(), busy_s)
+        return Report(self.group.worker, facts, contents, results(), busy_s, self.logged.values)
 
     def _share(self, work: Work, report: Report) -> Results:
         """Losses and metrics over all shards; and all workers must be doing the same step."""
         reports = self.updates.share(work, report)
         compare(work.version, reports)
         self._seconds = [report.busy_s for report in reports]
+        self._of_all = mean_of_all([report.logged for report in reports])
         results = merge({shard: result for report in reports for shard, result in report.results.items()}, work.sizes)
         if results.scale is not None:
             self.updates.refuse("weighted loss")

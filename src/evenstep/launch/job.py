@@ -27,6 +27,8 @@ class Job:
         resume: Whether to go on from the newest checkpoint.
         standing: Where the workers stand as a group, if there are groups and servers.
         report: Takes progress and fingerprint of a group.
+        log_json: Where a line of JSON goes for every step.
+        tensorboard: Where event files for TensorBoard go.
     """
 
     script: Path | str
@@ -41,3 +43,5 @@ class Job:
     resume: bool = False
     standing: Standing | None = None
     report: Callable[[Event], None] | None = None
+    log_json: Path | None = None
+    tensorboard: Path | None = None

@@ -45,6 +45,7 @@ from evenstep.launch.roster import (
     Start,
     Worker,
 )
+from evenstep.launch.scribe import Scribe
 from evenstep.launch.worker import STACK_SIGNAL, run_worker
 from evenstep.launch.worker_process import WorkerProcess
 from evenstep.native import core
@@ -61,8 +62,9 @@ _STACK_S = 0.3  # how long a worker that is given up has to write its stack
 
 
 class _Supervisor:
-    def __init__(self, job: Job, console: Console, segment: Segment, control: Control) -> None:
+    def __init__(self, job: Job, console: Console, segment: Segment, control: Control, scribe: Scribe) -> None:
         self._job, self._console, self._segment, self._control = job, console, segment, control
+        self._scribe = scribe
         self._name = secrets.token_hex(4)
         self._board = Board(segment)
         self._starvation = Starvation()
@@ -112,6 +114,7 @@ class _Supervisor:
             while self._starts or self._roster.alive:
                 children.turn(self._wait_s())
                 self._look_after()
+                self._scribe.write()
             children.finish(_DRAIN_S)
             return self._finish()
 
@@ -395,6 +398,7 @@ class _Supervisor:
 
     def _finish(self) -> int:
         self._console.end_progress()
+        self._scribe.finish(self._trained)
         if self._failed is not None:
             return self._report_failure(self._failed)
         if self._stop_signal is not None and not self._came_to_its_end():
@@ -446,4 +450,5 @@ def supervise(job: Job) -> int:
 
         segment = stack.enter_context(closing(Segment.create(MAX_SHARDS)))
         control = stack.enter_context(closing(Control()))
-        return _Supervisor(job, console, segment, control).run()
+        scribe = stack.enter_context(closing(Scribe(segment, job, console.say)))
+        return _Supervisor(job, console, segment, control, scribe).run()

@@ -163,7 +163,11 @@ class Saving:
                         found = saves.find(self._identity(), self._engine.state.tensors(), self._ledger)
                 except CheckpointError as error:
                     failure = str(error)
-            facts = found and {"path": str(found.path), **{key: found.facts[key] for key in ("data", "fingerprint")}}
+            facts = found and {
+                "path": str(found.path),
+                "entries": len(found.entries),
+                **{key: found.facts[key] for key in ("data", "fingerprint")},
+            }
             facts, run, failure = self._group.gather_json("checkpoint", [facts, self._run, failure])[0]
             if failure is not None:
                 raise CheckpointError(failure)
