@@ -44,7 +44,7 @@ def refuse_figures(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: One of them was given.
     """
-    for name in ("log_json", "tensorboard"):
+    for name in ("page", "log_json", "tensorboard"):
         if getattr(options, name) is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} with groups that meet at servers, expected without: their steps are many "

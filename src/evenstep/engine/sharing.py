@@ -66,6 +66,7 @@ class Sharing:
             spans = share(self._holdings.config.shards, self._group.weights or self._pace.weights)
         self.spans = spans if self._updates.shards is None else [self._updates.shards]
         self._context.spans = self.spans
+        self._group.board.has(self._group.worker, self.mine)
         for prepared in self._holdings.optimizers:
             self.lay_out(prepared)
 

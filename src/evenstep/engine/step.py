@@ -13,7 +13,8 @@ Whatever happens before the end of 5, version v can be had back.
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -41,6 +42,7 @@ from evenstep.engine.scaling import Scaling
 from evenstep.engine.several import Trained
 from evenstep.engine.sharing import Sharing
 from evenstep.engine.updates import Updates
+from evenstep.exchange.board import Spent
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
 from evenstep.native import core
@@ -101,6 +103,7 @@ class Engine:
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
         self.determinism = Determinism(self.config)  # last: whatever fails before has changed nothing of the process
         self.logged = Logged()
+        self._compute_s = self._update_s = 0.0  # of the step that is being done
         self._of_all: dict[str, float] = {}  # what was logged before this step
         self.ledger.holder = self
 
@@ -207,10 +210,20 @@ class Engine:
         for prepared in trained.optimizers:
             self.intake.take_in_added(prepared)
         operation = Operation(kind, self.version, is_step=True)
-        with self.holdings.memory.at_work():
+        with self.holdings.memory.at_work(), self._timed():
             outcome = self.ledger.perform(operation, lambda: self._try(kind, task), adopt)
         self.updates.settle(trained, task.samples)
         return outcome
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Let everyone see where the time of a step goes."""
+        self._compute_s = self._update_s = 0.0
+        begin, waited_s = time.monotonic(), self.group.waited_s
+        yield
+        if self.ledger.took_part:
+            waited_s, whole_s = self.group.waited_s - waited_s, time.monotonic() - begin
+            self.group.board.spend(self.group.worker, Spent(self._compute_s, waited_s, self._update_s, whole_s))
 
     def _try(self, kind: str, task: Task) -> Entry:
         points.reach("step begins")
@@ -238,7 +251,9 @@ class Engine:
             results.scale_gradients(sums)
             norm = self._clip(work, sums)
             points.reach("before update")
+            begin = time.monotonic()
             mine = self.updates.update(work, sums)
+            self._update_s += time.monotonic() - begin
         first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
         self.models.publish_buffers(work.where, self.sharing.owner_of(first), everywhere=None not in firsts)
         points.reach("after update")
@@ -256,6 +271,7 @@ class Engine:
         results = self.compute.run(work) if work.parts else dict
         gradients.end_backward()
         busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
+        self._compute_s += busy_s
         facts = {
             "batch": list(work.sizes),
             "samples": work.samples,

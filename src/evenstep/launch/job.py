@@ -29,6 +29,7 @@ class Job:
         report: Takes progress and fingerprint of a group.
         log_json: Where a line of JSON goes for every step.
         tensorboard: Where event files for TensorBoard go.
+        page: The port of the page of the run; 0: any; None: there is none.
     """
 
     script: Path | str
@@ -45,3 +46,4 @@ class Job:
     report: Callable[[Event], None] | None = None
     log_json: Path | None = None
     tensorboard: Path | None = None
+    page: int | None = None

@@ -8,6 +8,7 @@ Workers die with it (the kernel sees to that), and the segment has no name, so n
 """
 
 import json
+import os
 import secrets
 import signal
 import time
@@ -28,6 +29,7 @@ from evenstep.exchange.generations import Generation
 from evenstep.launch.console import Console
 from evenstep.launch.job import Job
 from evenstep.launch.memory import Starvation
+from evenstep.launch.page_process import PageProcess
 from evenstep.launch.roster import (
     MAX_CRASHES,
     Announce,
@@ -46,6 +48,7 @@ from evenstep.launch.roster import (
     Worker,
 )
 from evenstep.launch.scribe import Scribe
+from evenstep.launch.seen import Seen
 from evenstep.launch.worker import STACK_SIGNAL, run_worker
 from evenstep.launch.worker_process import WorkerProcess
 from evenstep.native import core
@@ -62,9 +65,18 @@ _STACK_S = 0.3  # how long a worker that is given up has to write its stack
 
 
 class _Supervisor:
-    def __init__(self, job: Job, console: Console, segment: Segment, control: Control, scribe: Scribe) -> None:
+    def __init__(
+        self,
+        job: Job,
+        console: Console,
+        segment: Segment,
+        control: Control,
+        scribe: Scribe,
+        page: PageProcess | None = None,
+    ) -> None:
         self._job, self._console, self._segment, self._control = job, console, segment, control
-        self._scribe = scribe
+        self._scribe, self._page = scribe, page
+        self._seen = Seen()
         self._name = secrets.token_hex(4)
         self._board = Board(segment)
         self._starvation = Starvation()
@@ -98,6 +110,8 @@ class _Supervisor:
             "closed": lambda worker, _: self._on_script(worker, Script.CLOSED),
             "ended": lambda worker, _: self._on_script(worker, Script.ENDED),
             "fingerprint": lambda _, event: console.note_fingerprint(event["operation"], event["fingerprint"]),
+            "saved": lambda _, event: self._seen.saved(event["saved"]),
+            "fingerprint now": lambda _, event: self._seen.fingerprint(*event["fingerprint now"]),
             "error": self._on_error,
             "final": self._on_final,
         }
@@ -109,6 +123,9 @@ class _Supervisor:
         with Signals(self._on_signal, *numbers) as signals, self._children as children:
             children.watch(signals, signals.deliver)
             children.watch(self._control.socket, lambda: self._control.answer(self._command))
+            if self._page is not None:
+                children.adopt(self._page.start(self._segment, os.getpid()))
+                self._console.say(f"page {self._page.url}, its buttons need the token {self._page.token}", secret=True)
             for place in range(self._job.num_workers):
                 self._start(place, again=False)
             while self._starts or self._roster.alive:
@@ -270,8 +287,7 @@ class _Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
-            self._checkpoints_asked += 1
-            self._board.ask(Asks.CHECKPOINT, self._checkpoints_asked)
+            self._ask_for_checkpoint()
         elif number in (signal.SIGUSR1, signal.SIGUSR2):
             try:
                 self._console.say(self._scale(self._roster.wanted + (1 if number == signal.SIGUSR1 else -1)))
@@ -290,6 +306,10 @@ class _Supervisor:
             self._stop_signal = self._stop_signal or number
             self._stopped = None
             self._stop_all()
+
+    def _ask_for_checkpoint(self) -> None:
+        self._checkpoints_asked += 1
+        self._board.ask(Asks.CHECKPOINT, self._checkpoints_asked)
 
     def _stop_all(self) -> None:
         gently = self._roster.ending is not Ending.KILLED
@@ -314,11 +334,23 @@ class _Supervisor:
                 return {"said": self._scale(int(request["scale"]))}
             except (ConfigError, TypeError) as error:
                 return {"error": str(error)}
+        if "checkpoint" in request:
+            self._ask_for_checkpoint()
+            return {"said": "a checkpoint is written after this step, if the script has said where"}
+        if "stop" in request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return {"said": "stopping after this step"}
+        if "fingerprint" in request:
+            self._board.ask_fingerprint()
+            return {"said": "the fingerprint is taken after this step"}
         return {
             "generation": self._roster.generation,
             "operations": self._board.committed,
             "wanted": self._roster.wanted,
             "restarts": self._roster.restarts,
+            "num_shards": self._shards,
+            "script": str(self._job.script),
+            **self._seen.described(self._console.said),
             "workers": [
                 {
                     "worker": worker.place,
@@ -347,7 +379,10 @@ class _Supervisor:
                     handle(worker, event)
 
     def _on_end(self, child: Child) -> None:
-        worker = next(p for p in self._processes.values() if p.child is child)
+        worker = next((p for p in self._processes.values() if p.child is child), None)
+        if worker is None:
+            self._console.say(f"the page {child.describe_end()}; the run goes on without it")
+            return
         code = child.reap()
         if code == -signal.SIGKILL and worker.given_up is None and self._starvation.struck():
             worker.starved = True
@@ -391,6 +426,7 @@ class _Supervisor:
         self._roster = self._roster.committed()
         if self._lost_at is not None:
             late_s = time.monotonic() - self._lost_at
+            self._seen.recovered(late_s)
             self._console.say(f"step {event['committed']} is committed, {late_s:.3f} s after a worker was lost")
             self._lost_at = None
 
@@ -451,4 +487,5 @@ def supervise(job: Job) -> int:
         segment = stack.enter_context(closing(Segment.create(MAX_SHARDS)))
         control = stack.enter_context(closing(Control()))
         scribe = stack.enter_context(closing(Scribe(segment, job, console.say)))
-        return _Supervisor(job, console, segment, control, scribe).run()
+        page = None if job.page is None else stack.enter_context(closing(PageProcess(job.page)))
+        return _Supervisor(job, console, segment, control, scribe, page).run()
