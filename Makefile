@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup browser demo test check bench chaos soak conformance clean
+.PHONY: setup browser demo test test-gpu check bench chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,12 @@ check: setup
 test: check browser
 	$(BIN)/python -m pytest
 
+# Everything that needs a GPU. It takes the torch that is installed: make setup brings the one without CUDA.
+GPU_PYTHON ?= python3
+test-gpu:
+	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/engine/test_on_cuda.py tests/nn/test_on_gpu.py
+
 bench: setup
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/memory.py
@@ -41,10 +47,16 @@ bench: setup
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/distributed.py
 	$(BIN)/python benchmarks/server.py
+	$(BIN)/python benchmarks/clusters.py
 
 SEED ?= 0
+# With MACHINES=3: over so many machines (network namespaces: as root), at least 300 faults of workers, machines and links.
 chaos: setup
+ifdef MACHINES
+	$(BIN)/python -m evenstep.testing.chaos_machines --seed $(SEED) --machines $(MACHINES) --faults 300
+else
 	$(BIN)/python -m evenstep.testing.chaos --seed $(SEED) --seeds 3 --faults 150
+endif
 
 # torch's own tests of a backend, against ours and against gloo.
 conformance: setup

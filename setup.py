@@ -18,7 +18,9 @@ def extension(module: str, *sources: str) -> Extension:
 
 setup(
     ext_modules=[
-        extension("core", "core", "copy", "checksum", "reduce", "collective", "norm", "parallel", "module"),
+        extension(
+            "core", "core", "copy", "checksum", "reduce", "ways", "collective", "mail", "norm", "parallel", "module"
+        ),
         extension("arithmetic", "product", "blas", "functions", "redirect", "arithmetic"),
     ]
 )

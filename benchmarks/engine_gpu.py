@@ -43,10 +43,10 @@ def plain(name: str, steps: int, warmup: int) -> dict[str, Any]:
     return measure(step, steps, warmup)
 
 
-def ours(name: str, shards: int, graphs: bool, steps: int, warmup: int) -> dict[str, Any]:
+def ours(name: str, shards: int, graphs: bool, image: bool, steps: int, warmup: int) -> dict[str, Any]:
     """`run.step`."""
-    task = TASKS[name]
-    with evenstep.Run(shards=shards, device="cuda", quiet=True, graphs="auto" if graphs else False) as run:
+    task, mode = TASKS[name], "auto" if graphs else False
+    with evenstep.Run(shards=shards, device="cuda", quiet=True, graphs=mode, image=int(image)) as run:
         model = task.build()
         model, _ = run.prepare(model, task.optimizer(model.parameters()))
         batch = task.batch("cuda")
@@ -79,7 +79,8 @@ def measure(step: Any, steps: int, warmup: int) -> dict[str, Any]:
 
 def run_one(args: argparse.Namespace, workers: int = 1, **options: Any) -> dict[str, Any]:
     """Measure one configuration in processes of its own."""
-    launcher = ["-m", "evenstep", "run", "-n", str(workers)] if workers > 1 else []
+    launcher = ["-m", "evenstep", "run", "-n", str(workers)]  # else there would be nobody to keep an image for
+    launcher = launcher if options["kind"] == "ours" else []
     rest = ["--one", json.dumps(options), "--steps", str(args.steps), "--warmup", str(args.warmup)]
     command = [sys.executable, *launcher, str(Path(__file__)), *rest]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
@@ -96,6 +97,7 @@ def main() -> int:
     parser.add_argument("--models", default="resnet50,gpt2")
     parser.add_argument("--shards", default="1,2,8")
     parser.add_argument("--graphs", default="on,off")
+    parser.add_argument("--image", default="on,off", help="the state is copied to the host after every step, or never")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=12, help="until graphs are captured and checked")
     parser.add_argument("--workers", default="1,2", help="of one GPU; more than one wants nvidia-cuda-mps-control -d")
@@ -114,13 +116,15 @@ def main() -> int:
         base = run_one(args, kind="plain", name=name)
         print(f"| {name} | plain loop | {show(base)} |", flush=True)
         for shards in map(int, args.shards.split(",")):
-            for graphs, workers in product(args.graphs.split(","), map(int, args.workers.split(","))):
+            choices = args.graphs.split(","), map(int, args.workers.split(",")), args.image.split(",")
+            for graphs, workers, image in product(*choices):
                 if workers > shards:
                     continue
-                found = run_one(args, workers, kind="ours", name=name, shards=shards, graphs=graphs == "on")
+                options = {"name": name, "shards": shards, "graphs": graphs == "on", "image": image == "on"}
+                found = run_one(args, workers, kind="ours", **options)
                 failed += "error" in found
                 goal = GOALS.get((name, shards)) if graphs == "on" and workers == 1 else None
-                what = f"K={shards}, graphs {graphs}, {workers} workers"
+                what = f"K={shards}, graphs {graphs}, image {image}, {workers} workers"
                 print(f"| {name} | {what} | {show(found, base, goal)} |", flush=True)
     return int(bool(failed))
 

@@ -80,15 +80,24 @@ def run_outcomes(
 ) -> list[Outcome]:
     """As `run_workers`, but a worker that fails is an `Outcome` like any other."""
     segment = Segment.create(num_workers)
+    try:
+        places = [env.worker_variables(w, num_workers, shards, segment.fd, -1) for w in range(num_workers)]
+        return outcomes_of(places, body, timeout_s)
+    finally:
+        segment.close()
+
+
+def outcomes_of(places: Sequence[dict[str, str]], body: Callable[[int], Any], timeout_s: float) -> list[Outcome]:
+    """Run `body(worker)` in a process for each place, given by the variables that tell a worker of it."""
     pids: list[int] = []
     pipes: list[int] = []
     try:
-        for worker in range(num_workers):
+        for worker, variables in enumerate(places):
             reading, writing = os.pipe()
             pipes.append(reading)
             pid = os.fork()
             if pid == 0:
-                _be_worker(worker, num_workers, shards, segment.fd, writing, body)
+                _be_worker(worker, variables, writing, body)
             os.close(writing)
             pids.append(pid)
         texts = _read_all(pipes, pids, time.monotonic() + timeout_s)
@@ -98,7 +107,6 @@ def run_outcomes(
             _end(pid)
         for fd in pipes:
             os.close(fd)
-        segment.close()
 
 
 def inherited_segment() -> Segment:
@@ -114,16 +122,14 @@ def _take(pids: list[int]) -> Sequence[int]:
     return taken
 
 
-def _be_worker(
-    worker: int, num_workers: int, shards: int | None, fd: int, pipe: int, body: Callable[[int], Any]
-) -> None:
+def _be_worker(worker: int, variables: dict[str, str], pipe: int, body: Callable[[int], Any]) -> None:
     outcome = Outcome(kind="Killed", exit_code=1)
     try:
         core.die_with_parent()
         os.setsid()
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         null = os.open(os.devnull, os.O_WRONLY)
-        env.write(env.worker_variables(worker, num_workers, shards, fd, null))
+        env.write({**variables, "EVENSTEP_EVENTS_FD": str(null)})
         outcome = Outcome(body(worker))
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)

@@ -36,6 +36,12 @@ def test_where_a_group_stands_is_handed_on_as_it_is(variables):
     assert (env.read().standing, env.read().job) == ("{}", "abc")
 
 
+@pytest.mark.parametrize("machines", [None, (), (0, 0, 1)])
+def test_a_worker_learns_whether_there_may_be_other_machines(variables, machines):
+    variables(env.worker_variables(0, 3, None, 11, 12, machines=machines))
+    assert env.read().machines == machines
+
+
 def test_the_place_under_torchrun_is_torchruns(variables):
     variables({"RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost"})
     assert env.read() == Environment(worker=1, num_workers=3, torchrun=True)
@@ -68,11 +74,7 @@ def test_variables_of_a_job_scheduler_are_not_torchruns(variables):
             {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "x"},
             "RANK is 4 but WORLD_SIZE is 4: expected a number from 0 to 3",
         ),
-        (
-            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x"},
-            "torchrun started 4 workers of which only 2 are on this machine; evenstep runs on one machine so far: "
-            "use --nnodes 1",
-        ),
+        ({"EVENSTEP_MACHINES": "0,x"}, "EVENSTEP_MACHINES is '0,x', expected whole numbers; unset it or mend it"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )

@@ -45,6 +45,24 @@ def test_all_reduce_and_reduce_of_every_shape(ranks):
     ranks(body)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_second_of_two_like_operations_is_written_another_way_and_arrives_too(num_ranks):
+    def body(rank):
+        for time in range(4):
+            parts = [values((70_001,), torch.float32, 10 * time + other) for other in range(num_ranks)]
+            mine, found = parts[rank].clone(), [torch.empty(70_001) for _ in parts]
+            dist.all_reduce(mine)
+            assert same(mine, reduced("SUM", parts)), time
+            dist.all_gather(found, parts[rank])
+            assert all(same(a, b) for a, b in zip(found, parts, strict=True)), time
+            dist.reduce_scatter(mine, [part.roll(rank) for part in parts])
+            assert same(mine, reduced("SUM", [parts[rank].roll(other) for other in range(num_ranks)])), time
+            dist.broadcast(mine := parts[rank].clone(), 0)
+            assert same(mine, parts[0]), time
+
+    run_ranks(num_ranks, body)
+
+
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

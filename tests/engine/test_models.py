@@ -7,6 +7,7 @@ from torch import nn
 
 from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
 from evenstep.engine.models import check_model
+from evenstep.plan.sites import Sites
 
 
 def build(seed=1, width=4):
@@ -70,8 +71,8 @@ def test_buffers_are_committed_as_the_first_shard_left_them(holdings_of):
     assert first.kept_buffers["model.1.running_mean"].tolist() == [5] * 4, "a copy"
     before = first.state.fingerprint()
     first.state.operation = 4
-    first.publish_buffers("", 0, everywhere=True)
-    second.publish_buffers("", 0, everywhere=True)
+    first.publish_buffers("", 0, [], idle=False)
+    second.publish_buffers("", 0, [], idle=False)
     assert (theirs[1].running_mean == 0).all()
     second.pull()
     assert (theirs[1].running_mean == 5).all()
@@ -80,12 +81,42 @@ def test_buffers_are_committed_as_the_first_shard_left_them(holdings_of):
     assert first.state.fingerprint() == before, "and can be had back"
 
 
+class Elsewhere:
+    """Another site, whose values come."""
+
+    def spread(self, tag, tensors, source, sites, only=None):
+        for tensor in tensors:
+            tensor.fill_(9)
+
+
+def test_buffers_that_another_site_gives_can_be_had_back_too(holdings_of):
+    ((models, _),) = prepared(holdings_of)
+    models.state.sites, models.state.spreading = Sites.of(0, "ab"), Elsewhere()
+    models.keep_buffers({name: torch.ones_like(b) * 5 for name, b in models.slots.buffers.items()})
+    before, models.state.operation = models.state.fingerprint(), 4
+    changed = models.changed_buffers()
+    assert len(changed) == 3, "this batch norm is the plain one, which spans nothing"
+    others = models.buffers_to_spread(changed, everywhere=True)
+    models.publish_buffers("", 1, others, idle=False)
+    assert all((entry.live == 9).all() for entry in others)
+    models.state.rollback()
+    assert models.state.fingerprint() == before
+
+
+def test_only_buffers_that_a_forward_changed_go_to_other_sites(holdings_of):
+    ((models, _),) = prepared(holdings_of)
+    models.keep_buffers(dict(models.slots.buffers))
+    assert models.changed_buffers() == []
+    assert models.buffers_to_spread([], everywhere=True) == []
+    assert len(models.buffers_to_spread([], everywhere=False)) == 3
+
+
 def test_what_was_kept_in_vain_can_be_taken_away(holdings_of):
     ((models, _),) = prepared(holdings_of)
     models.keep_buffers({name: torch.ones_like(b) for name, b in models.slots.buffers.items()})
     assert models.take_buffers().keys() == models.slots.buffers.keys()
     before = models.state.fingerprint()
-    models.publish_buffers("", 0, everywhere=True)
+    models.publish_buffers("", 0, [], idle=False)
     assert models.state.fingerprint() == before
 
 

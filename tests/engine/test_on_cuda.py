@@ -107,6 +107,78 @@ def test_what_a_graph_would_read_from_the_host_is_not_captured():
     assert found == train(False)
 
 
+def train_scaled(graphs):
+    with evenstep.Run(shards=4, device="cuda", quiet=True, graphs=graphs) as run:
+        model = Net(norm=False)
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**18, growth_interval=3)
+        scales = []
+
+        def loss(part):
+            with torch.autocast("cuda", torch.float16):
+                return F.cross_entropy(model(part[0]), part[1])
+
+        for step in range(10):
+            generator = torch.Generator().manual_seed(step)
+            batch = torch.randn(24, 3, 8, 8, generator=generator), torch.randint(0, 10, (24,), generator=generator)
+            run.step(batch, loss, scaler=scaler)
+            scales.append(scaler.get_scale())
+        return run.fingerprint(), scales
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scaler_skips_and_grows_alike_with_graphs_and_without():
+    found, scales = train_scaled("auto")
+    assert (found, scales) == train_scaled(False)
+    assert len(set(scales)) > 1
+
+
+def train_compiled(run):
+    model = Net(norm=False)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    compiled = torch.compile(model)
+    for step in range(6):
+        batch = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step)), torch.arange(8)
+        run.step(batch, lambda part: F.cross_entropy(compiled(part[0]), part[1]), optimizer)
+
+
+def train_averaged(run):
+    model, average = Net(norm=False), Net(norm=False)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    average = run.prepare(average)
+    pairs = list(zip(average.parameters(), model.parameters(), strict=True))
+    for step in range(6):
+        batch = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step)), torch.arange(8)
+        run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+        run.edit(lambda: [a.lerp_(p, 0.1) for a, p in pairs])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("train", [train_compiled, train_averaged])
+def test_compiled_models_and_averages_of_weights_give_one_result_with_graphs_and_without(train, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else its processes stay
+    found = set()
+    for graphs in ("auto", False):
+        with evenstep.Run(shards=2, device="cuda", quiet=True, graphs=graphs) as run:
+            train(run)
+            found.add(run.fingerprint())
+    assert len(found) == 1
+
+
+def train_on(data, loaders):
+    with evenstep.Run(shards=4, device="cuda", quiet=True) as run:
+        model = Net()
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for batch in run.batches(data, 24, epochs=2, loaders=loaders):
+            run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+        return run.fingerprint()
+
+
+def test_batches_are_sent_ahead_and_change_no_bit():
+    data = torch.utils.data.TensorDataset(torch.randn(96, 3, 8, 8), torch.arange(96) % 10)
+    assert train_on(data, 0) == train_on(data, 2)
+
+
 SCRIPT = """
     import sys, torch, evenstep
     import torch.nn.functional as F
@@ -150,8 +222,19 @@ def test_several_workers_and_their_deaths_change_no_bit(norm, script, tmp_path):
     assert set(results.values()) == {quiet.stdout}, results
 
 
-def test_a_run_that_was_stopped_goes_on_on_another_number_of_workers(script, tmp_path):
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("point", ["forward", "after update", "inside commit"])
+def test_all_workers_may_be_lost(point, num_workers, script, tmp_path):
     path = script(SCRIPT)
+    expected = script_run("-n", "1", path, "plain", cwd=tmp_path, timeout_s=100).stdout
+    faults = plant([Fault("kill all", point, 8)], tmp_path / "faults")
+    done = script_run("-n", str(num_workers), path, "plain", cwd=tmp_path, timeout_s=100, variables=faults)
+    assert "what they did last is done again" in done.stderr, done.stderr
+    assert done.stdout == expected
+
+
+def test_a_run_that_was_lost_goes_on_from_its_checkpoint_on_another_number_of_workers(script, tmp_path):
+    path = script(SCRIPT.replace('device="cuda"', 'device="cuda", image=0'))
     expected = script_run("-n", "1", path, "plain", cwd=tmp_path / "..", timeout_s=100).stdout
     faults = plant([Fault("kill all", "forward", 8)], tmp_path / "faults")
     lost = script_run("-n", "2", path, "plain", cwd=tmp_path, timeout_s=100, variables=faults)

@@ -1,11 +1,14 @@
 """The way of a GPU, on the CPU: the same bits as the usual way, computed or replayed."""
 
+import random
+
 import pytest
 import torch
 from cases import CASES
 from recorders import FakeRecorder
 
 import evenstep
+from evenstep.core.points import POINTS
 from evenstep.engine import holdings, step
 from evenstep.testing import Fault, plant
 from evenstep.transport.memory import DeviceMemory
@@ -73,11 +76,23 @@ def test_a_site_that_is_lost_is_replaced_and_given_the_state(point, worker, scri
     faults = plant([Fault("kill", point, 6, worker=worker)], tmp_path / "faults")
     done = cli_run("run", "-n", "2", path, variables=faults)
     assert "was killed" in done.stderr
-    assert done.stdout == expected
+    assert done.stdout == expected, done.stderr
 
 
-def test_if_all_sites_are_lost_it_is_said_and_nothing_wrong_is_computed(script, tmp_path, on_device):
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("point", ["forward", "before update", "after update", "inside commit", "after commit"])
+def test_if_all_sites_are_lost_they_begin_from_the_image(point, num_workers, script, tmp_path, on_device):
     path = script(TRAINING)
+    expected = cli_run("run", "-n", "1", path).stdout
+    on_device()
+    faults = plant([Fault("kill all", point, 2), Fault("kill all", point, 6)], tmp_path / "faults")
+    done = cli_run("run", "-n", str(num_workers), path, variables=faults)
+    assert "what they did last is done again" in done.stderr
+    assert done.stdout == expected, done.stderr
+
+
+def test_without_images_it_is_said_that_all_were_lost(script, tmp_path, on_device):
+    path = script(TRAINING.replace("graphs=False", "graphs=False, image=0"))
     on_device()
     faults = plant([Fault("kill all", "forward", 6)], tmp_path / "faults")
     done = cli_run("run", "-n", "2", path, variables=faults)
@@ -92,4 +107,18 @@ def test_sites_may_come_and_go(script, tmp_path, on_device):
     on_device()
     faults = [Fault("scale", "after commit", 3, worker=0, workers=3), Fault("scale", "after commit", 7, worker=0)]
     done = cli_run("run", "-n", "1", path, variables=plant(faults, tmp_path / "faults"))
-    assert done.stdout == expected
+    assert done.stdout == expected, done.stderr
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_is_lost_whenever(seed, script, tmp_path, on_device):
+    path = script(TRAINING)
+    expected = cli_run("run", "-n", "1", path).stdout
+    on_device()
+    dice = random.Random(seed)
+    faults = [
+        Fault(dice.choice(["kill", "kill all"]), dice.choice(POINTS), dice.randint(1, 3), workers=dice.randint(1, 3))
+        for _ in range(6)
+    ]
+    done = cli_run("run", "-n", "3", path, variables=plant(faults, tmp_path / "faults", in_order=True))
+    assert done.stdout == expected, done.stderr

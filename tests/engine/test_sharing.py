@@ -31,15 +31,6 @@ def test_every_worker_has_its_part_and_all_know_all(holdings_of):
         assert sharing.mine == range(*sharing.spans[rank])
 
 
-def test_a_worker_that_was_let_in_and_still_catches_up_keeps_what_it_has(holdings_of):
-    (holdings,) = holdings_of(1)
-    sharing, _ = shared(holdings)
-    holdings.group.members, holdings.group.rank, holdings.group.num_workers = [1, 0], 1, 2
-    assert sharing.mine == sharing.evaluates == range(0, 4)
-    sharing.replan()
-    assert sharing.mine == sharing.evaluates == range(2, 4)
-
-
 def test_a_worker_that_trains_on_some_shards_evaluates_all(holdings_of):
     (holdings,) = holdings_of()
     sharing, _ = shared(holdings, Some)

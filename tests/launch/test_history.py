@@ -8,8 +8,9 @@ from evenstep.launch.history import History
 
 def commit(journal, steps, first=0):
     for number in range(first, first + steps):
-        value = [1.0 / (1 + number), {"hits": 0.5}, None, [], [], {}, False, 8, {"lr": 0.1} if number % 2 else {}]
-        journal.append(Entry(f"step {number}", value))
+        value = [1.0 / (1 + number), {"hits": 0.5}, None, [], [], False]
+        aside = {"samples": 8, "logged": {"lr": 0.1} if number % 2 else {}}
+        journal.append(Entry(f"step {number}", value, aside=aside))
 
 
 def test_all_steps_are_counted_and_some_hundreds_drawn(new_segment):

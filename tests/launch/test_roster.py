@@ -271,3 +271,72 @@ def test_when_everyone_is_told_to_end_nothing_more_is_decided():
         roster, decisions = roster.ended(place, KILLED, 5)
         assert decisions == []
     assert not roster.alive
+
+
+# ---- machines ----
+
+
+def test_the_workers_of_a_machine_that_comes_are_started_and_join_when_they_have_caught_up():
+    roster, decisions = working(2).adds([5, 6])
+    assert decisions == [Start(5, 0.0), Start(6, 0.0)]
+    assert roster.wanted == 4
+    for place in (5, 6):
+        roster = roster.started(place, machine=1)
+    assert stages(roster)[2:] == [Stage.CATCHES_UP] * 2
+
+
+def test_the_workers_of_a_machine_that_is_lost_are_not_replaced_and_the_others_go_on():
+    roster, _ = working(2).adds([5, 6])
+    roster = roster.started(5, machine=1)
+    for place in (5, 0, 1):
+        roster, decisions = roster.waits(place)
+    assert decisions == [Announce(2, (0, 1, 5), ())]
+    for place in (0, 1):
+        roster, decisions = roster.waits(place)
+        assert decisions == [], "they wait for the one that is lost"
+    roster, decisions = roster.loses([5, 6])
+    assert decisions == [Announce(3, (0, 1), ())]
+    assert (roster.wanted, roster.starts) == (2, ())
+
+
+def test_there_is_no_generation_without_the_head():
+    roster = Roster(2).started(0).started(4, machine=1)
+    for place in (0, 4):
+        roster, decisions = roster.waits(place)
+    roster = roster.committed().speaks(0, Script.INSIDE)
+    assert decisions == [Announce(1, (0, 4), ())]
+    roster, decisions = roster.ended(0, KILLED, 1)
+    assert decisions[1] == Start(0, 0.0)
+    roster, decisions = roster.waits(4)
+    assert decisions == []
+    roster, decisions = roster.started(0).waits(0)
+    assert decisions == [Announce(2, (0, 4), ())]
+
+
+def test_when_the_last_worker_of_the_head_is_lost_for_good_the_run_has_failed():
+    roster = Roster(2, max_restarts=0).started(0).started(4, machine=1)
+    for place in (0, 4):
+        roster, _ = roster.waits(place)
+    roster = roster.committed()
+    roster, _ = roster.ended(0, KILLED, 1)
+    roster, decisions = roster.waits(4)
+    assert Fail(0) in decisions
+
+
+def test_scaling_down_keeps_a_worker_of_the_head():
+    roster = Roster(3).started(4, machine=1).started(5, machine=1).started(0)
+    for place in (4, 5):
+        roster, _ = roster.waits(place)
+    roster, decisions = roster._replace(wanted=1).waits(0)
+    assert decisions == [Announce(1, (0,), (4, 5))]
+
+
+def test_when_the_run_is_over_on_the_head_nobody_waits_for_it_elsewhere():
+    roster = Roster(2).started(0).started(4, machine=1)
+    for place in (0, 4):
+        roster, _ = roster.waits(place)
+    roster, _ = roster.committed().speaks(0, Script.CLOSED).ended(0, 0, 9)
+    roster, decisions = roster.waits(4)
+    assert decisions == [Signal(4, signal.SIGKILL)]
+    roster, decisions = roster.ended(4, KILLED, 9)
+    assert (decisions, roster.alive) == ([], [])

@@ -1,6 +1,6 @@
 import pytest
-from clusters import dgx
 
+from clusters import dgx
 from evenstep.plan import cost
 from evenstep.plan.layout import Layout
 from evenstep.plan.placement import cut

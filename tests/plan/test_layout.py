@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from clusters import topologies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clusters import topologies
 from evenstep.core.errors import ConfigError
 from evenstep.plan import tree
 from evenstep.plan.layout import Layout

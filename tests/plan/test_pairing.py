@@ -1,10 +1,10 @@
 """Caffe's pairing, against the pairings that its code gives."""
 
 import pytest
-from clusters import boards, topologies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clusters import boards, topologies
 from evenstep.core.errors import ConfigError
 from evenstep.plan.pairing import pair, pair_devices
 from evenstep.plan.topology import Device, Machine, Topology

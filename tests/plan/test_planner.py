@@ -3,10 +3,10 @@ import time
 from itertools import permutations
 
 import pytest
-from clusters import dgx, topologies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clusters import dgx, topologies
 from evenstep.core.errors import ConfigError
 from evenstep.plan import cost
 from evenstep.plan.planner import compare, in_order, lay

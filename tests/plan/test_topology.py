@@ -1,7 +1,7 @@
 import pytest
-from clusters import boards, dgx, topologies
 from hypothesis import given, settings
 
+from clusters import boards, dgx, topologies
 from evenstep.core.errors import ConfigError
 from evenstep.plan.topology import Device, LinkKind, Machine, Topology
 

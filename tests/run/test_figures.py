@@ -8,7 +8,7 @@ from evenstep.run.figures import LOGGED, Figures, StepFigures
 
 
 def step(number, loss, **logged):
-    return Entry(f"step {number}", [loss, {"hits": 0.5}, None, [], [], {}, False, 22, logged])
+    return Entry(f"step {number}", [loss, {"hits": 0.5}, None, [], [], False], aside={"samples": 22, "logged": logged})
 
 
 def found(run, number, loss, **logged):

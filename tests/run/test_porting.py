@@ -72,7 +72,7 @@ def test_files_are_data_sets_as_the_page_shows_them(page, tmp_path):
     np.save("images.npy", np.zeros((4, 8, 8), np.float32))
     np.save("labels.npy", np.zeros(4, np.int64))
     done = cli_run("run", "-n", "1", page(FILES))
-    assert done.stdout.splitlines() == ["5 torch.Size([2])", "torch.Size([8, 8])"], done.stderr
+    assert done.stdout.splitlines() == ["[0] 5 torch.Size([2])", "[0] torch.Size([8, 8])"], done.stderr
 
 
 def test_averaged_weights_survive_the_loss_of_the_worker_that_averages(page, tmp_path):

@@ -24,8 +24,7 @@ class Machines:
         self.segments = [Segment.create(8) for _ in workers]
         self.outcomes = [None] * len(workers)
         self.bridges = [
-            Bridge(segment, 1, mine, links)
-            for segment, mine, links in zip(self.segments, workers, self.network.links, strict=True)
+            Bridge(segment, 1, workers, links) for segment, links in zip(self.segments, self.network.links, strict=True)
         ]
         self.threads = [threading.Thread(target=self._run, args=(m,)) for m in range(len(workers))]
         self.boxes = {w: Outbox(self.segments[m], w) for m, mine in enumerate(workers) for w in mine}
@@ -173,3 +172,16 @@ def test_a_machine_that_is_lost_ends_the_bridge_and_is_named():
             thread.join(5.0)
         assert [outcome[0] for outcome in machines.outcomes] == [1, 0]
         assert "the network is cut" in str(machines.outcomes[0][1])
+        assert core.aborted(machines.segments[0].base) == (1, "the connection to machine 1 broke: the network is cut")
+
+
+def test_a_failure_on_one_machine_reaches_the_others_once():
+    with Machines([[0], [1], [2]]) as machines:
+        core.abort_all(machines.segments[1].base, 1, 1, "Traceback\n" + "é" * 9000 + "\nValueError: a bad day")
+        for machine in (0, 2):
+            until(lambda machine=machine: core.aborted(machines.segments[machine].base) is not None)
+            culprit, text = core.aborted(machines.segments[machine].base)
+            assert culprit == 1
+            assert text.endswith("é\nValueError: a bad day")
+        time.sleep(0.1)
+        assert sum(count for (_, _, lane), count in machines.network.sent.items() if lane == WORDS) == 2

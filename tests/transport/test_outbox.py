@@ -31,8 +31,8 @@ def test_requests_come_in_the_order_of_each_worker_and_once():
         for box in boxes:
             box.push(Request(POST, 1, seq=number))
     found = list(requests.take())
-    assert [request.seq for worker, request in found if worker == 0] == list(range(5))
-    assert [request.seq for worker, request in found if worker == 2] == list(range(5))
+    assert [request.seq for worker, _, request in found if worker == 0] == list(range(5))
+    assert [request.seq for worker, _, request in found if worker == 2] == list(range(5))
     assert list(requests.take()) == []
     segment.close()
 
@@ -43,7 +43,7 @@ def test_what_was_asked_for_in_another_generation_is_dropped():
     box.push(Request(POST, 1, seq=1))
     later = Requests(segment, [0], generation=2)
     Outbox(segment, 0).push(Request(POST, 2, seq=2))  # of the worker that took the place of the first
-    assert [request.seq for _, request in later.take()] == [2]
+    assert [request.seq for *_, request in later.take()] == [2]
     segment.close()
 
 
@@ -71,11 +71,28 @@ def test_a_full_ring_is_waited_for_unless_the_group_has_failed():
     assert thread.is_alive()
     assert len(list(requests.take())) == 1024
     thread.join(5.0)
-    assert [request.seq for _, request in requests.take()] == [1024]
+    assert [request.seq for *_, request in requests.take()] == [1024]
     for number in range(1024):
         box.push(Request(POST, 1, seq=number))
     core.abort_all(segment.base, 0, 0, "a bad day")
     box.push(Request(POST, 1))
+    segment.close()
+
+
+def test_a_worker_can_see_whether_everything_has_left():
+    segment = Segment.create(1)
+    box, requests = Outbox(segment, 0), Requests(segment, [0], 1)
+    assert box.is_empty()
+    for _ in range(2):
+        box.push(Request(PUT, 1))
+    numbers = [number for _, number, _ in requests.take()]
+    for number in numbers:
+        assert not box.is_empty()
+        requests.is_sent(0, number)
+    assert box.is_empty()
+    box.push(Request(PUT, 0))  # of another generation: it goes nowhere
+    assert list(requests.take()) == []
+    assert box.is_empty()
     segment.close()
 
 

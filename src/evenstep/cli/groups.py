@@ -39,17 +39,19 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
 
 
 def refuse_figures(options: argparse.Namespace) -> None:
-    """Say which options are for runs whose workers all step together.
+    """Say which options are for runs whose workers all step together on this machine.
 
     Raises:
         ConfigError: One of them was given.
     """
-    for name in ("page", "log_json", "tensorboard"):
-        if getattr(options, name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} with groups that meet at servers, expected without: their steps are many "
-                "at once; look at the servers' pages, or log in the script"
-            )
+    given = [name for name in ("page", "log_json", "tensorboard") if getattr(options, name) is not None]
+    beside = ("on", "listen", "groups", "servers", "framework")
+    elsewhere = [name for name in beside if getattr(options, name) is not None]
+    if given and elsewhere:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} with --{elsewhere[0]}, expected one of them: it shows steps of workers "
+            "that step together on one machine so far; servers have pages of their own"
+        )
 
 
 def setup_of(options: argparse.Namespace) -> Setup | None:

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from evenstep.arithmetic import settings
-from evenstep.cli import doctor, graph, groups, topo
+from evenstep.cli import doctor, graph, groups, machines, on, topo
+from evenstep.core import env
 from evenstep.core.config import ARITHMETICS, DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
 from evenstep.core.output import complete_streams, say
@@ -68,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a script on several workers of this machine; the weights are the same for any number of them. "
         "What follows the script is handed to it.",
     )
-    run.add_argument("-n", "--workers", metavar="N", help="number of workers, or auto: one for each core (default)")
+    run.add_argument(
+        "-n",
+        "--workers",
+        metavar="N",
+        help="number of workers, or auto: one for each GPU, or core if there is none (default)",
+    )
     run.add_argument(
         "--shards", metavar="K", type=int, help=f"parts of every batch (default: the script's, or {DEFAULT_SHARDS})"
     )
@@ -103,7 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--log-json", metavar="FILE", type=Path, help="append a line of JSON for every step to FILE")
     run.add_argument("--tensorboard", metavar="DIR", type=Path, help="write losses, metrics and what is logged to DIR")
     groups.add_arguments(run)
+    machines.add_arguments(run)
+    on.add_arguments(run)
     run.set_defaults(command=_run)
+
+    machines.add_join(commands)
 
     scale = commands.add_parser(
         "scale",
@@ -214,6 +224,9 @@ def _server(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     script = _script(options)
     _note_misplaced(options)
+    groups.refuse_figures(options)
+    if options.on is not None:
+        return on.run_on(options, script, options.workers)
     setup = groups.setup_of(options)
     wanted = (options.workers or "auto") if setup is None else str(setup.workers)
     num_workers = _num_workers(wanted, options.shards)
@@ -223,8 +236,8 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
     if options.step_timeout is not None and not options.step_timeout > 0:
         raise ConfigError(f"--step-timeout {options.step_timeout:g}, expected a number of seconds above 0")
-    if setup is not None and setup.servers:
-        groups.refuse_figures(options)
+    if setup is not None and setup.servers and options.listen is not None:
+        raise ConfigError("--listen with --groups: groups are of one machine so far; say one of them")
     settings.choose(options.arithmetic)
     from evenstep.launch.job import Job
     from evenstep.launch.supervisor import supervise  # here: importing torch takes seconds, a typo should not
@@ -243,6 +256,7 @@ def _run(options: argparse.Namespace) -> int:
         log_json=options.log_json,
         tensorboard=options.tensorboard,
         page=options.page,
+        listen=machines.listen_of(options),
     )
     if setup is None or not setup.servers:
         if setup is not None:
@@ -277,8 +291,13 @@ def _status(options: argparse.Namespace) -> int:
 
     found = ask({"status": True}, options.job)
     print("generation {generation}  wanted {wanted}  restarts {restarts}".format(**found))
+    several = len(found.get("machines", ())) > 1
+    for machine in found["machines"] if several else ():
+        print("machine {machine}  {name}".format(**machine), *("head",) * (machine["machine"] == 0), sep="  ")
     for worker in found["workers"]:
-        print("worker {worker}  pid {pid}  step {step}".format(**worker) + ("" if worker["member"] else "  joining"))
+        where = f"  machine {worker['machine']}" if several else ""
+        joining = "" if worker["member"] else "  joining"
+        print("worker {worker}  pid {pid}  step {step}".format(**worker) + where + joining)
     return 0
 
 
@@ -326,7 +345,7 @@ def _num_workers(text: str, shards: int | None) -> int:
     if shards is not None and not 1 <= shards <= MAX_SHARDS:
         raise ConfigError(f"--shards {shards}, expected a whole number from 1 to {MAX_SHARDS}")
     if text == "auto":
-        return min(len(os.sched_getaffinity(0)), shards or DEFAULT_SHARDS)
+        return min(env.num_gpus() or len(os.sched_getaffinity(0)), shards or DEFAULT_SHARDS)
     try:
         number = int(text)
     except ValueError:

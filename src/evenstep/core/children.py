@@ -232,6 +232,14 @@ class Children:
         self._children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
 
+    def end(self, child: Child) -> None:
+        """End a child now, and hear no more of it."""
+        if child in self._children:
+            self._children.remove(child)
+            if child.pidfd in self._selector.get_map():
+                self._selector.unregister(child.pidfd)
+            child.kill()
+
     def watch(self, source: _Source, ready: Callable[[], None]) -> None:
         """Call somebody whenever there is something to read from a source, which stays the caller's."""
         self._selector.register(source, selectors.EVENT_READ, ready)

@@ -29,6 +29,8 @@ class RunConfig:
         on_nondeterminism: Whether an operation that torch knows to be non-deterministic raises or only warns.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor.
         graphs: Whether steps on a GPU are replayed from CUDA graphs: "auto" where they can be, True or an error, False.
+        image: After how many steps the state on GPUs is copied to the host, where it outlives all workers; "auto": as
+            often as costs little; 0: never.
     """
 
     shards: int
@@ -40,6 +42,7 @@ class RunConfig:
     on_nondeterminism: Literal["error", "warn"]
     arithmetic: Literal["native", "portable"] = "native"
     graphs: Literal["auto"] | bool = "auto"
+    image: Literal["auto"] | int = "auto"
 
     @classmethod
     def resolve(
@@ -69,6 +72,8 @@ class RunConfig:
             raise ConfigError(f"on_nondeterminism={self.on_nondeterminism!r}, expected 'error' or 'warn'")
         if self.graphs not in ("auto", True, False):
             raise ConfigError(f"graphs={self.graphs!r}, expected 'auto', True or False")
+        if self.image != "auto" and not (isinstance(self.image, int) and self.image >= 0):
+            raise ConfigError(f"image={self.image!r}, expected 'auto', or a number of steps from 0")
         self._check_arithmetic()
         if env.num_workers > self.shards:
             raise ConfigError(

@@ -4,13 +4,27 @@ The launcher hands a worker its place through `EVENSTEP_*`; under torchrun the p
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Environment", "become", "kernel_choices", "mps_directory", "read", "worker_variables", "write"]
+__all__ = [
+    "Environment",
+    "become",
+    "kernel_choices",
+    "mps_directory",
+    "num_gpus",
+    "of_child",
+    "rank_variables",
+    "ray_address",
+    "read",
+    "store_address",
+    "worker_variables",
+    "write",
+]
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,7 @@ class Environment:
         faults: Where a test has planted faults for this process.
         standing: Where the group of this worker stands, if there are groups and servers; a text of `plan.groups`.
         job: Tells the job of a launcher from others; None: there is no launcher.
+        machines: If workers may be on several machines: on which each of them is; nothing if a supervisor says so.
     """
 
     worker: int = 0
@@ -50,6 +65,7 @@ class Environment:
     faults: Path | None = None
     standing: str | None = None
     job: str | None = None
+    machines: tuple[int, ...] | None = None
 
 
 def _number(name: str, divisor: int = 1) -> Any:
@@ -62,11 +78,21 @@ def _number(name: str, divisor: int = 1) -> Any:
         raise ConfigError(f"{name} is {text!r}, expected a whole number; unset it or mend it") from None
 
 
+def _numbers(name: str) -> tuple[int, ...] | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return tuple(int(word) for word in text.split(",") if word)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, expected whole numbers; unset it or mend it") from None
+
+
 def read() -> Environment:
     """Read the environment of this process.
 
     Raises:
-        ConfigError: A variable is not a number, there is no such worker, or torchrun spans several machines.
+        ConfigError: A variable is not a number, or there is no such worker.
     """
     trace, faults = os.environ.get("EVENSTEP_TRACE"), os.environ.get("EVENSTEP_FAULTS")
     common: dict[str, Any] = {
@@ -81,6 +107,7 @@ def read() -> Environment:
         "faults": Path(faults) if faults else None,
         "standing": os.environ.get("EVENSTEP_STANDING"),
         "job": os.environ.get("EVENSTEP_JOB"),
+        "machines": _numbers("EVENSTEP_MACHINES"),
     }
     worker = _number("EVENSTEP_WORKER")
     if worker is not None:
@@ -91,11 +118,6 @@ def read() -> Environment:
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if rank is None or world is None or "MASTER_ADDR" not in os.environ:
         return Environment(**common)
-    if _number("LOCAL_WORLD_SIZE") not in (None, world):
-        raise ConfigError(
-            f"torchrun started {world} workers of which only {os.environ['LOCAL_WORLD_SIZE']} are on this machine; "
-            "evenstep runs on one machine so far: use --nnodes 1"
-        )
     _check_place("RANK", rank, "WORLD_SIZE", world)
     return Environment(rank, world, torchrun=True, **common)
 
@@ -119,6 +141,7 @@ def worker_variables(
     resume: bool = False,
     standing: str | None = None,
     job: str | None = None,
+    machines: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
     variables = {
@@ -139,7 +162,52 @@ def worker_variables(
         variables["EVENSTEP_JOB"] = job
     if resume:
         variables["EVENSTEP_RESUME"] = "1"
+    if machines is not None:
+        variables["EVENSTEP_MACHINES"] = ",".join(map(str, machines))
     return variables
+
+
+def store_address() -> tuple[str, int]:
+    """Where the store is through which the workers of torchrun find each other."""
+    return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
+
+
+def rank_variables(
+    rank: int,
+    num_ranks: int,
+    store: tuple[str, int],
+    events_fd: int,
+    *,
+    shards: int | None = None,
+    timeout_s: float | None = None,
+    resume: bool = False,
+) -> dict[str, str]:
+    """The variables that tell a worker its place among those of several nodes, as torchrun would."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # nobody of them has to host it
+        "EVENSTEP_EVENTS_FD": str(events_fd),
+    }
+    if shards is not None:
+        variables["EVENSTEP_SHARDS"] = str(shards)
+    if timeout_s is not None:
+        variables["EVENSTEP_STEP_TIMEOUT_MS"] = str(round(1000 * timeout_s))
+    if resume:
+        variables["EVENSTEP_RESUME"] = "1"
+    return variables
+
+
+def of_child(variables: dict[str, str]) -> dict[str, str]:
+    """What a process that we start finds in its environment: ours, and these in addition."""
+    return {**os.environ, **variables}
+
+
+def ray_address() -> str | None:
+    """Where the user's Ray cluster is, if a variable says so."""
+    return os.environ.get("RAY_ADDRESS") or None
 
 
 def write(variables: dict[str, str]) -> None:
@@ -155,6 +223,17 @@ def become(command: list[str], variables: dict[str, str]) -> NoReturn:
 def mps_directory() -> Path:
     """Where NVIDIA's service that lets processes share a GPU can be found, if it runs."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+
+
+def num_gpus() -> int:
+    """How many NVIDIA GPUs this process may use, found without touching them: a process that has cannot fork."""
+    there = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(there)
+    named = [name.strip() for name in visible.split(",")]
+    wrong = [name in ("", "-1") for name in named]  # the first that makes no sense hides all after it
+    return min(len(there), wrong.index(True) if True in wrong else len(named))
 
 
 def kernel_choices() -> dict[str, str | None]:

@@ -1,6 +1,7 @@
 """The one error tree. Each class is a cause that a caller would treat differently; the CLI gives each its exit code."""
 
 __all__ = [
+    "BeginsAgain",
     "CheckpointError",
     "ConfigError",
     "Dismissed",
@@ -104,6 +105,15 @@ class Stopped(SystemExit):
     """The run was asked to stop, and did so after a step. No error: it unwinds the script as `sys.exit` does."""
 
     exit_code = 75  # EX_TEMPFAIL: try again later
+
+    def __init__(self) -> None:
+        super().__init__(self.exit_code)
+
+
+class BeginsAgain(SystemExit):
+    """Nobody has the state any more that this worker would join; one that begins again can. No error, as above."""
+
+    exit_code = 75
 
     def __init__(self) -> None:
         super().__init__(self.exit_code)

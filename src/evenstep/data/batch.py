@@ -47,6 +47,7 @@ class Batch:
         device: Where the samples shall be.
         position: Where in the data it stands; None: the script brought it.
         whole: All samples, if every worker came with all of them.
+        sent: Gives the parts that are on their way to the device, if any are.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Batch:
     device: str = "cpu"
     position: Position | None = None
     whole: Any = None
+    sent: Callable[[], dict[int, Any]] | None = None
 
     @property
     def number(self) -> int:
@@ -73,6 +75,8 @@ class Batch:
 
     def part(self, shard: int) -> Any:
         """The samples of a shard, on the device."""
+        if self.sent is not None and shard in self.parts and shard in (found := self.sent()):
+            return found[shard]
         if shard not in self.parts:
             self.parts[shard] = self.load(shard)
         return to_device(self.parts[shard], self.device)

@@ -17,6 +17,7 @@ from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
 from evenstep.data.batch import Batch
 from evenstep.data.drawing import drawing
 from evenstep.data.order import Request
+from evenstep.data.sending import sent
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.native import core
 
@@ -132,12 +133,19 @@ class Loader:
         self._loaders, self._prefetch, self._timeout_s = loaders, prefetch, timeout_s
 
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        """The batches, in order. Loader processes start at the first and end with the iterator, or with us.
+        """The batches, in order, on their way to the device if that is a GPU.
+
+        Loader processes start at the first and end with the iterator, or with us. What they load is sent one batch
+        ahead; what is loaded inline is sent while the GPU still computes the step before.
 
         Raises:
             SilenceError: No batch came from the loader processes within the timeout.
             EvenstepError: A loader process was killed.
         """
+        batches, device = self._load(requests), torch.device(self._device)
+        return batches if device.type == "cpu" else sent(batches, device, ahead=1 if self._loaders else 0)
+
+    def _load(self, requests: Iterable[Request]) -> Iterator[Batch]:
         coming, waiting = iter(requests), deque[Request]()
         while True:
             if not waiting:

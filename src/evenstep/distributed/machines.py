@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, Work
 
 from evenstep.core.errors import EvenstepError, MismatchError, PeerError, SilenceError, UnsupportedError
 from evenstep.distributed.between import DirectWork, Word
@@ -25,6 +25,7 @@ from evenstep.distributed.reductions import ITEM_BYTES
 from evenstep.distributed.team import ANY, Call, Pieces, Team
 from evenstep.native import core
 from evenstep.plan import tree
+from evenstep.transport.links import gloo
 
 __all__ = ["Machines"]
 
@@ -61,12 +62,11 @@ class Machines:
         self._mine = next(number for number, ranks in enumerate(machines) if rank in ranks)
         self._leads = rank == machines[self._mine][0]
         self._nodes = [_nodes(ranks, len(members)) for ranks in machines]
-        timeout = timedelta(seconds=timeout_s)
         self._number = 0
         self._leaders: Any = None
         if self._leads:
-            self._leaders = _gloo(store, "leaders", self._mine, len(machines), timeout)
-        self._direct: Any = _gloo(store, "ranks", rank, len(members), timeout)
+            self._leaders = gloo(PrefixStore("evenstep/leaders/", store), self._mine, len(machines), None, timeout_s)
+        self._direct: Any = gloo(PrefixStore("evenstep/ranks/", store), rank, len(members), None, timeout_s)
 
     # ---- operations ----
 
@@ -344,10 +344,6 @@ def _nodes(ranks: Sequence[int], size: int) -> list[tuple[int, int]]:
         else:
             runs.append([rank, rank + 1])
     return [node for first, end in runs for node in tree.cover((first, end), size)]
-
-
-def _gloo(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    return ProcessGroupGloo(PrefixStore(f"evenstep/{name}/", store), rank, size, timeout)
 
 
 def _gloo_timeout(timeout_s: float) -> timedelta:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn, TypeAlias
 
+import torch
+
 from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, PeerError, SilenceError
 from evenstep.distributed.errors import group_error
 from evenstep.distributed.members import Member
@@ -27,8 +29,10 @@ Pieces: TypeAlias = "int | tuple[int, ...] | None"
 """The address of one contiguous piece of memory, or one for each rank, or nothing."""
 
 _AT_ONCE_BYTES = 1 << 17  # up to here a second meeting costs more than reducing everything on every rank
-_STEP_BYTES = 1 << 17  # what is on its way stays in the cache
-SLOT_BYTES = 1 << 19  # beside a computation every meeting takes long, so there are fewer
+_STEP_BYTES = 1 << 18  # what is on its way stays in the cache
+_LONG_STEP_BYTES = 1 << 19  # beside a computation every meeting takes long, so there are fewer
+_RING_BYTES = 1 << 21  # see collective.h
+SLOT_BYTES = 1 << 13
 BACKGROUND_SPIN = 16
 _AWAITED = 0  # the word on the board that says for whose message a rank waits
 
@@ -73,8 +77,16 @@ class Team:
         for member in members:
             self._liveness.watch(member.pid)  # before its number could come to mean another process
         at_once = _AT_ONCE_BYTES if len(members) > 2 else sys.maxsize  # two ranks share nothing by taking parts
+        size = len(members) * _RING_BYTES
+        self._rings = segment.memory.reserve(size).tensor(torch.Size([size]), torch.uint8)
         self._team: object | None = core.team(
-            self.base, index, tree.leaf_program(len(members)), at_once, self.has_ended
+            self.base,
+            index,
+            tree.leaf_program(len(members)),
+            at_once,
+            self._rings.data_ptr(),
+            _RING_BYTES,
+            self.has_ended,
         )
 
     def call(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
@@ -125,7 +137,7 @@ class Team:
 
     def in_background(self, yes: bool) -> None:
         """Whether the operations that follow wait beside a computation, from which they must not take the core."""
-        self._manner = (BACKGROUND_SPIN, SLOT_BYTES) if yes else self._eager
+        self._manner = (BACKGROUND_SPIN, _LONG_STEP_BYTES) if yes else self._eager
 
     def has_ended(self, index: int) -> bool:
         """Whether a rank will never come again: its process has ended or it has left the group."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.form import Form
@@ -56,7 +57,7 @@ class Carry:
         self._carries.uses += 1
         held = self._held.get(shard)
         if held is None or not held.counts:
-            return self._initial(len(rows))
+            return pytree.tree_map_only(Tensor, self._carries.to_device, self._initial(len(rows)))
         return fill(held.description, (entry.live.clone() for entry in held.entries))
 
     def set(self, value: Any) -> None:
@@ -104,6 +105,10 @@ class Carries:
         self._slots: list[Carry] = []
         self.uses = 0
 
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A tensor where the state is."""
+        return tensor.to(self._state.memory.device)
+
     def add(self, initial: Callable[[int], Any]) -> Carry:
         """Make another one. All workers must call this alike."""
         self._slots.append(Carry(len(self._slots), initial, self))
@@ -138,10 +143,19 @@ class Carries:
                 with torch.no_grad():
                     for entry, leaf in zip(held.entries, carry._set[shard][1], strict=True):
                         entry.live.copy_(leaf)
-            if owner_of is not None:
-                if held.counts and shard not in carry._set and not self._state.sites.are_one:
-                    self._state.save(held.entries)
-                self._state.spread(f"carried by shard {shard}", held.entries, owner_of(shard))
+        if owner_of is not None and not self._state.sites.are_one:
+            self._spread(news, owner_of)
+
+    def _spread(self, news: Carried, owner_of: Callable[[int], int]) -> None:
+        """Give all sites what the shards of each worker have set."""
+        of_owners: dict[int, list[_Held]] = {}
+        for slot, shard, *_ in news:
+            of_owners.setdefault(owner_of(shard), []).append(self._slots[slot]._held[shard])
+        for owner, theirs in sorted(of_owners.items()):
+            if self._state.sites.takes(owner):
+                self._state.save([entry for held in theirs if held.counts for entry in held.entries])
+            entries = [entry for held in theirs for entry in held.entries]
+            self._state.spread(f"carried by worker {owner}", entries, owner)
 
     def adopt(self, news: Carried) -> None:
         """A step with these news is committed."""

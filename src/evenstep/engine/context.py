@@ -9,6 +9,7 @@ from evenstep.core import points
 from evenstep.engine.lanes import Crew
 from evenstep.engine.randomness import derive
 from evenstep.exchange.group import Group
+from evenstep.exchange.meetings import Meetings, can_meet
 
 __all__ = ["Context"]
 
@@ -22,11 +23,13 @@ class Context:
 
     Attributes:
         spans: The shards of each worker.
+        meetings: How GPUs meet without their hosts, if they can in this generation.
     """
 
     def __init__(self, group: Group, seed: int) -> None:
         self._group, self._seed = group, seed
         self.spans: Sequence[tuple[int, int]] = ()
+        self.meetings: Meetings | None = None
 
     @property
     def worker(self) -> int:
@@ -43,6 +46,36 @@ class Context:
         self._group.board.computes(self._group.worker, shard)
         points.reach("forward")
 
+    def regroup(self, device: torch.device) -> None:
+        """A generation has begun. All workers must call this alike, and exchange something afterwards."""
+        self.close()
+        self.meetings = Meetings(self._group, device) if can_meet(self._group, device) else None
+
+    def close(self) -> None:
+        """Let go of what the device meets in."""
+        if self.meetings is not None:
+            self.meetings.close()
+            self.meetings = None
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait until the device is somewhere, for as long as it can still come there."""
+        if self.meetings is None:
+            event.synchronize()
+        else:
+            self.meetings.wait(event)
+
+    def check(self) -> None:
+        """See that whatever the device was to do with others went well, before anything is changed."""
+        if self.meetings is not None:
+            self.meetings.check()
+
+    def agree(self, sizes: Sequence[int], tag: str, mine: bool) -> bool:
+        """Whether all workers that compute anything say yes. They must call this alike."""
+        active = [int(any(sizes[first:end])) for first, end in self.spans]
+        if sum(active) == 1:
+            return mine
+        return bool(self._group.gather(tag, torch.tensor([[int(mine)]]), active).min())
+
     def crew(self, sizes: Sequence[int]) -> Crew:
         """How a layer reaches the other workers: only those with samples take part; other shards are rows of zeros."""
         shards = [[k for k in range(first, end) if sizes[k]] for first, end in self.spans]
@@ -53,6 +86,8 @@ class Context:
         def gather(tag: str, rows: Tensor) -> Tensor:
             if alone and rows.device.type != "cpu":  # nobody else: no need to wait for the device
                 found = rows
+            elif self.meetings is not None and self.meetings.takes(rows, shares):
+                found = self.meetings.gather(tag, rows, shares)
             else:
                 found = self._group.gather(tag, rows.cpu(), shares).to(rows.device)
             if len(present) == len(sizes):
@@ -65,4 +100,5 @@ class Context:
 
         me = sum(1 for share in shares[: self._group.rank] if share)
         is_whole = len(present) == sum(map(bool, sizes))
-        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes), is_whole)
+        in_queue = alone or self.meetings is not None
+        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes), is_whole, in_queue)

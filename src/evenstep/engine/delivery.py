@@ -33,8 +33,19 @@ class Delivery(Protocol):
     def ready(self, bucket: int) -> bool:
         """Whether the nodes of a bucket are here from everyone who is active. Waits for nobody."""
 
+    def wait(self, bucket: int) -> None:
+        """Wait until a bucket is ready. Called when all workers have ended their backward.
+
+        Raises:
+            PeerError: A worker failed or died.
+            SilenceError: It did not become ready within the timeout.
+        """
+
     def nodes(self, i: int) -> list[Tensor | None]:
         """The nodes of a parameter whose bucket is ready, of all workers, from left to right."""
+
+    def settle(self) -> None:
+        """Wait until nobody reads the nodes of this worker's buckets any more: their sums may be changed then."""
 
     def end(self) -> None:
         """The step is over: let go of its nodes."""
@@ -63,6 +74,13 @@ class Local:
     def ready(self, bucket: int) -> bool:
         """See `Delivery`."""
         return self._plan.buckets[bucket][0] in self._nodes
+
+    def wait(self, bucket: int) -> None:
+        """There is nothing to wait for."""
+        raise AssertionError(f"every worker has ended its backward, so bucket {bucket} is ready")
+
+    def settle(self) -> None:
+        """There is nothing to wait for."""
 
     def nodes(self, i: int) -> list[Tensor | None]:
         """See `Delivery`."""
@@ -123,6 +141,13 @@ class SharedAreas:
     def ready(self, bucket: int) -> bool:
         """See `Delivery`."""
         return all(core.load(self._ready[rank][bucket]) >= self._token for rank in self._active)
+
+    def wait(self, bucket: int) -> None:
+        """There is nothing to wait for."""
+        raise AssertionError(f"every worker has ended its backward, so bucket {bucket} is ready")
+
+    def settle(self) -> None:
+        """There is nothing to wait for."""
 
     def nodes(self, i: int) -> list[Tensor | None]:
         """See `Delivery`."""

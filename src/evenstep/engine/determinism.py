@@ -31,8 +31,10 @@ def profile(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def device_of(device: str, worker: int) -> str:
+def device_of(device: str, worker: int, num_workers: int) -> str:
     """The device of a worker: plain "cuda" is GPU `worker` modulo their number.
+
+    Warns if workers would take turns on a GPU.
 
     Raises:
         ConfigError: There is no such device.
@@ -52,6 +54,13 @@ def device_of(device: str, worker: int) -> str:
         )
     if where.index is not None and where.index >= count:
         raise ConfigError(f"device={device!r} but torch sees {count} CUDA devices, from cuda:0 to cuda:{count - 1}")
+    sharing = num_workers if where.index is not None else -(-num_workers // count)
+    if sharing > 1 and not (env.mps_directory() / "control").exists():
+        warnings.warn(
+            f"{sharing} workers share one GPU and take turns on it, which is slow; start NVIDIA's service for that "
+            f"before (nvidia-cuda-mps-control -d), or use evenstep run -n {1 if where.index is not None else count}",
+            stacklevel=3,
+        )
     return f"cuda:{worker % count if where.index is None else where.index}"
 
 

@@ -36,6 +36,10 @@ class Form:
         """How many bytes its elements take."""
         return self.shape.numel() * self.dtype.itemsize
 
+    def without_values(self) -> Tensor:
+        """A tensor like this that has no memory."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
     def pack(self) -> list[Any]:
         """As JSON."""
         return [list(self.shape), str(self.dtype).removeprefix("torch."), list(self.stride), self.on_host]

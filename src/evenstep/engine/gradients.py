@@ -112,7 +112,10 @@ class Gradients:
     def finish(self) -> dict[int, Tensor | None]:
         """The sums of the parameters that this worker owns. Call when all workers have ended their backward."""
         self._reduce_what_is_ready()
-        assert not self._to_reduce, "every worker has ended its backward, so every bucket is ready"
+        while self._to_reduce:
+            self.delivery.wait(self._to_reduce[0])
+            self._reduce_what_is_ready()
+        self.delivery.settle()
         return self._sums
 
     def nodes(self) -> list[tuple[tuple[int, int], dict[int, Tensor]]]:

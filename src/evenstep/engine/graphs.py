@@ -84,6 +84,7 @@ class Task:
         piece: Makes the piece for given inputs and seeds; with generators of the device, one for each shard, instead
             of the seeds if it is captured.
         between: Called when forward has been launched, with the numbers of its results.
+        agree: Whether all who compute it together say yes; they must ask alike.
     """
 
     signature: Hashable
@@ -92,6 +93,7 @@ class Task:
     look: Callable[[bool], Look]
     piece: Callable[[Sequence[Tensor], Sequence[int], Sequence[torch.Generator] | None], Piece]
     between: Callable[[Tensor], None]
+    agree: Callable[[bool], bool] = bool
 
 
 class Recording(Protocol):
@@ -195,10 +197,13 @@ class Graphs:
         if sum(len(each.known) for each in self._signatures.values()) >= _MOST_GRAPHS:
             self._give_up(f"its parts have come in more than {_MOST_GRAPHS} shapes; pad them to few")
             return self.compute(task).products
+        recording, reason = None, "another worker could not capture it"
         try:
             recording = self._recorder.record(task)
         except Exception as error:  # noqa: BLE001  # whatever it was: it can be computed, and is said
-            self._give_up(_reason(error))
+            reason = _reason(error)
+        if not task.agree(recording is not None) or recording is None:
+            self._give_up(reason)
             return self.compute(task).products
         found.known.append(known := _Known(look, recording))
         return self._replay(known, task)
@@ -206,7 +211,7 @@ class Graphs:
     def _replay(self, known: _Known, task: Task) -> Products:
         known.replays += 1
         known.recording.replay(task.inputs, task.seeds, task.between)
-        if known.replays in _CHECKS and self._recorder.has_room(known.recording.num_bytes):
+        if known.replays in _CHECKS and task.agree(self._recorder.has_room(known.recording.num_bytes)):
             return self._check(known, task)
         return known.recording.products
 

@@ -12,16 +12,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import CheckpointError
+from evenstep.core.errors import CheckpointError, UnsupportedError
 from evenstep.engine.carries import Carried, Carries
+from evenstep.engine.carrying import BetweenMachines
+from evenstep.engine.image import Image
 from evenstep.engine.kept import News
 from evenstep.engine.models import Models
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.several import SeveralOptimizers, Trained
-from evenstep.engine.spreading import ThroughHost
+from evenstep.engine.spreading import Spreading, ThroughHost
+from evenstep.exchange.group import Group
 from evenstep.exchange.ledger import Ledger
 from evenstep.plan.sites import Sites
-from evenstep.transport.memory import DeviceMemory, Memory
+from evenstep.transport.memory import DeviceMemory, HostMemory, Memory
 from evenstep.transport.segment import Segment
 
 __all__ = ["Holdings"]
@@ -51,7 +54,10 @@ class Holdings:
         self.optimizers: list[PreparedOptimizer] = []
         self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
         self.state = self.models.state
-        self.state.spreading = ThroughHost(self.group)
+        self.state.spreading = _spreading(self.group, self.memory)
+        ledger.volatile = not self.memory.shared
+        if ledger.volatile and self.group.elastic and config.image:  # else all workers end together
+            self.state.image = Image(self.group, self.memory.device, config.image)
         self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
 
@@ -109,6 +115,10 @@ class Holdings:
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> tuple[list[News], Carried]:
         """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation.
 
+        Args:
+            tensors: The state, by name. Only the first worker's have values; see `Form.without_values`.
+            values: The plain values beside it.
+
         Returns:
             What is new in each optimizer's state, and what is carried.
         """
@@ -118,8 +128,13 @@ class Holdings:
                 prepared.settle(theirs, set())
             carried = self.carries.news_of(tensors, values)
             self.carries.settle(carried)
-        if self.state.sites.is_first:
-            self.replace({name: tensor for name, tensor in tensors.items() if name in self.state.entries})
+        names = [name for name in tensors if name in self.state.entries]
+        entries = [self.state.entries[name] for name in names]
+        if self.group.rank == 0:
+            self.replace({name: tensors[name] for name in names})
+        elif self.state.sites.is_first and 0 not in self.state.sites.mine:
+            self.state.save(entries)
+        self.state.spread("checkpoint", entries, 0)
         self.group.barrier("checkpoint restored")
         return news, carried
 
@@ -136,9 +151,14 @@ class Holdings:
     def place(self) -> None:
         """A generation has begun: see who is around which memory."""
         if not self.memory.shared:
+            if self.group.num_machines > 1:
+                raise UnsupportedError(
+                    f"device={self.config.device!r} on {self.group.num_machines} machines: GPUs of one machine only "
+                    "so far; use one machine, or device='cpu'"
+                )
             self.group.segment.memory.clear_scratch()
-        ranks = range(self.group.num_workers)
-        self.state.sites = Sites.of(self.group.rank, [0 if self.memory.shared else rank for rank in ranks])
+        group = self.group
+        self.state.sites = Sites.of(group.rank, group.machines if self.memory.shared else range(group.num_workers))
 
     def catch_up(self) -> None:
         """Give sites that have missed something the state of one that has not. All workers, in a new generation.
@@ -146,23 +166,49 @@ class Holdings:
         Raises:
             CheckpointError: Nobody has it any more.
         """
+        group, sites = self.group, self.state.sites
         if self.memory.shared:
-            return
-        missed = self.group.gather_json("who has the state", self.ledger.missed)
-        if all(missed):
-            raise CheckpointError(
-                "all workers with the state on their GPUs were lost at once, and the state with them; go on from the "
-                "last checkpoint, if run.checkpoint has written any: evenstep run --resume"
-            )
-        if any(missed):
+            if sites.are_one and not group.board.lacks_state:
+                return
+            lacking = group.gather_json("who has the state", group.board.lacks_state)
+        else:
+            lacking = list(self.ledger.missing)
+            if self.state.image is not None:
+                self.state.image.begin()
+        if all(lacking):
+            self._begin_from_image()
+        elif any(lacking):
             entries = [entry for _, entry in sorted(self.state.entries.items()) if entry.counts]
-            self.state.spread("the state", entries, missed.index(False))
+            only = [site for site, ranks in enumerate(sites.members) if lacking[ranks[0]]]
+            self.state.spread("the state", entries, lacking.index(False), only)
+
+    def _begin_from_image(self) -> None:
+        """Nobody has the state any more, or there has never been any."""
+        image = self.state.image
+        if image is not None and self.ledger.done == image.operations:
+            with torch.no_grad():
+                image.load()
+        elif self.ledger.journal.committed:
+            where = "machines with the state" if self.memory.shared else "workers with the state on their GPUs"
+            raise CheckpointError(
+                f"all {where} were lost at once, and the state with them; go on from the last checkpoint, if "
+                "run.checkpoint has written any: evenstep run --resume"
+            )
 
     def release(self) -> None:
         """Give models and optimizers back to the user as ordinary ones."""
         for prepared in self.optimizers:
             prepared.gradients.close()
         self.models.release(self.optimizers)
+        if self.state.image is not None:
+            self.state.image.close()
+
+
+def _spreading(group: Group, memory: Memory) -> Spreading:
+    """How values come from one site to the others."""
+    if group.puts is not None and isinstance(memory, HostMemory):
+        return BetweenMachines(group, group.puts, memory)
+    return ThroughHost(group)
 
 
 def _memory_of(device: str, segment: Segment) -> Memory:

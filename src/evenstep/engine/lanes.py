@@ -22,7 +22,11 @@ __all__ = ["Crew", "LaneSurroundings", "Lanes"]
 
 @dataclass(frozen=True)
 class Crew:
-    """The workers that compute anything in a step, as a spanning layer sees them: see `Workers`."""
+    """The workers that compute anything in a step, as a spanning layer sees them: see `Workers`.
+
+    Attributes:
+        in_queue: Whether `gather` waits for no device, so that a CUDA graph can have it inside.
+    """
 
     gather: Callable[[str, Tensor], Tensor]
     swap: Callable[[str, Tensor], Sequence[Tensor]]
@@ -30,6 +34,7 @@ class Crew:
     me: int
     num_shards: int
     is_whole: bool
+    in_queue: bool = False
 
     @property
     def alone(self) -> bool:

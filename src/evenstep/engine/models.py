@@ -1,7 +1,7 @@
 """The prepared models: their parameters and buffers moved into the state, alike on all workers."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -119,16 +119,37 @@ class Models:
         kept, self._kept = self._kept or {}, None
         return kept
 
-    def publish_buffers(self, tag: str, owner: int, *, everywhere: bool) -> None:
-        """Save version v of the buffers and put in what the first shard with samples left.
+    def changed_buffers(self) -> list[str]:
+        """Which buffers the first shard of this site has changed, of those that sites may have different ones of.
+
+        On a device nobody waits for the answer: all that could be.
+        """
+        spanning, entries = self.slots.spanning_buffers(), self.state.entries
+        found = [(name, buffer) for name, buffer in self.kept_buffers.items() if name not in spanning]
+        if not self.state.memory.shared:
+            return [name for name, _ in found]
+        return [name for name, buffer in found if not _same_bits(buffer, entries[name].live)]
+
+    def buffers_to_spread(self, changed: Collection[str], *, everywhere: bool) -> list[Entry]:
+        """The buffers of which sites may have different values after a step.
 
         Every site has those of its own first shard. Layers that span shards leave the same ones in each of them; of any
         other buffer that a forward changes, the values of the run's first shard count.
 
         Args:
+            changed: Which ones any site has changed, beside those of layers that span shards.
+            everywhere: Whether every site computed a shard; else it has none of them.
+        """
+        return [self.state.entries[name] for name in self.slots.buffers if not everywhere or name in changed]
+
+    def publish_buffers(self, tag: str, owner: int, others: list[Entry], *, idle: bool) -> None:
+        """Save version v of the buffers and put in what the first shard with samples left.
+
+        Args:
             tag: The step, in words.
             owner: The rank of the worker that computed the run's first shard.
-            everywhere: Whether every site computed a shard; else it has none of them.
+            others: Which ones other sites are given by it.
+            idle: Whether this site computed no shard.
         """
         entries = [self.state.entries[name] for name in self.slots.buffers]
         if self._kept is not None:
@@ -136,10 +157,9 @@ class Models:
             copy_into(self._kept, {entry.name: entry.live for entry in entries})
             self._kept = None
         if not self.state.sites.are_one:
-            spread = [e for e in entries if not everywhere or e.name not in self.slots.spanning_buffers()]
-            if self.state.sites.is_first:
-                self.state.save(spread)  # a site without samples has not yet
-            self.state.spread(tag + "buffers", spread, owner)
+            if idle and self.state.sites.is_first:
+                self.state.save(others)
+            self.state.spread(tag + "buffers", others, owner)
 
     def pull(self) -> None:
         """Bring this worker's own copies to the committed version."""
@@ -210,6 +230,12 @@ class Models:
                     parameter.data = parameter.data.clone()
             for prepared in optimizers:
                 prepared.kept.release()
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one form have the same bytes; equal values may not, and NaNs may."""
+    a, b = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(a, b)
 
 
 def check_model(model: Any) -> None:

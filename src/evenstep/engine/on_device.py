@@ -29,6 +29,7 @@ from evenstep.engine.randomness import Stream, on_host, preserved
 from evenstep.engine.results import Note, Reading, ShardResult
 from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.engine.strangers import Strangers
+from evenstep.exchange.meetings import Meetings
 from evenstep.exchange.surroundings import inside
 
 __all__ = ["DeviceCompute"]
@@ -53,6 +54,7 @@ class DeviceCompute:
         self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
         self._modules = Modules(())
         self._seen: Look | None = None
+        self._meetings: Meetings | None = None  # those that graphs have inside
 
     def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
         """Launch the shards of this worker; return how to wait for their results. The gradients are on their way then.
@@ -63,6 +65,9 @@ class DeviceCompute:
         for parameter in work.prepared.parameters:  # what user code left there is none of this step's
             parameter.grad = None
         self._seen, begin = None, time.perf_counter()
+        if self._meetings is not self.context.meetings:
+            self._graphs.forget()
+            self._meetings = self.context.meetings
         with preserved():
             if id(work.prepared) not in self._meeting and not spanning_layers(self.models.slots.modules):
                 try:
@@ -77,7 +82,7 @@ class DeviceCompute:
     def _run_pieces(
         self, work: Work, pieces: Sequence[list[int]], *, spanning: bool
     ) -> Callable[[], dict[int, ShardResult]]:
-        gradients, arrivals = work.prepared.gradients, _Arrivals()
+        gradients, arrivals = work.prepared.gradients, _Arrivals(self.context.wait)
         assert not isinstance(gradients, Gradients), "on a device gradients come all at once"
         for shards in pieces:
             products = self._run(work, shards, arrivals, spanning=spanning)
@@ -91,7 +96,7 @@ class DeviceCompute:
         for shard in shards:
             self.context.begins(shard)
         task = self._task(work, shards, arrivals, spanning=spanning)
-        captures = not spanning or self.context.crew(work.sizes).alone  # else others have to be met inside
+        captures = not spanning or self.context.crew(work.sizes).in_queue  # else the host has to meet others inside
         try:
             products = self._graphs.run(task) if captures else self._graphs.compute(task).products
         except Exception as error:
@@ -133,7 +138,8 @@ class DeviceCompute:
             id(work.prepared),
             work.scale,  # a replay would repeat that of the capture
         )
-        return Task(signature, inputs, seeds, partial(self._look, work.function), make, arrivals.take)
+        agree = partial(self.context.agree, work.sizes, work.where + "graphs") if spanning else _as_it_is
+        return Task(signature, inputs, seeds, partial(self._look, work.function), make, arrivals.take, agree)
 
     def _look(self, function: Callable[..., Any], anew: bool) -> Look:
         """What user code can see. While nothing is computed nothing changes, so one look is enough for many replays."""
@@ -163,10 +169,15 @@ class DeviceCompute:
         self.forget_lanes()
 
 
+def _as_it_is(mine: bool) -> bool:
+    return mine
+
+
 class _Arrivals:
     """The numbers of a step's results on their way to the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[torch.cuda.Event], None]) -> None:
+        self._wait = wait
         self._latest: Tensor | None = None
         self._event: torch.cuda.Event | None = None
         self._expected: list[tuple[Tensor, list[int], list[Reading]]] = []
@@ -188,7 +199,7 @@ class _Arrivals:
     def wait(self) -> dict[int, ShardResult]:
         """Wait for them: for the forward of the last piece, not for its backward."""
         if self._event is not None:
-            self._event.synchronize()
+            self._wait(self._event)
         results = {}
         for numbers, shards, readings in self._expected:
             values = numbers.tolist()

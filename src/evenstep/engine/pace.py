@@ -4,7 +4,7 @@ Every worker sees the same times (they travel with the results of a step), so al
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from evenstep.plan.placement import share
@@ -23,10 +23,12 @@ class Pace:
     """The times of the workers of one generation.
 
     Attributes:
+        share_out: Gives each worker its shards, by how much it shall do.
         weights: How much each worker shall do, by what was measured so far.
     """
 
     num_workers: int
+    share_out: Callable[[int, Sequence[float]], list[Span]] = share
     weights: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +54,7 @@ class Pace:
         # one that waits for a core now and then is slow in some steps; one that is slow is so in its best
         uneven = max(min(times) for times in by_worker) > _SLOW * max(min(per_shard), 1e-9)
         self.weights = [1 / max(time, 1e-9) for time in per_shard] if uneven else [1.0] * self.num_workers
-        wanted = share(spans[-1][1], self.weights)
+        wanted = self.share_out(spans[-1][1], self.weights)
         if wanted == list(spans) or _longest(per_shard, spans) - _longest(per_shard, wanted) < _WORTH_S:
             return None
         return wanted

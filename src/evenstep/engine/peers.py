@@ -5,33 +5,25 @@ other shares. What is added, and in which order, does not depend on who adds it.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from evenstep.engine.flat import Buffer, Node
 from evenstep.exchange.group import Group
+from evenstep.exchange.sites import open_windows
 from evenstep.plan import tree
 from evenstep.plan.placement import cut
 from evenstep.plan.summing import Summing
-from evenstep.transport.windows import HostWindows, PeerWindows, Windows
+from evenstep.transport.windows import Windows
 
 __all__ = ["Peers", "connect"]
 
 
 def connect(group: Group, device: torch.device, plan: Summing, like: Sequence[Tensor]) -> "Peers":
     """How the sites of one machine add up nodes: through each other's memory on GPUs, else through the segment."""
-
-    def open_windows(num_slots: Sequence[int], slot_bytes: int) -> Windows:
-        if device.type == "cuda":
-
-            def swap(handle: str) -> list[str]:
-                return group.gather_json("gradients: windows", handle)
-
-            return PeerWindows(device, group.rank, num_slots, slot_bytes, swap)
-        return HostWindows(group.segment.memory, device, group.rank, num_slots, slot_bytes)
-
-    return Peers(group, plan, like, open_windows)
+    return Peers(group, plan, like, partial(open_windows, group, device, what="gradients"))
 
 
 class Peers:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core import points
+from evenstep.core.config import MAX_SHARDS
 from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.engine.across import AcrossMachines
 from evenstep.engine.conduct import Conduct, check_kind, options_of
 from evenstep.engine.delivery import Delivery, Local, SharedAreas
 from evenstep.engine.edits import Edit
@@ -23,7 +25,9 @@ from evenstep.engine.kept import OPTIONS, Kept, News
 from evenstep.engine.peers import connect
 from evenstep.engine.state import State
 from evenstep.exchange.group import Group
+from evenstep.plan.across import num_pieces, plan_across
 from evenstep.plan.summing import Leaves, Span, Summing, plan_nodes, plan_summing
+from evenstep.transport.memory import HostMemory
 
 __all__ = ["PreparedOptimizer"]
 
@@ -85,6 +89,10 @@ class PreparedOptimizer:
         )
         shape = (self._group.segment.num_workers, max(len(self.names), 1))
         self._words = self._state.memory.words(shape[0] * shape[1]).view(shape)
+        if self._group.puts is not None:  # other machines may come at any time
+            sizes = [p.numel() * p.element_size() for p in self.parameters]
+            shape = (max(num_pieces(sizes), 1), MAX_SHARDS + 1)  # a piece has no more nodes than there are shards
+            self._piece_words = self._state.memory.words(shape[0] * shape[1]).view(shape)
 
     def _listed(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -246,13 +254,27 @@ class PreparedOptimizer:
             parts: Which parameters are added up together, where that is given.
         """
         sizes = [p.numel() * p.element_size() for p in self.parameters]
+        if self._group.num_machines > 1:
+            return self._across_machines(sizes, spans)
         plan = plan_summing(sizes, spans, self._group.rank, parts, whole=self._whole)
         if not self._state.memory.shared:  # every site adds up, and updates, all of them
             return replace(plan, owners=(plan.rank,) * len(sizes)), Local(plan)
+        return plan, self._around_memory(plan, spans, spans[-1][1])
+
+    def _around_memory(self, plan: Summing, spans: Sequence[Span], num_shards: int) -> Delivery:
+        """How workers that share memory add up the gradients of their shards."""
         if len(spans) == 1:
-            return plan, Local(plan)
-        leaves = [Leaves.of(span, spans[-1][1]) for span in spans]
-        return plan, SharedAreas(plan, self._state.memory, self.parameters, self._words, leaves)
+            return Local(plan)
+        leaves = [Leaves.of(span, num_shards) for span in spans]
+        return SharedAreas(plan, self._state.memory, self.parameters, self._words, leaves)
+
+    def _across_machines(self, sizes: Sequence[int], spans: Sequence[Span]) -> tuple[Summing, Delivery]:
+        group, memory = self._group, self._state.memory
+        assert isinstance(memory, HostMemory), "only what lies in host memory is trained on several machines"
+        assert group.puts is not None, "there is a way to the other machines"
+        plan = plan_across(sizes, spans, group.rank, group.machines, whole=self._whole)
+        inside = self._around_memory(plan.local, [spans[rank] for rank in plan.workers], plan.num_shards)
+        return plan.local, AcrossMachines(plan, inside, memory, self.parameters, self._piece_words, group.puts)
 
     def alone(self, span: Span, num_shards: int, *, add: bool) -> tuple[Summing, Delivery]:
         """How a worker adds up the gradients of its own shards if the others are not there; see `plan_nodes`."""

@@ -21,6 +21,7 @@ class Report:
         contents: What must be alike in their batches, by where it is; nothing where each has loaded its own part.
         results: What its shards gave.
         busy_s: How long it computed, without its waits.
+        buffers: With several sites: which buffers the shard has changed that it keeps for its own, if it does.
         logged: What its script has logged since the last step, by name.
     """
 
@@ -29,20 +30,22 @@ class Report:
     contents: dict[str, str]
     results: dict[int, ShardResult]
     busy_s: float
+    buffers: Sequence[str] = ()
     logged: dict[str, list[float]] = field(default_factory=dict)
 
     def pack(self) -> list[Any]:
         """As JSON."""
         results = {str(shard): result.pack() for shard, result in self.results.items()}
         logged = {name: [v if isfinite(v) else repr(v) for v in values] for name, values in self.logged.items()}
-        return [self.worker, self.facts, self.contents, results, self.busy_s, logged]
+        return [self.worker, self.facts, self.contents, results, self.busy_s, list(self.buffers), logged]
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> "Report":
         """The inverse of `pack`."""
-        worker, facts, contents, results, busy_s, logged = packed
+        worker, facts, contents, results, busy_s, buffers, logged = packed
         by_shard = {int(shard): ShardResult.unpack(result) for shard, result in results.items()}
-        return cls(worker, facts, contents, by_shard, busy_s, {n: [float(v) for v in logged[n]] for n in logged})
+        values = {name: [float(value) for value in logged[name]] for name in logged}
+        return cls(worker, facts, contents, by_shard, busy_s, tuple(buffers), values)
 
 
 def compare(version: int, reports: Sequence[Report]) -> None:

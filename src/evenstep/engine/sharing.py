@@ -7,7 +7,7 @@ from evenstep.engine.holdings import Holdings
 from evenstep.engine.pace import Pace
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.updates import Updates
-from evenstep.plan.placement import share
+from evenstep.plan.machines import share_machines
 from evenstep.plan.summing import Span
 
 __all__ = ["Sharing"]
@@ -32,11 +32,8 @@ class Sharing:
 
     @property
     def mine(self) -> range:
-        """The shards that this worker trains on.
-
-        One that has been let in among others, and still takes results from the journal, has those that it had before.
-        """
-        return range(*self.spans[self._rank])
+        """The shards that this worker trains on; none if they have yet to be shared out in this generation."""
+        return range(*self.spans[self._group.rank]) if self._planned_for == self._group.generation else range(0)
 
     def owner_of(self, shard: int) -> int:
         """The rank of the worker that computes a shard."""
@@ -47,28 +44,27 @@ class Sharing:
         """The shards that each worker evaluates: all of them, also where others train on some."""
         return self.spans if self._updates.shards is None else [(0, self._holdings.config.shards)]
 
-    @property
-    def evaluates(self) -> range:
-        """Those of them that are this worker's; as with `mine`."""
-        return range(*self.evaluated[self._rank])
-
     def replan(self, spans: list[Span] | None = None) -> None:
         """The workers, or the shards of each, have changed.
 
         Args:
             spans: The shards of each; None: as even as the weights of the workers.
         """
-        self._rank = self._group.rank
+        self._planned_for = self._group.generation
         self._holdings.memory.clear_scratch()
         self._holdings.place()
+        self._context.regroup(self._holdings.memory.device)
         if spans is None:
-            self._pace = Pace(self._group.num_workers)
-            spans = share(self._holdings.config.shards, self._group.weights or self._pace.weights)
+            self._pace = Pace(self._group.num_workers, self._share_out)
+            spans = self._share_out(self._holdings.config.shards, self._group.weights or self._pace.weights)
         self.spans = spans if self._updates.shards is None else [self._updates.shards]
         self._context.spans = self.spans
         self._group.board.has(self._group.worker, self.mine)
         for prepared in self._holdings.optimizers:
             self.lay_out(prepared)
+
+    def _share_out(self, num_shards: int, weights: Sequence[float]) -> list[Span]:
+        return share_machines(num_shards, weights, self._group.machines)
 
     def lay_out(self, prepared: PreparedOptimizer) -> None:
         """Make the way of an optimizer's gradients."""

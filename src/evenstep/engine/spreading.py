@@ -1,6 +1,6 @@
 """How values that one site has come to all others: rarely, and as they are."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +17,9 @@ _CHUNK_BYTES = 1 << 24
 class Spreading(Protocol):
     """Brings tensors of one site to all sites."""
 
-    def spread(self, tag: str, tensors: Sequence[Tensor], source: int, sites: Sites) -> None:
+    def spread(
+        self, tag: str, tensors: Sequence[Tensor], source: int, sites: Sites, only: Collection[int] | None = None
+    ) -> None:
         """Give every site the values of one worker. All workers must call this alike, inside of an operation.
 
         Args:
@@ -25,6 +27,7 @@ class Spreading(Protocol):
             tensors: Dense, of the same forms on all workers; where a site has several workers, the same memory.
             source: The rank of the worker whose values count.
             sites: The sites.
+            only: The numbers of those that need them; None: all.
         """
 
 
@@ -42,9 +45,11 @@ class ThroughHost:
         self._room = group.segment.memory.reserve(_CHUNK_BYTES).tensor(torch.Size([_CHUNK_BYTES]), torch.uint8)
 
     @torch.no_grad()
-    def spread(self, tag: str, tensors: Sequence[Tensor], source: int, sites: Sites) -> None:
+    def spread(
+        self, tag: str, tensors: Sequence[Tensor], source: int, sites: Sites, only: Collection[int] | None = None
+    ) -> None:
         """See `Spreading`."""
-        gives, takes = self._group.rank == source, sites.is_first and source not in sites.mine
+        gives, takes = self._group.rank == source, sites.takes(source, only)
         for chunk in _chunks(tensors):
             at = 0
             places = []

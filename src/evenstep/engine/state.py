@@ -10,7 +10,7 @@ back what was saved. Images and marks are there for everyone around the memory, 
 dead owner had begun.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from evenstep.core.fingerprint import digest, fingerprint
 from evenstep.engine.form import Form
+from evenstep.engine.image import Image
 from evenstep.engine.spreading import Spreading
 from evenstep.native import core
 from evenstep.plan.sites import Sites
-from evenstep.transport.memory import ALIGNMENT, Memory, aligned
+from evenstep.transport.memory import ALIGNMENT, FlatRegion, Memory, aligned
 
 __all__ = ["Entry", "State"]
 
@@ -60,12 +61,14 @@ class State:
         sites: Who else has a state like it.
         spreading: How values come from one site to the others; None: there is one site, for good.
         operation: The number of the operation that changes the state now.
+        image: What outlives all workers, where the memory does not.
     """
 
     memory: Memory
     sites: Sites = Sites.of(0, [0])  # noqa: RUF009  # a value
     spreading: Spreading | None = None
     operation: int = 0
+    image: Image | None = None
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -91,26 +94,36 @@ class State:
             entry = Entry(name, len(self.entries), first, second, first if working is None else working[name])
             self.entries[name] = entry
             added.append(entry)
+        if self.image is not None and isinstance(live, FlatRegion):
+            self.image.cover(live)
         return added
 
     def save(self, entries: list[Entry]) -> None:
         """Keep the committed version of what is about to be changed by this worker."""
+        if self.image is not None:
+            self.image.settle()
         if entries:
             torch._foreach_copy_([entry.backup for entry in entries], [entry.live for entry in entries])
         self.memory.fence()
         for entry in entries:
             core.store(self._mark(entry), 1 + self.operation)  # a mark always means a whole backup
 
-    def spread(self, tag: str, entries: Sequence[Entry], source: int) -> None:
+    def take_image(self, operations: int) -> None:
+        """The state has so many operations behind it, which are committed: see that it outlives all workers."""
+        if self.image is not None:
+            self.image.take(operations)
+
+    def spread(self, tag: str, entries: Sequence[Entry], source: int, only: Collection[int] | None = None) -> None:
         """Give all sites the values that one worker has. All workers must call this alike, inside of an operation.
 
         Args:
             tag: What is spread, in words.
             entries: Which values; those of other sites are replaced, and must have been saved if they count.
             source: The rank of the worker.
+            only: The numbers of the sites that are given them; None: all.
         """
         if self.spreading is not None and not self.sites.are_one and entries:
-            self.spreading.spread(tag, [entry.live for entry in entries], source, self.sites)
+            self.spreading.spread(tag, [entry.live for entry in entries], source, self.sites, only)
 
     def change_of(self, entry: Entry) -> Tensor | None:
         """What the last operation, which is committed, subtracted from an entry; None if it left it alone."""

@@ -183,13 +183,14 @@ class Engine:
         kind, trained = f"step {self.version}", task.trained
 
         def adopt(entry: Entry, took_part: bool) -> Outcome:
-            loss, metrics, norm, news, carried, contents, skipped, *_ = entry.value
-            if not took_part and contents:
+            loss, metrics, norm, news, carried, skipped = entry.value
+            if not took_part and (contents := entry.aside["contents"]):
                 compare_contents(self.version, [(0, contents), (self.group.worker, task.samples.contents())])
             trained.adopt(news, took_part)
             self.holdings.carries.adopt(carried)
             task.scaling.settle(skipped=skipped)
             if took_part:
+                self.state.take_image(self.ledger.done + 1)
                 self.models.pull()
                 if self._seconds and all(task.samples.sizes):  # a shard without samples takes no time
                     self.sharing.keep_pace(self._seconds)
@@ -232,7 +233,8 @@ class Engine:
         self._seconds = []
         begun = self.updates.begin(task.samples, task.clipping)
         if isinstance(begun, Results):
-            return Entry(kind, [begun.loss, begun.metrics, None, [], [], {}, False, sum(task.samples.sizes), {}])
+            aside = {"contents": {}, "samples": sum(task.samples.sizes), "logged": {}}
+            return Entry(kind, [begun.loss, begun.metrics, None, [], [], False], aside=aside)
         parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
@@ -242,7 +244,8 @@ class Engine:
             task.scaling.scale, keeps,
         )  # fmt: skip
         report = self._compute(work, task.samples.contents() if self.group.num_workers > 1 else {})
-        results = self._share(work, report)
+        results, changed = self._share(work, report)
+        self.context.check()
         sums = task.trained.gradients.finish()
         skipped = not self._unscale(work, sums, task.scaling)
         norm: float | Tensor | None = float("inf")
@@ -255,12 +258,14 @@ class Engine:
             mine = self.updates.update(work, sums)
             self._update_s += time.monotonic() - begin
         first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
-        self.models.publish_buffers(work.where, self.sharing.owner_of(first), everywhere=None not in firsts)
+        others = self.models.buffers_to_spread(changed, everywhere=None not in firsts)
+        self.models.publish_buffers(work.where, self.sharing.owner_of(first), others, idle=keeps is None)
         points.reach("after update")
         news, carried = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
-        value = [results.loss, results.metrics, norm, news, carried, report.contents, skipped]
-        return Entry(kind, [*value, sum(begun.sizes), self._of_all])
+        value = [results.loss, results.metrics, norm, news, carried, skipped]
+        aside = {"contents": report.contents, "samples": sum(begun.sizes), "logged": self._of_all}
+        return Entry(kind, value, aside=aside)
 
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
         """Forward and backward of this worker's shards."""
@@ -280,10 +285,14 @@ class Engine:
             "clipping": [work.clipping.norm, work.clipping.value],
             "scale": work.scale,
         }
-        return Report(self.group.worker, facts, contents, results(), busy_s, self.logged.values)
+        changed = [] if self.state.sites.are_one else self.models.changed_buffers()
+        return Report(self.group.worker, facts, contents, results(), busy_s, changed, self.logged.values)
 
-    def _share(self, work: Work, report: Report) -> Results:
-        """Losses and metrics over all shards; and all workers must be doing the same step."""
+    def _share(self, work: Work, report: Report) -> tuple[Results, set[str]]:
+        """Losses and metrics over all shards, and the buffers that any of them changed.
+
+        All workers must be doing the same step.
+        """
         reports = self.updates.share(work, report)
         compare(work.version, reports)
         self._seconds = [report.busy_s for report in reports]
@@ -291,7 +300,7 @@ class Engine:
         results = merge({shard: result for report in reports for shard, result in report.results.items()}, work.sizes)
         if results.scale is not None:
             self.updates.refuse("weighted loss")
-        return results
+        return results, {name for each in reports for name in each.buffers}
 
     def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
         """Bring scaled gradients back; return whether all of them are finite, on all workers."""
@@ -316,7 +325,10 @@ class Engine:
     def _share_news(self, work: Work, mine: News) -> tuple[News, Carried]:
         """Everyone has updated; what is new in the state is where everyone finds it then."""
         carries = self.holdings.carries
-        of_all = self.group.gather_json(work.where + "update", [mine, carries.news()])
+        image = self.state.image
+        of_all = self.group.gather_json(work.where + "update", [mine, carries.news(), image and image.copied()])
+        if image is not None:
+            image.agree([theirs[2] for theirs in of_all])
         of_sites = [sorted(chain(*(of_all[rank][0] for rank in ranks))) for ranks in self.state.sites.members]
         news: News = of_sites[0]
         if any(theirs != news for theirs in of_sites):
@@ -338,6 +350,7 @@ class Engine:
         self.updates.close()
         self.ledger.holder = None
         self.compute.close()
+        self.context.close()
         self.holdings.release()
         self.determinism.restore()
 

@@ -20,11 +20,12 @@ class _Of(IntEnum):
     STEP = 1
     SHARD = 2
     WAITING = 3
-    SHARDS = 4
-    COMPUTE = 5
-    WAIT = 6
-    UPDATE = 7
-    STEPS = 8
+    HOLDS = 4
+    SHARDS = 5
+    COMPUTE = 6
+    WAIT = 7
+    UPDATE = 8
+    STEPS = 9
 
 
 class Asks(IntEnum):
@@ -35,8 +36,11 @@ class Asks(IntEnum):
     STOP = 2
 
 
-_FINGERPRINT = 4  # of the supervisor's row: how often it has asked for one
 _COMMITTED = 3  # of the supervisor's row, but written by the first worker: how many operations are in the journal
+_LACKS_STATE = 4  # of the supervisor's row too: whether the memory of this machine has yet to be given the state
+_IMAGE = 5  # 1 + twice the operations that the image of the state has behind it + which of two images it is
+_FINGERPRINT = 7  # how often the supervisor has asked for one
+_AGAIN = 6  # 1 + the operations behind the state, while operations of the journal are done again
 
 _SPENT = (_Of.COMPUTE, _Of.WAIT, _Of.UPDATE, _Of.STEPS)
 
@@ -168,3 +172,41 @@ class Board:
     @committed.setter
     def committed(self, number: int) -> None:
         self._store(self._supervisor, _COMMITTED, number)
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether the memory of this machine has yet to be given the state: it has joined a run that had begun."""
+        return bool(self._load(self._supervisor, _LACKS_STATE))
+
+    @lacks_state.setter
+    def lacks_state(self, lacks: bool) -> None:
+        self._store(self._supervisor, _LACKS_STATE, int(lacks))
+
+    def holds(self, worker: int, holds: bool) -> None:
+        """This worker has the state as it is committed, or no longer."""
+        self._store(worker, _Of.HOLDS, int(holds))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether any living worker has the state as it is committed."""
+        return any(self._load(worker, _Of.HOLDS) for worker in range(self._segment.num_workers))
+
+    @property
+    def image(self) -> tuple[int, int] | None:
+        """How many operations the image of the state has behind it, and which of two it is; None: there is none."""
+        word = self._load(self._supervisor, _IMAGE)
+        return divmod(word - 1, 2) if word else None
+
+    @image.setter
+    def image(self, image: tuple[int, int]) -> None:
+        self._store(self._supervisor, _IMAGE, 1 + 2 * image[0] + image[1])
+
+    @property
+    def again(self) -> int | None:
+        """How many operations the state has behind it, while some of the journal are done again; None: all of them."""
+        word = self._load(self._supervisor, _AGAIN)
+        return word - 1 if word else None
+
+    @again.setter
+    def again(self, operations: int | None) -> None:
+        self._store(self._supervisor, _AGAIN, 0 if operations is None else 1 + operations)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from evenstep.core.errors import SilenceError
 from evenstep.core.events import Event
+from evenstep.exchange.board import Board
 from evenstep.exchange.generations import Generation
 from evenstep.exchange.slots import SLICE_NS, Slots
 from evenstep.transport.outbox import ARRIVED, EVERYONE, POST, PUT, Mark, Outbox, Request
@@ -68,7 +69,7 @@ class Puts:
 
     def __init__(self, segment: Segment, rounds: Bridged) -> None:
         self._segment, self._rounds = segment, rounds
-        self._arrived = Mark(segment, ARRIVED)
+        self._arrived, self._board = Mark(segment, ARRIVED), Board(segment)
 
     def put(self, machine: int, data: Tensor | None, word: Tensor, value: int) -> None:
         """Copy memory to the same place of another machine, or of EVERYONE, then set a word there. Does not wait.
@@ -80,10 +81,24 @@ class Puts:
             word: Which word; one element of a tensor of words.
             value: To what.
         """
-        memory = self._segment.memory
-        offset, num_bytes = (0, 0) if data is None else (memory.locate(data), data.numel() * data.element_size())
-        place = memory.locate(word)
+        offset, num_bytes = 0, 0
+        if data is not None:
+            offset, num_bytes = self._segment.memory.locate(data), data.numel() * data.element_size()
+        self.put_range(machine, offset, num_bytes, word, value)
+
+    def put_range(self, machine: int, offset: int, num_bytes: int, word: Tensor, value: int) -> None:
+        """As `put`, for a range of the segment."""
+        place = self._segment.memory.locate(word)
         self._rounds.outbox.push(Request(PUT, self._rounds.generation, machine, offset, num_bytes, place, value))
+
+    def flush(self) -> None:
+        """Wait until everything that was put has left this machine: the memory may be changed then.
+
+        Raises:
+            PeerError: A worker failed, or a machine is lost.
+            SilenceError: It did not leave within the timeout.
+        """
+        self.wait(self._rounds.outbox.is_empty, "its bridge to take what it has for other machines")
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait for something that another machine puts here.
@@ -93,12 +108,18 @@ class Puts:
             SilenceError: It did not come within the timeout.
         """
         rounds, begin = self._rounds, time.monotonic()
-        while True:
-            seen = self._arrived.seen()
-            if ready():
-                break
-            rounds.check()
-            if time.monotonic() > begin + rounds.timeout_s:
-                raise SilenceError(f"worker {rounds.worker} waits for {what} since {rounds.timeout_s:g} s")
-            self._arrived.wait(seen, SLICE_NS / 1e9, self._segment.base)
-        rounds.waited_s += time.monotonic() - begin
+        if ready():
+            return
+        self._board.waits(rounds.worker, True)
+        try:
+            while True:
+                seen = self._arrived.seen()
+                if ready():
+                    break
+                rounds.check()
+                if time.monotonic() > begin + rounds.timeout_s:
+                    raise SilenceError(f"worker {rounds.worker} waits for {what} since {rounds.timeout_s:g} s")
+                self._arrived.wait(seen, SLICE_NS / 1e9, self._segment.base)
+        finally:
+            self._board.waits(rounds.worker, False)
+            rounds.waited_s += time.monotonic() - begin

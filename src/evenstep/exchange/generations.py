@@ -24,7 +24,8 @@ class Generation:
         members: The workers, in order.
         weights: How much each shall do; None: alike.
         dismissed: Who was a worker and shall go.
-        machines: On which machine each member is, counted from 0; members of one are neighbours. Empty: all on one.
+        machines: On which machine each member is; members of one are neighbours. Number 0 is the head, where files are
+            written. Empty: all on one.
     """
 
     number: int

@@ -35,6 +35,7 @@ __all__ = ["SUMMABLE", "Group", "tree_sum"]
 _JSON_BYTES = 2048  # what fits is exchanged in one go
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _SUM = 0
+HOME = 0  # the machine where files are written
 SUMMABLE = tuple(_DTYPES)
 """What a tree sum can add."""
 
@@ -62,6 +63,7 @@ class Group:
         machine: On which this one is.
         num_machines: How many there are.
         leads: Whether this worker is the first of its machine, which looks after its memory for all of them.
+        at_home: Whether it is on the machine where files are written and read.
         puts: The way to the memory of other machines, if there may be any.
     """
 
@@ -78,7 +80,7 @@ class Group:
         self.members: list[int] = [self.worker]
         self.weights: list[float] | None = None
         self.rank, self.num_workers = 0, 1
-        self.machines, self.machine, self.num_machines, self.leads = [0], 0, 1, True
+        self.machines, self.machine, self.num_machines, self.leads, self.at_home = [0], 0, 1, True, True
         if membership.first is not None:
             self._take(membership.first)
 
@@ -154,8 +156,11 @@ class Group:
         self.members, self.weights = generation.members, generation.weights
         self.rank, self.num_workers = self.members.index(self.worker), len(self.members)
         self._members = tuple(self.members)
-        self.machines = generation.machines or [0] * self.num_workers
-        self.machine, self.num_machines = self.machines[self.rank], 1 + max(self.machines)
+        named = generation.machines or [0] * self.num_workers
+        order = list(dict.fromkeys(named))
+        self.machines = [order.index(name) for name in named]
+        self.machine, self.num_machines = self.machines[self.rank], len(order)
+        self.at_home = named[self.rank] == HOME
         self.leads = self.machines.index(self.machine) == self.rank
         self.exchanges, self._inner = generation.round, 0
         self._rounds.begin(generation)

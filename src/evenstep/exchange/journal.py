@@ -27,17 +27,19 @@ class Entry:
         kind: Which one, in words.
         value: What it gave, as JSON.
         blob: What it gave beside that, as bytes.
+        aside: What is known of how it came about, as JSON; it may be another if the operation is done again.
         followers: What is committed together with it, and comes after it.
     """
 
     kind: str
     value: Any = None
     blob: bytes = b""
+    aside: Any = None
     followers: Sequence["Entry"] = ()
 
     def pack(self) -> bytes:
         """As bytes that say how long they are."""
-        text = json.dumps([self.kind, self.value]).encode()
+        text = json.dumps([self.kind, self.value, self.aside]).encode()
         return _HEAD.pack(len(text), len(self.blob)) + text + self.blob
 
 
@@ -55,25 +57,29 @@ class Journal:
 
     def append(self, entry: Entry) -> None:
         """Write the next entry, then let it count: that is the moment at which an operation is committed."""
-        number = self.committed
+        self.append_packed(b"".join(each.pack() for each in (entry, *entry.followers)), 1 + len(entry.followers))
+
+    def append_packed(self, packed: bytes, count: int) -> None:
+        """As `append`, for so many entries at once, packed one after the other."""
+        number, data = self.committed, memoryview(packed)
         place = self._end_of(number)
-        data = memoryview(b"".join(each.pack() for each in (entry, *entry.followers)))
         while data:
             written = os.pwrite(self._fd, data, place)
             data, place = data[written:], place + written
-        self._board.committed = number + 1 + len(entry.followers)
+        self._board.committed = number + count
 
     def read(self, number: int) -> Entry:
         """The entry of an operation that has been committed."""
         assert number < self.committed, "only what counts is read"
         begin = self._end_of(number)
         text_bytes, blob_bytes = _HEAD.unpack(self._pread(_HEAD.size, begin))
-        kind, value = json.loads(self._pread(text_bytes, begin + _HEAD.size))
-        return Entry(kind, value, self._pread(blob_bytes, begin + _HEAD.size + text_bytes))
+        text = self._pread(text_bytes, begin + _HEAD.size)
+        return _entry(text, self._pread(blob_bytes, begin + _HEAD.size + text_bytes))
 
-    def packed(self, end: int) -> bytes:
-        """The first `end` entries, as `unpack` takes them."""
-        return self._pread(self._end_of(end) - JOURNAL_BEGIN, JOURNAL_BEGIN)
+    def packed(self, end: int, begin: int = 0) -> bytes:
+        """The entries from `begin` to `end`, as `unpack` takes them."""
+        first = self._end_of(begin)
+        return self._pread(self._end_of(end) - first, first)
 
     def _end_of(self, number: int) -> int:
         """Where entry `number` begins, which is where the one before it ends."""
@@ -104,8 +110,12 @@ class Journal:
                 raise ValueError("it ends in the middle of an entry")
             text_bytes, blob_bytes = _HEAD.unpack_from(data, begin)
             begin += _HEAD.size
-            kind, value = json.loads(data[begin : begin + text_bytes])
-            begin += text_bytes
-            entries.append(Entry(kind, value, data[begin : begin + blob_bytes]))
+            text, begin = data[begin : begin + text_bytes], begin + text_bytes
+            entries.append(_entry(text, data[begin : begin + blob_bytes]))
             begin += blob_bytes
         return entries
+
+
+def _entry(text: bytes, blob: bytes) -> Entry:
+    kind, value, *aside = json.loads(text)  # checkpoints of older versions have nothing aside
+    return Entry(kind, value, blob, aside[0] if aside else None)

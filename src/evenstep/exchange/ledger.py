@@ -6,18 +6,21 @@ that moment, the others drop what they have, wait for the supervisor to say who 
 state back to what was committed last, and try again. A worker that finds its operation in the journal already, because
 it was woken late or has only just been started, takes the result from there.
 
+State on GPUs is lost with the last worker that has it. There is an image of it then (`engine/image.py`), and what was
+committed after the image was taken is done again, and must give what is in the journal.
+
 So there is one loop for going on, doing again and catching up. `tests/model/protocol.py` is a model of it, checked
 for every order of events.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
 
 from evenstep.core import points
-from evenstep.core.errors import MismatchError, PeerError
+from evenstep.core.errors import BeginsAgain, MismatchError, NondeterminismError, PeerError
 from evenstep.exchange.board import Asked
 from evenstep.exchange.group import Group
 from evenstep.exchange.journal import Entry, Journal
@@ -64,7 +67,8 @@ class Ledger:
         holder: Who holds the state, if anybody yet.
         prelude: Called once before the next operation, if set; it may do an operation of its own, and set itself again.
         took_part: Whether this worker took part in the last operation.
-        missed: Whether it has left out any since the state was last brought to what is committed.
+        volatile: Whether the state is lost with the workers that have it.
+        missing: Which workers of this generation lack it; known while it is brought to what is committed.
         asked: What the supervisor had asked for when the last operation was committed; alike on all who took part.
     """
 
@@ -74,17 +78,31 @@ class Ledger:
         self.holder: Undecided | None = None
         self.prelude: Callable[[], None] | None = None
         self.took_part = True
-        self.missed = False
         self._next = 0
-        self._recovered = group.generation
+        self._has = -1  # how many operations the state that this worker has has behind it; -1: it has none
+        self.volatile = False
+        self.missing: Sequence[bool] = ()
+        self._recovered = self._leveled = group.generation
         self._reported = 0  # the generation whose first step the supervisor knows of
         self.asked: Asked = (0, 0, 0)
         self._mine = torch.zeros(1, 3, dtype=torch.int64)  # what this worker has seen of that
 
     @property
     def catching_up(self) -> bool:
-        """Whether the next operation has been committed by others already."""
-        return self._next < self.journal.committed
+        """Whether the next operation is behind the state already."""
+        return self._next < self._counted
+
+    @property
+    def _counted(self) -> int:
+        """How many operations the state has behind it, or its image if nobody has it."""
+        image = self.group.board.image
+        return self._reached if image is None or self.group.board.is_held else image[0]
+
+    @property
+    def _reached(self) -> int:
+        """How many operations were behind the state when somebody had it last."""
+        again = self.group.board.again
+        return self.journal.committed if again is None else again
 
     @property
     def done(self) -> int:
@@ -112,7 +130,11 @@ class Ledger:
             prelude, self.prelude = self.prelude, None
             prelude()
         entry, self.took_part = self._obtain(operation, attempt)
-        self.missed |= not self.took_part
+        if self.took_part:
+            self._has = self._next + 1 + len(entry.followers)
+        elif self._has <= self._next:
+            self._has = -1
+            self.group.board.holds(self.group.worker, False)
         result = adopt(entry, self.took_part)
         self._next += 1
         return result
@@ -122,7 +144,9 @@ class Ledger:
         while not self.catching_up:
             if self.group.left:
                 self.group.enter()
-            elif (tried := self._try(operation, attempt)) is not None:
+                if not self.volatile:  # else where this worker has to be is seen together
+                    continue
+            if (tried := self._try(operation, attempt)) is not None:
                 return tried, True
         entry = self.journal.read(self._next)
         if entry.kind != operation.kind:
@@ -139,8 +163,11 @@ class Ledger:
         if operation.is_step:  # others may take any time, and so may the wait for the next generation
             self.group.board.begin(self.group.worker, operation.step)
         try:
-            self._recover()
+            if not self._recover():
+                return None
             entry = attempt()
+            if self.group.board.again is not None:
+                entry = self._repeated(entry)
             self._commit(operation, entry)
         except BaseException as error:
             committed = self.catching_up  # then whatever went wrong came too late to matter to this operation
@@ -155,21 +182,93 @@ class Ledger:
             self.group.board.end(self.group.worker)
         return entry
 
-    def _recover(self) -> None:
-        """What a new generation does first: everyone begins from what is committed."""
+    def _recover(self) -> bool:
+        """What a new generation does first: everyone begins from what is committed.
+
+        Returns:
+            Whether this worker can go on: not if its operation turns out to be committed.
+        """
+        if self._leveled != self.group.generation:
+            self._level()
+            self._leveled = self.group.generation
+            if self.catching_up and not self.volatile:
+                return False
         if self.holder is not None:
             self.holder.begin(self._next)
         if self._recovered != self.group.generation:
+            behind = self._next < self._reached
+            if self.volatile:
+                self._see_who_has_it()
             if self.holder is not None:
                 self.holder.recover()
-            self._recovered, self.missed = self.group.generation, False
+            if behind:
+                self._go_back()
+            self._recovered, self._has = self.group.generation, self._next
+            if self.group.leads:
+                self.group.board.lacks_state = False
+        self.group.board.holds(self.group.worker, True)
+        return True
+
+    def _see_who_has_it(self) -> None:
+        """See who has the state, and that this worker is where it is.
+
+        One that has just been started has gone on to where the others are, or to the image if nobody had the state;
+        that may have changed meanwhile.
+
+        Raises:
+            BeginsAgain: The state is elsewhere.
+        """
+        mine = torch.tensor([[self._has < 0, self._next]], dtype=torch.int64)
+        of_all = self.group.gather("who has the state", mine).tolist()
+        self.missing = [bool(lacks) for lacks, _ in of_all]
+        image = self.group.board.image
+        found = [done for lacks, done in of_all if not lacks] or [image[0] if image else self._next]
+        if self._next != found[0]:
+            raise BeginsAgain
+
+    def _go_back(self) -> None:
+        """The state is that of an image: what is in the journal beyond it is done again."""
+        if self.group.rank == 0:
+            count = self._reached - self._next
+            self.group.tell({"says": f"all workers were lost; what they did last is done again (operations: {count})"})
+            self.group.board.again = self._next
+        self.group.barrier("going back")
+
+    def _level(self) -> None:
+        """Let the journals of all machines hold what any of them has counted.
+
+        A machine counts an operation by itself when all have done their part, so one may have counted what another has
+        not, and be lost before the other has. What one that is left has counted has been done by all of them.
+        """
+        group, journal = self.group, self.journal
+        if group.num_machines == 1:
+            return
+        counts = [int(n) for n in group.gather("what is committed", torch.tensor([[journal.committed]]))]
+        most, least = max(counts), min(counts)
+        if least == most:
+            return
+        donor = counts.index(most)
+        packed = journal.packed(most, least) if group.rank == donor else b""
+        packed = group.from_one("committed elsewhere", donor, packed)
+        if group.leads and journal.committed < most:
+            entries = Journal.unpack(packed)[journal.committed - least :]
+            journal.append_packed(b"".join(entry.pack() for entry in entries), len(entries))
+        group.barrier("committed everywhere")
+
+    def _of_first(self, operation: Operation, entry: Entry) -> Entry:
+        """The entry as the first worker has it."""
+        packed = b"".join(each.pack() for each in (entry, *entry.followers)) if self.group.rank == 0 else b""
+        first, *followers = Journal.unpack(self.group.from_one(f"{operation.kind}: entry", 0, packed))
+        return replace(first, followers=followers)
 
     def _commit(self, operation: Operation, entry: Entry) -> None:
         """Everyone has tried and succeeded; the first worker makes it count, and nobody goes on before that."""
         group = self.group
         points.reach("before commit")
-        if group.rank == 0:
-            self.journal.append(entry)
+        if group.num_machines > 1 and not operation.is_step:  # not everyone need know what it gave
+            entry = self._of_first(operation, entry)
+        if group.leads:
+            self._count(entry)
             points.reach("inside commit")
         self._mine.numpy()[0] = group.board.asked()
         regroup, checkpoint, stop = group.gather(f"{operation.kind}: committed", self._mine).numpy().max(0).tolist()
@@ -180,3 +279,31 @@ class Ledger:
         points.reach("after commit")
         if regroup > group.generation:
             group.leave()
+
+    def _count(self, entry: Entry) -> None:
+        """Let an operation count from now on."""
+        if self.group.board.again is None:
+            self.journal.append(entry)
+        else:
+            end = self._next + 1 + len(entry.followers)
+            self.group.board.again = end if end < self.journal.committed else None
+
+    def _repeated(self, entry: Entry) -> Entry:
+        """What counts of an operation that has been done again.
+
+        Raises:
+            NondeterminismError: It has given something else than before.
+        """
+        count = 1 + len(entry.followers)
+        known = [self.journal.read(number) for number in range(self._next, self._next + count)]
+        same = [_gave(each) for each in known] == [_gave(each) for each in (entry, *entry.followers)]
+        if self.group.rank == 0 and not same:  # what the others give does not count
+            raise NondeterminismError(
+                f"all workers were lost, and '{entry.kind}' gave something else when it was done again from an image "
+                "of the state: the script depends on the time, on unseeded randomness, or on a file that has changed"
+            )
+        return replace(known[0], followers=known[1:])
+
+
+def _gave(entry: Entry) -> bytes:
+    return replace(entry, aside=None).pack()

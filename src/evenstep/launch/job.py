@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.core.events import Event
+from evenstep.launch.door import Listen
 from evenstep.plan.groups import Standing
 
 __all__ = ["Job"]
@@ -30,6 +31,7 @@ class Job:
         log_json: Where a line of JSON goes for every step.
         tensorboard: Where event files for TensorBoard go.
         page: The port of the page of the run; 0: any; None: there is none.
+        listen: How other machines join; None: none can.
     """
 
     script: Path | str
@@ -47,3 +49,4 @@ class Job:
     log_json: Path | None = None
     tensorboard: Path | None = None
     page: int | None = None
+    listen: Listen | None = None

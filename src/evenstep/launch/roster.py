@@ -5,7 +5,7 @@ A roster is a value. Every event gives the next one, and decisions, which whoeve
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -31,6 +31,7 @@ __all__ = [
 _CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS}
 MAX_CRASHES = 4
 """So many in one place without a committed step in between, and the next one would crash too."""
+_HEAD = 0  # the machine without which there is no generation
 _BACKOFF_S = (0.1, 30.0)  # before the second start of a worker since the last committed step, doubled each time; most
 
 
@@ -64,6 +65,7 @@ class Fault(Enum):
     ERROR = "an error"
     MISTAKE = "a sentence to the user, who needs no traceback"
     HOPELESS = "an error that would come again"
+    BEGINS_AGAIN = "that another has to take its place, and do more again"
 
 
 class Ending(Enum):
@@ -93,6 +95,7 @@ class Worker(NamedTuple):
         given_up: Whether it is about to be killed because it does nothing any more.
         starved: Whether the system killed it because there was no memory left.
         code: Its exit code, or minus the signal that killed it.
+        machine: On which machine it is; 0 is the head, where files are written.
     """
 
     place: int
@@ -103,6 +106,7 @@ class Worker(NamedTuple):
     given_up: bool = False
     starved: bool = False
     code: int | None = None
+    machine: int = 0
 
     @property
     def alive(self) -> bool:
@@ -268,11 +272,11 @@ class Roster(NamedTuple):
 
     # ---- what happens: workers come and speak ----
 
-    def started(self, place: int) -> "Roster":
-        """A process was started in a place: one of the first, or one that was decided on."""
+    def started(self, place: int, machine: int = 0) -> "Roster":
+        """A process was started in a place, on a machine: one of the first, or one that was decided on."""
         stage = Stage.CATCHES_UP if place in self.starts else Stage.BEGINS
         starts = tuple(other for other in self.starts if other != place)
-        return self._replace(starts=starts)._put(Worker(place, stage))
+        return self._replace(starts=starts)._put(Worker(place, stage, machine=machine))
 
     def waits(self, place: int) -> Turn:
         """A worker has nothing to do before the next generation."""
@@ -331,6 +335,8 @@ class Roster(NamedTuple):
             return roster.form()
         if self.ending is Ending.STOPS:
             return roster._lose(worker, code)
+        if worker.fault is Fault.BEGINS_AGAIN:
+            return roster._lose(worker, code)
         if worker.is_late and not (worker.closed or worker.final) and code >= 0 and roster.alive:
             return roster._replace(wanted=min(self.wanted, len(roster.alive))), [LeaveOut(place)]
         return roster._fall(worker, code, committed)
@@ -375,6 +381,23 @@ class Roster(NamedTuple):
             elif other.waits:  # nobody will call it any more
                 decisions.append(Signal(other.place, signal.SIGTERM))
         return self._replace(ending=Ending.FAILED, starts=()), decisions
+
+    # ---- what happens: machines come and go ----
+
+    def adds(self, places: Sequence[int]) -> Turn:
+        """A machine has come, with a place for each of its workers."""
+        starts = tuple(sorted((*self.starts, *places)))
+        return self._replace(wanted=self.wanted + len(places), starts=starts), [Start(place, 0.0) for place in places]
+
+    def loses(self, places: Collection[int]) -> Turn:
+        """A machine is lost, and with it the workers of its places, and those that were about to be started there."""
+        gone = [worker for worker in self.alive if worker.place in places]
+        starts = tuple(place for place in self.starts if place not in places)
+        fewer = len(self.starts) - len(starts) + sum(worker.stage is not Stage.LEAVES for worker in gone)
+        roster = self._replace(wanted=max(self.wanted - fewer, 1), starts=starts)
+        for worker in gone:
+            roster = roster._set(worker.place, stage=Stage.LEFT, code=-signal.SIGKILL)
+        return roster.form()
 
     # ---- what happens: the user asks ----
 
@@ -423,7 +446,7 @@ class Roster(NamedTuple):
 
     def form(self) -> Turn:
         """Begin the next generation if all who are left of the present one wait for it, else ask them to."""
-        waiting = sorted((w for w in self.staying if w.waits), key=lambda w: (not w.is_member, w.place))
+        waiting = sorted((w for w in self.staying if w.waits), key=lambda w: (not w.is_member, w.machine, w.place))
         if self.ending is Ending.STOPS and any(w.is_member for w in self.staying):
             waiting = [w for w in waiting if w.is_member]  # nobody joins a run that is about to stop
         if not waiting or self.ending in (Ending.FAILED, Ending.KILLED):
@@ -434,7 +457,23 @@ class Roster(NamedTuple):
         if not self._all_wait():
             asked = any(not w.is_member for w in waiting) or len(self.staying) > self.wanted
             return self, [Regroup(self.generation + 1)] if asked else []
+        home = next((w for w in waiting if w.machine == _HEAD), None)
+        if home is None:
+            return self._without_head(waiting)
+        waiting = [home, *(w for w in waiting if w is not home)]
         return self._announce(waiting[: self.wanted], waiting[self.wanted :])
+
+    def _without_head(self, waiting: Sequence[Worker]) -> Turn:
+        """No worker of the head waits: one may come yet, or the run is over there and so everywhere, or it failed."""
+        heads = [worker for worker in self.workers if worker.machine == _HEAD]
+        if self.starts or any(worker.alive for worker in heads):
+            return self, []
+        if not self.is_over:
+            return self._fail(heads[-1].place)
+        roster = self
+        for worker in waiting:
+            roster = roster._set(worker.place, stage=Stage.LEAVES)
+        return roster, [Signal(worker.place, signal.SIGKILL) for worker in waiting]
 
     def _all_wait(self) -> bool:
         return not any(w.is_member and not w.waits for w in self.staying)

@@ -15,6 +15,7 @@ from typing import TextIO
 from evenstep.core import env
 from evenstep.core.children import default_signals
 from evenstep.core.errors import (
+    BeginsAgain,
     CheckpointError,
     ConfigError,
     EvenstepError,
@@ -28,13 +29,20 @@ from evenstep.launch.memory import go_first
 from evenstep.launch.script import run_as_main
 from evenstep.run import unclosed
 
-__all__ = ["STACK_SIGNAL", "run_worker"]
+__all__ = ["STACK_SIGNAL", "run_worker", "warm_up"]
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Lets a worker write the stacks of its threads to standard error."""
 
 _OURS = (__file__, run_as_main.__code__.co_filename)
 _MISTAKES = (ConfigError, UnsupportedError, CheckpointError)  # a sentence says it all; a traceback would hide it
+
+
+def warm_up() -> None:
+    """Import, before any worker is forked, what each of them would spend seconds on."""
+    import torch._inductor.config  # noqa: F401  # which comes with the first step
+
+    import evenstep.run.run  # noqa: F401  # as the script will
 
 
 def run_worker(script: Path | str, args: Sequence[str], variables: dict[str, str]) -> int:
@@ -96,6 +104,9 @@ def _run_script(script: Path | str, args: Sequence[str], worker: int, tell: Call
     try:
         run_as_main(script, args)
         tell({"ended": True})
+    except BeginsAgain as request:
+        tell({"begins again": True})
+        return request.exit_code
     except SystemExit as request:
         if isinstance(request.code, int | None):
             return request.code or 0

@@ -19,6 +19,7 @@ class WorkerProcess:
         kill_at: When that will be.
         stopped_since: When it was first seen stopped.
         starved: Whether the system killed it because there was no memory left.
+        where: On which machine it is, if there are others.
     """
 
     number: int
@@ -28,10 +29,11 @@ class WorkerProcess:
     kill_at: float | None = None
     stopped_since: float | None = None
     starved: bool = False
+    where: str = ""
 
     def describe(self) -> str:
         """Which one."""
-        return f"worker {self.number} (pid {self.child.pid})"
+        return f"worker {self.number} (pid {self.child.pid}{self.where})"
 
     def describe_end(self) -> str:
         """How it ended, as a sentence."""

@@ -2,9 +2,12 @@
 
 #include <string.h>
 
+#include "copy.h"
+
 enum {
     SLICE_NS = 50000000,   /* how long to sleep before looking whether the others are still alive */
-    FIRST_BYTES = 1 << 17, /* what is moved in the first step, when nobody knows yet what the others wish */
+    SHORT_BYTES = 1 << 15,
+    FIRST_BYTES = 1 << 18, /* what is moved in the first step, when nobody knows yet what the others wish */
 };
 
 typedef struct {
@@ -15,6 +18,10 @@ typedef struct {
     size_t item;
     size_t step_bytes; /* what is moved in a step; it becomes what all agree on after the first */
     int first;         /* the next step is the first of this operation */
+    uint64_t at;       /* 0 if the data of the present step is in the slot, else 1 + its place in the ring */
+    int past_cache;    /* what goes into the ring is written past the cache */
+    int64_t waited_ns; /* for those who came later, if the time is taken */
+    es_ways *ways;     /* what is learnt from the time, or NULL */
 } walk;
 
 #define TRY(expression)             \
@@ -60,11 +67,24 @@ static int await_all(walk *w, uint64_t step) {
     return ES_OK;
 }
 
-/* Where this rank may write what it gives in the next step. */
-static int fill(walk *w, char **slot) {
+static size_t most_bytes(const es_team *team) { return team->ring_bytes / 4; } /* two steps must not overlap */
+
+static char *place_of(es_team *team, uint32_t rank, uint64_t step, uint64_t at) {
+    if (!at) return es_slot_data(team->base, rank, seq_of(step));
+    return team->rings + rank * team->ring_bytes + (at - 1);
+}
+
+/* Where this rank may write so many bytes, which it gives in the next step. */
+static int fill(walk *w, size_t bytes, char **place) {
     es_team *team = w->team;
     TRY(await_all(w, team->step)); /* they have read what lies there, of the step before that */
-    *slot = es_slot_data(team->base, team->rank, seq_of(team->step + 1));
+    w->at = 0;
+    if (bytes > es_slot_bytes(team->base)) {
+        if (team->ring_at + bytes > team->ring_bytes) team->ring_at = 0;
+        w->at = 1 + team->ring_at;
+        team->ring_at += (bytes + 63) / 64 * 64;
+    }
+    *place = place_of(team, team->rank, team->step + 1, w->at);
     return ES_OK;
 }
 
@@ -75,19 +95,23 @@ static int check(walk *w, uint32_t rank) {
 }
 
 /* Lets the others see the slot. In the first step of an operation everyone meets everyone, so that a mismatch is seen
- * by all. */
+ * by all; there they agree on how much to move in a step, and the first rank says which way of writing is faster. */
 static int publish(walk *w) {
     es_team *team = w->team;
     team->step += 1;
     w->deadline = 0; /* whoever is slow is not silent */
-    es_publish(team->base, team->rank, seq_of(team->step), w->call->tag, w->call->number, w->call->step_bytes);
+    size_t wish = w->call->step_bytes / 2 * 2 + (w->ways && es_ways_faster(w->ways));
+    es_publish(team->base, team->rank, seq_of(team->step), w->call->tag, w->tag_hash, w->call->number, wish, w->at);
     if (!w->first) return ES_OK;
     w->first = 0;
+    int64_t began = w->ways ? es_now_ns() : 0;
     TRY(await_all(w, team->step));
+    if (w->ways) w->waited_ns = es_now_ns() - began;
     for (uint32_t rank = 0; rank < team->num_ranks; ++rank) {
         TRY(check(w, rank));
-        size_t wish = es_posted_bytes(team->base, rank, seq_of(team->step));
-        if (wish > w->step_bytes) w->step_bytes = smaller(wish, es_slot_bytes(team->base));
+        wish = es_posted_bytes(team->base, rank, seq_of(team->step));
+        if (wish > w->step_bytes) w->step_bytes = smaller(wish / 2 * 2, most_bytes(team));
+        if (w->ways && !rank) w->ways->faster = wish & 1;
     }
     return ES_OK;
 }
@@ -97,7 +121,7 @@ static int read_slot(walk *w, uint32_t rank, const char **slot) {
     es_team *team = w->team;
     if (rank != team->rank) TRY(await_rank(w, rank, team->step));
     TRY(check(w, rank));
-    *slot = es_slot_data(team->base, rank, seq_of(team->step));
+    *slot = place_of(team, rank, team->step, es_posted_at(team->base, rank, seq_of(team->step)));
     return ES_OK;
 }
 
@@ -105,11 +129,17 @@ static void copy(void *to, const void *from, size_t bytes) {
     if (to != from && bytes) memcpy(to, from, bytes);
 }
 
+/* Puts what this rank gives to where the others will read it. */
+static void give(walk *w, void *to, const void *from, size_t bytes) {
+    if (w->past_cache && w->at) es_copy(to, from, bytes);
+    else copy(to, from, bytes);
+}
+
 /* The operations: each is a loop over steps of fill, publish, read. */
 
 static int barrier(walk *w) {
     char *mine;
-    TRY(fill(w, &mine));
+    TRY(fill(w, 0, &mine));
     return publish(w);
 }
 
@@ -122,8 +152,8 @@ static int reduce_at_once(walk *w, char *out) {
     do {
         size_t here = smaller(w->step_bytes, bytes - at);
         char *mine;
-        TRY(fill(w, &mine));
-        copy(mine, in + at, here);
+        TRY(fill(w, here, &mine));
+        give(w, mine, in + at, here);
         TRY(publish(w));
         for (uint32_t rank = 0; out && rank < team->num_ranks; ++rank) TRY(read_slot(w, rank, &sources[rank]));
         sources[team->rank] = in + at;
@@ -153,18 +183,18 @@ static int reduce_in_parts(walk *w, char *out) {
         size_t count = here < call->count ? smaller(chunk, call->count - here) : 0;
         size_t count_before = t ? smaller(chunk, call->count - before) : 0;
         char *mine;
-        TRY(fill(w, &mine));
+        TRY(fill(w, result_at + (cut(chunk, 1, parts) + 64) * w->item, &mine));
         if (t) {
             size_t start = cut(count_before, me, parts), end = cut(count_before, me + 1, parts);
             for (uint32_t rank = 0; rank < parts; ++rank)
                 sources[rank] = rank == me ? in + (before + start) * w->item : theirs[rank] + start * w->item;
-            es_tree_reduce(call->dtype, call->op, (const void *const *)sources, team->merges, parts, mine + result_at,
-                           end - start);
-            if (out) copy(out + (before + start) * w->item, mine + result_at, (end - start) * w->item);
+            char *result = out ? out + (before + start) * w->item : mine + result_at;
+            es_tree_reduce(call->dtype, call->op, (const void *const *)sources, team->merges, parts, result, end - start);
+            if (out) give(w, mine + result_at, result, (end - start) * w->item);
         }
         for (uint32_t rank = 0; rank < parts; ++rank) {
             size_t start = cut(count, rank, parts), end = cut(count, rank + 1, parts);
-            if (rank != me) copy(mine + start * w->item, in + (here + start) * w->item, (end - start) * w->item);
+            if (rank != me) give(w, mine + start * w->item, in + (here + start) * w->item, (end - start) * w->item);
         }
         TRY(publish(w));
         for (uint32_t rank = 0; rank < parts; ++rank) {
@@ -192,8 +222,8 @@ static int broadcast(walk *w) {
         size_t here = smaller(w->step_bytes, bytes - at);
         char *mine;
         const char *theirs;
-        TRY(fill(w, &mine));
-        if (call->in) copy(mine, (const char *)call->in[0] + at, here);
+        TRY(fill(w, call->in ? here : 0, &mine));
+        if (call->in) give(w, mine, (const char *)call->in[0] + at, here);
         TRY(publish(w));
         if (!call->in) {
             TRY(read_slot(w, call->root, &theirs));
@@ -212,8 +242,8 @@ static int gather(walk *w) {
         size_t here = smaller(w->step_bytes, bytes - at);
         char *mine;
         const char *theirs;
-        TRY(fill(w, &mine));
-        copy(mine, (const char *)call->in[0] + at, here);
+        TRY(fill(w, here, &mine));
+        give(w, mine, (const char *)call->in[0] + at, here);
         TRY(publish(w));
         for (uint32_t rank = 0; call->out && rank < w->team->num_ranks; ++rank) {
             TRY(read_slot(w, rank, &theirs));
@@ -236,9 +266,9 @@ static int scatter(walk *w) {
         size_t step = w->step_bytes / team->num_ranks / 64 * 64;
         size_t here = smaller(step, bytes - at);
         char *mine, *to = (char *)call->out[0] + at;
-        TRY(fill(w, &mine));
+        TRY(fill(w, call->in ? step * team->num_ranks : 0, &mine));
         for (uint32_t rank = 0; call->in && rank < team->num_ranks; ++rank)
-            if (rank != team->rank) copy(mine + rank * step, (const char *)call->in[rank] + at, here);
+            if (rank != team->rank) give(w, mine + rank * step, (const char *)call->in[rank] + at, here);
         TRY(publish(w));
         for (uint32_t rank = 0; rank < team->num_ranks; ++rank) {
             if (!reducing && rank != call->root) continue;
@@ -264,7 +294,7 @@ static int all_to_all(walk *w) {
     size_t most = 0;
     char *mine;
     const char *theirs;
-    TRY(fill(w, &mine));
+    TRY(fill(w, parts * sizeof(uint64_t), &mine));
     memcpy(mine, call->in_items, parts * sizeof(uint64_t));
     TRY(publish(w));
     for (uint32_t rank = 0; rank < parts; ++rank) {
@@ -278,7 +308,7 @@ static int all_to_all(walk *w) {
     }
     size_t step = w->step_bytes / parts / 64 * 64;
     for (size_t at = 0; at < most * w->item; at += step) {
-        TRY(fill(w, &mine));
+        TRY(fill(w, step * parts, &mine));
         for (uint32_t rank = 0; rank < parts; ++rank) {
             size_t bytes = call->in_items[rank] * w->item;
             if (at >= bytes) continue;
@@ -296,84 +326,26 @@ static int all_to_all(walk *w) {
     return ES_OK;
 }
 
+/* What is known of operations like this one, if it is long enough that the way matters more than taking the time. */
+static es_ways *ways_of(es_team *team, const es_call *call, size_t bytes) {
+    size_t size = bytes / SHORT_BYTES, index = 0;
+    if (!size) return NULL;
+    while ((size >>= 1) && index + 1 < ES_NUM_SIZES) ++index;
+    return &team->ways[call->kind][index];
+}
+
 int es_collective(es_team *team, const es_call *call) {
     static int (*const OPERATIONS[])(walk *) = {barrier, reduce, reduce,  broadcast, gather,
                                                 gather,  scatter, scatter, all_to_all};
     if (es_aborted(team->base)) return ES_ABORTED; /* also where the others had come to this one before they gave up */
-    walk w = {team, call, es_hash_tag(call->tag), 0, es_item_bytes(call->dtype),
-              smaller(FIRST_BYTES, es_slot_bytes(team->base)), 1};
-    return OPERATIONS[call->kind](&w);
-}
-
-/* ---- messages ---- */
-
-enum { FRAGMENT_BYTES = 1 << 16, ROOM = 4 };
-
-typedef struct {
-    es_message message;
-    char padding[32];
-    char data[FRAGMENT_BYTES];
-} fragment;
-
-typedef struct {
-    _Atomic uint64_t sent; /* fragments so far, written by the sender */
-    char padding[56];
-    _Atomic uint64_t taken; /* likewise, by the receiver */
-    char more_padding[56];
-    fragment ring[ROOM];
-} channel;
-
-typedef struct {
-    es_mark mark;
-    char padding[48];
-} mailbox;
-
-static channel *channel_at(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to) {
-    return (channel *)((mailbox *)mail + num_ranks) + ((size_t)from * num_ranks + to);
-}
-
-size_t es_mail_bytes(uint32_t num_ranks) {
-    return num_ranks * sizeof(mailbox) + (size_t)num_ranks * num_ranks * sizeof(channel);
-}
-
-uint64_t es_mail_fragments(uint64_t bytes) { return bytes ? (bytes + FRAGMENT_BYTES - 1) / FRAGMENT_BYTES : 1; }
-
-es_mark *es_mail_mark(void *mail, uint32_t rank) { return &((mailbox *)mail)[rank].mark; }
-
-uint64_t es_mail_push(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to, const es_message *message,
-                      const void *data, uint64_t fragments) {
-    channel *way = channel_at(mail, num_ranks, from, to);
-    uint64_t sent = atomic_load(&way->sent), all = es_mail_fragments(message->bytes);
-    while (fragments < all && sent < atomic_load(&way->taken) + ROOM) {
-        fragment *next = &way->ring[sent % ROOM];
-        size_t at = fragments * FRAGMENT_BYTES;
-        next->message = *message;
-        copy(next->data, (const char *)data + at, smaller(FRAGMENT_BYTES, message->bytes - at));
-        atomic_store(&way->sent, ++sent);
-        es_bump(es_mail_mark(mail, to));
-        ++fragments;
-    }
-    return fragments;
-}
-
-int es_mail_head(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to, es_message *message) {
-    channel *way = channel_at(mail, num_ranks, from, to);
-    uint64_t taken = atomic_load(&way->taken);
-    if (taken >= atomic_load(&way->sent)) return 0;
-    *message = way->ring[taken % ROOM].message;
-    return 1;
-}
-
-uint64_t es_mail_pull(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to, uint64_t bytes, void *data,
-                      uint64_t fragments) {
-    channel *way = channel_at(mail, num_ranks, from, to);
-    uint64_t taken = atomic_load(&way->taken), all = es_mail_fragments(bytes);
-    while (fragments < all && taken < atomic_load(&way->sent)) {
-        size_t at = fragments * FRAGMENT_BYTES;
-        copy((char *)data + at, way->ring[taken % ROOM].data, smaller(FRAGMENT_BYTES, bytes - at));
-        atomic_store(&way->taken, ++taken);
-        es_bump(es_mail_mark(mail, from));
-        ++fragments;
-    }
-    return fragments;
+    size_t item = es_item_bytes(call->dtype);
+    walk w = {.team = team, .call = call, .tag_hash = es_hash_tag(call->tag), .item = item,
+              .step_bytes = smaller(FIRST_BYTES, most_bytes(team)), .first = 1,
+              .ways = ways_of(team, call, call->count * item)};
+    if (!w.ways) return OPERATIONS[call->kind](&w);
+    w.past_cache = es_ways_next(w.ways);
+    int64_t began = es_now_ns();
+    TRY(OPERATIONS[call->kind](&w));
+    es_ways_learn(w.ways, w.past_cache, es_now_ns() - began - w.waited_ns);
+    return ES_OK;
 }

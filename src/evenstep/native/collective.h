@@ -1,17 +1,20 @@
-/* Collectives between the ranks of a team, over the slots of one segment, and messages between two of them.
+/* Collectives between the ranks of a team, over the slots of one segment.
  *
- * Everything that is long goes in steps. In a step every rank fills its slot, publishes it under the tag of the
- * operation, and reads what it needs from the slots of the others; the two slots that it uses take turns. A rank
- * publishes a step only when it has read all that it wants of the step before, so whoever sees the marks of all others
- * at step s may fill the slot of step s - 1 again, and one wait per step is enough. What is moved in a step is smaller
- * than the cache, so what one rank copies in is still there when another one reads it; where ranks wait beside a
- * computation, and so wait long, steps are larger.
+ * Everything that is long goes in steps. In a step every rank puts down what it gives, publishes it under the tag of the
+ * operation, and reads what it needs of the others. A rank publishes a step only when it has read all that it wants of the
+ * step before, so whoever sees the marks of all others at step s may write again where step s - 1 lay, and one wait per
+ * step is enough. Little goes through two slots in turn. More goes round in a ring that is larger than the cache of a
+ * core: to write where another core still holds what it has read is several times slower than where it no longer does.
+ * What is moved in a step is smaller than the cache, so what one rank copies in is still there when another one reads it,
+ * unless it is written past the cache (see ways.h); where ranks wait beside a computation, and so wait long, steps are
+ * larger.
  */
 #ifndef EVENSTEP_COLLECTIVE_H
 #define EVENSTEP_COLLECTIVE_H
 
 #include "core.h"
 #include "reduce.h"
+#include "ways.h"
 
 enum {
     ES_GONE = 4,        /* the process of the culprit has ended, or it left the team */
@@ -29,7 +32,10 @@ enum {
     ES_SCATTER,
     ES_REDUCE_SCATTER,
     ES_ALL_TO_ALL,
+    ES_NUM_KINDS,
 };
+
+enum { ES_NUM_SIZES = 12 }; /* of what goes through a ring, by powers of two */
 
 /* The ranks around a segment, as one of them sees them. One thread at a time may use it. */
 typedef struct {
@@ -39,6 +45,10 @@ typedef struct {
     uint8_t merges[ES_MAX_INPUTS]; /* the tree over the ranks */
     size_t at_once_bytes; /* up to here everyone reduces everything; above, each rank reduces a part and shares it */
     uint64_t step;         /* the last one that this rank has published */
+    char *rings;           /* for each rank `ring_bytes`, through which its larger data goes round */
+    size_t ring_bytes;
+    size_t ring_at;        /* where the next begins in the own one */
+    es_ways ways[ES_NUM_KINDS][ES_NUM_SIZES]; /* how to write there */
     uint32_t culprit;      /* after an error: who it is about */
     /* Called now and then during a long wait, about each rank that has not come yet: 1 if its process has ended, 0 if
      * not, -1 to stop waiting. */
@@ -66,28 +76,5 @@ typedef struct {
 /* Takes part in an operation; all ranks of the team must call it. Blocks until this rank has what it is to get.
  * Returns ES_OK, ES_ABORTED, ES_MISMATCH, ES_GONE, ES_SILENT or ES_INTERRUPTED; after an error the team is lost. */
 int es_collective(es_team *team, const es_call *call);
-
-/* ---- messages ---- */
-
-/* A message from one rank to another, of which `fragments` have been moved so far. */
-typedef struct {
-    uint64_t tag;
-    uint64_t bytes;
-    uint64_t dtype;
-    uint64_t number; /* of the sender's operation */
-} es_message;
-
-size_t es_mail_bytes(uint32_t num_ranks);
-uint64_t es_mail_fragments(uint64_t bytes);
-/* A mark that moves whenever a message to `rank` comes, or one that it sent is taken. */
-es_mark *es_mail_mark(void *mail, uint32_t rank);
-/* Sends fragments as long as there is room; returns how many of the message have been sent in all. */
-uint64_t es_mail_push(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to, const es_message *message,
-                      const void *data, uint64_t fragments);
-/* 1 if a fragment is there to be taken; then `message` says what it belongs to. */
-int es_mail_head(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to, es_message *message);
-/* Takes fragments of the message at the head as long as they are there; returns how many of it have been taken in all. */
-uint64_t es_mail_pull(void *mail, uint32_t num_ranks, uint32_t from, uint32_t to, uint64_t bytes, void *data,
-                      uint64_t fragments);
 
 #endif

@@ -26,6 +26,7 @@ typedef struct {
     uint64_t seq;
     uint64_t bytes;
     uint64_t number;
+    uint64_t at;
     uint64_t tag_hash;
     char tag[ES_TAG_BYTES];
 } es_slot;
@@ -68,9 +69,12 @@ uint64_t es_hash_tag(const char *tag) {
     return hash;
 }
 
+/* Whoever is about to sleep says so before it looks for the last time, so where nobody waits nobody must be woken: and
+ * the bell, which lies beside what others look at all the time, need not be written. */
 static void ring(es_mark *mark) {
+    if (!atomic_load(&mark->waiting)) return;
     atomic_fetch_add(&mark->bell, 1);
-    if (atomic_load(&mark->waiting)) syscall(SYS_futex, &mark->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    syscall(SYS_futex, &mark->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 void es_raise(es_mark *mark, uint64_t seq) {
@@ -118,22 +122,37 @@ es_mark *es_posted(void *base, uint32_t worker) { return &worker_at(base, worker
 
 void *es_slot_data(void *base, uint32_t worker, uint64_t seq) { return slot_for(base, worker, seq) + 1; }
 
-void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint64_t number, size_t bytes) {
+void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint64_t tag_hash, uint64_t number,
+                size_t bytes, uint64_t at) {
     es_slot *slot = slot_for(base, worker, seq);
     slot->seq = seq;
     slot->bytes = bytes;
     slot->number = number;
-    slot->tag_hash = es_hash_tag(tag);
+    slot->at = at;
+    slot->tag_hash = tag_hash;
     strncpy(slot->tag, tag, ES_TAG_BYTES - 1);
     es_raise(es_posted(base, worker), seq);
 }
 
 void es_post(void *base, uint32_t worker, uint64_t seq, const char *tag, const void *data, size_t bytes) {
     memcpy(es_slot_data(base, worker, seq), data, bytes);
-    es_publish(base, worker, seq, tag, 0, bytes);
+    es_publish(base, worker, seq, tag, es_hash_tag(tag), 0, bytes, 0);
 }
 
 const _Atomic uint32_t *es_abort_word(const void *base) { return &((const es_header *)base)->aborted; }
+
+static int sleep_until(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, int64_t deadline) {
+    for (;;) {
+        uint32_t bell = atomic_load(&mark->bell);
+        if (atomic_load(&mark->seq) >= seq) return ES_OK;
+        if (aborted && atomic_load(aborted)) return ES_ABORTED;
+        int64_t left = deadline - es_now_ns();
+        if (left <= 0) return ES_AGAIN;
+        struct timespec wait = {left / 1000000000, left % 1000000000};
+        long rc = syscall(SYS_futex, &mark->bell, FUTEX_WAIT, bell, &wait, NULL, 0);
+        if (rc == -1 && errno == EINTR) return ES_AGAIN;
+    }
+}
 
 int es_await(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns) {
     for (uint32_t i = 1; i <= spin; ++i) {
@@ -143,20 +162,13 @@ int es_await(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint3
         else sched_yield(); /* whoever is to raise the mark may be waiting for this core */
     }
     int64_t deadline = es_now_ns() + timeout_ns;
-    for (;;) {
-        uint32_t bell = atomic_load(&mark->bell);
-        if (atomic_load(&mark->seq) >= seq) return ES_OK;
-        if (aborted && atomic_load(aborted)) return ES_ABORTED;
-        int64_t left = deadline - es_now_ns();
-        if (left <= 0) return ES_AGAIN;
-        struct timespec wait = {left / 1000000000, left % 1000000000};
-        atomic_fetch_add(&mark->waiting, 1);
-        long rc = syscall(SYS_futex, &mark->bell, FUTEX_WAIT, bell, &wait, NULL, 0);
-        int interrupted = rc == -1 && errno == EINTR;
-        atomic_fetch_sub(&mark->waiting, 1);
-        if (interrupted) return ES_AGAIN;
-    }
+    atomic_fetch_add(&mark->waiting, 1);
+    int rc = sleep_until(mark, seq, aborted, deadline);
+    atomic_fetch_sub(&mark->waiting, 1);
+    return rc;
 }
+
+uint64_t es_posted_at(void *base, uint32_t worker, uint64_t seq) { return slot_for(base, worker, seq)->at; }
 
 size_t es_posted_bytes(void *base, uint32_t worker, uint64_t seq) { return slot_for(base, worker, seq)->bytes; }
 

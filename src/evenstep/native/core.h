@@ -61,7 +61,10 @@ void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *nu
 /* The parts of a post and of a collect, for data that is written and read where it lies. */
 es_mark *es_posted(void *base, uint32_t worker);
 void *es_slot_data(void *base, uint32_t worker, uint64_t seq);
-void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint64_t number, size_t bytes);
+/* `at` says where else than in the slot the data is, for those who know what it means. */
+void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint64_t tag_hash, uint64_t number,
+                size_t bytes, uint64_t at);
+uint64_t es_posted_at(void *base, uint32_t worker, uint64_t seq);
 uint64_t es_hash_tag(const char *tag);
 /* What the slot of `worker` for a `seq` that it has posted came with as its number of bytes. */
 size_t es_posted_bytes(void *base, uint32_t worker, uint64_t seq);

@@ -10,6 +10,7 @@
 #include "collective.h"
 #include "copy.h"
 #include "core.h"
+#include "mail.h"
 #include "norm.h"
 #include "reduce.h"
 
@@ -216,12 +217,12 @@ static void forget_team(PyObject *capsule) {
 }
 
 static PyObject *make_team(PyObject *self, PyObject *args) {
-    unsigned long long base;
+    unsigned long long base, rings;
     unsigned rank;
-    Py_ssize_t at_once_bytes, num_ranks;
+    Py_ssize_t at_once_bytes, num_ranks, ring_bytes;
     const char *merges;
     PyObject *look;
-    ARGS("KIy#nO", &base, &rank, &merges, &num_ranks, &at_once_bytes, &look);
+    ARGS("KIy#nKnO", &base, &rank, &merges, &num_ranks, &at_once_bytes, &rings, &ring_bytes, &look);
     if (num_ranks < 1 || num_ranks > ES_MAX_INPUTS || rank >= (unsigned)num_ranks) {
         PyErr_Format(PyExc_ValueError, "rank %u of %zd: expected one of at most %d", rank, num_ranks, ES_MAX_INPUTS);
         return NULL;
@@ -233,6 +234,8 @@ static PyObject *make_team(PyObject *self, PyObject *args) {
     team->num_ranks = (uint32_t)num_ranks;
     memcpy(team->merges, merges, (size_t)num_ranks);
     team->at_once_bytes = (size_t)at_once_bytes;
+    team->rings = AT(rings);
+    team->ring_bytes = (size_t)ring_bytes;
     team->look = look_around;
     team->context = Py_NewRef(look);
     PyObject *capsule = PyCapsule_New(team, TEAM, forget_team);

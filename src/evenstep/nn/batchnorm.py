@@ -358,7 +358,9 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
         local = passes.statistics(parts)
         own = [row.clone() for row in local] if any(offer.checkpointed for offer in offers) else []
         rows = around_us.gather(f"{tag} forward", local)
-        count = _count(parts) if around_us.alone or rows is local else float(rows[:, 0].sum())
+        count: float = _count(parts)
+        if count < 2 and not (around_us.alone or rows is local):  # else it does not matter how many others have
+            count = float(rows[:, 0].sum())
         _check_count(count, parts)
         running = offers[0].running
         if count == 0 and running.num_batches_tracked is not None:  # as nn.BatchNorm does with an empty batch
@@ -460,7 +462,7 @@ def _gradients(
     reduced = passes.reduce(parts, dys, call.whole, needed)
     rows = call.around.gather(f"{call.tag} backward", reduced.rows)
     alone = call.around.alone or rows is reduced.rows
-    used = any(dy is not None for dy in dys) if alone else float(rows[:, 0].sum()) > 0
+    used = any(dy is not None for dy in dys) or (not alone and float(rows[:, 0].sum()) > 0)
     if not used:
         return [None] * len(needs)
     dxs = passes.input_gradients(parts, dys, call.whole, reduced, rows, needed)

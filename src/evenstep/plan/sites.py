@@ -4,7 +4,7 @@ A *site* is a set of workers around one memory that holds the whole committed st
 site owners share out the update; every site steps for itself, on the same sums.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Sites"]
@@ -44,6 +44,16 @@ class Sites:
     def are_one(self) -> bool:
         """Whether there is only one site."""
         return len(self.members) == 1
+
+    def takes(self, source: int, only: Collection[int] | None = None) -> bool:
+        """Whether this worker takes for its site what a worker of another site has.
+
+        Args:
+            source: The rank of that worker.
+            only: The numbers of the sites that need it; None: all.
+        """
+        needs = only is None or self.members.index(self.mine) in only
+        return self.is_first and source not in self.mine and needs
 
     def first_shards(self, spans: Sequence[tuple[int, int]], sizes: Sequence[int]) -> list[int | None]:
         """The first shard with samples of each site; None: it has none.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from evenstep.plan import tree
 from evenstep.plan.placement import balance
 
-__all__ = ["Leaves", "Span", "Summing", "plan_nodes", "plan_summing"]
+__all__ = ["BUCKET_BYTES", "Leaves", "Span", "Summing", "buckets_of", "plan_nodes", "plan_summing"]
 
 Span = tuple[int, int]
 BUCKET_BYTES = 1 << 20
@@ -80,6 +80,7 @@ def plan_summing(
     parts: Sequence[Sequence[int]] | None = None,
     *,
     whole: bool = False,
+    num_shards: int | None = None,
 ) -> Summing:
     """Share out parameters among the workers.
 
@@ -89,14 +90,16 @@ def plan_summing(
         rank: Which worker this plan is for.
         parts: Which parameters travel together, where that is given; empty ones do not count.
         whole: All parameters go to one worker, which must see them together.
+        num_shards: How many shards there are in all, where these workers have only some of them: then the program
+            leaves several sums. None: they have all.
     """
-    num_shards = spans[-1][1]
+    num_shards = spans[-1][1] if num_shards is None else num_shards
     if parts is None:
         owners = balance(sizes, 1 if whole else len(spans))
         buckets = _buckets(sizes, owners)
     else:
         filled = [tuple(part) for part in parts if part]
-        of_parts = balance([sum(sizes[i] for i in part) for part in filled], len(spans))
+        of_parts = balance([sum(sizes[i] for i in part) for part in filled], 1 if whole else len(spans))
         owner_of = {i: owner for part, owner in zip(filled, of_parts, strict=True) for i in part}
         owners = [owner_of[i] for i in range(len(sizes))]
         buckets = filled
@@ -121,6 +124,11 @@ def plan_nodes(sizes: Sequence[int], span: Span, num_shards: int, *, add: bool) 
     program = bytes(min(n, 1) for n in range(len(nodes)))
     owners = (0 if add else None,) * len(sizes)
     return Summing(0, owners, buckets, _bucket_of(buckets), leaves, nodes, program)
+
+
+def buckets_of(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Parameters that travel together whoever owns them, in the order in which backward reaches them."""
+    return _buckets(sizes, [0] * len(sizes))
 
 
 def _bucket_of(buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.run import checkpoint
 from evenstep.run.facts import FACTS, read_facts
+from evenstep.run.reading import read_for_all
 
 __all__ = ["Checkpoints", "Found", "Resumption", "Snapshot"]
 
@@ -209,7 +210,11 @@ class Resumption:
             return
 
         def attempt() -> Entry:
-            tensors = checkpoint.read(self._path, tensors=True)[1]
+            facts, tensors = read_for_all(
+                ledger.group, _RESTORE, lambda: ({}, checkpoint.read(self._path, tensors=True)[1])
+            )
+            if "failure" in facts:
+                raise CheckpointError(facts["failure"])
             engine.holdings.restore(tensors, {})
             return Entry(_RESTORE, str(self._path))
 

@@ -107,7 +107,7 @@ def call_parts(engine: Engine, batch: Batch, function: Function) -> dict[int, An
     """Call the function for every part, each time with the committed buffers and random numbers of its own."""
     values = {}
     with preserved():
-        for shard in engine.sharing.evaluates:
+        for shard in range(*engine.sharing.evaluated[engine.group.rank]):
             if batch.sizes[shard]:
                 part = batch.part(shard)
                 engine.models.restore_buffers()

@@ -156,10 +156,14 @@ class Feed:
         passes = count()
 
         def load(epoch: int, first: int) -> Iterator[Batch]:
-            skip, span = lambda: self._ledger.catching_up, lambda: self._engine.sharing.evaluates
+            skip, span = lambda: self._ledger.catching_up, lambda: range(*self._engine.sharing.evaluated[self._rank])
             return self._loader(dataset, "evaluate", span, loading, skip=skip).load(order.requests(epoch, first))
 
         return Batches(lambda: load(next(passes), 0), order.count, load)
+
+    @property
+    def _rank(self) -> int:
+        return self._ledger.group.rank
 
     def _streams(self, source: Streamed, batch_size: int | None, epochs: int, loading: Loading) -> Batches:
         """The batches of a stream; the arguments are those of `batches`.
@@ -260,7 +264,7 @@ class Feed:
 
     def once(self, dataset: Any, order: Order, loading: Loading) -> Iterator[Batch]:
         """The batches of a data set to be evaluated, each once."""
-        span = self._engine.sharing.evaluates
+        span = range(*self._engine.sharing.evaluated[self._rank])
         return self._loader(dataset, "evaluate", lambda: span, loading).load(order.requests(0))
 
     def _loader(

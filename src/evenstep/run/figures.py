@@ -68,5 +68,6 @@ class Figures:
         match = _STEP.fullmatch(entry.kind)
         if match is None:
             return None
-        loss, metrics, norm, *_, samples, logged = entry.value
-        return StepFigures(self._run, 1 + int(match[1]), loss, metrics, samples, norm, logged)
+        loss, metrics, norm, *_ = entry.value
+        aside = entry.aside
+        return StepFigures(self._run, 1 + int(match[1]), loss, metrics, aside["samples"], norm, aside["logged"])

@@ -1,14 +1,12 @@
 """How a process finds its fellow workers: alone, by the launcher's segment, or by torchrun's store."""
 
 import os
-from datetime import timedelta
-
-from torch import distributed
 
 from evenstep.core.env import Environment
-from evenstep.core.errors import ConfigError, SilenceError
+from evenstep.core.errors import ConfigError
 from evenstep.exchange.group import Group
 from evenstep.exchange.ledger import Ledger
+from evenstep.run.nodes import meet
 from evenstep.transport.segment import Segment
 
 __all__ = ["alone", "is_alone", "join"]
@@ -39,10 +37,16 @@ def join(env: Environment, timeout_s: float) -> Ledger:
     """
     key = (os.getpid(), env.worker)
     if key not in _joined:
-        segment = _from_store(env, timeout_s) if env.torchrun else _inherited(env)
-        _joined[key] = Ledger(Group.around(segment, env.worker, timeout_s, env.events_fd if env.supervised else None))
+        _joined[key] = Ledger(meet(env, timeout_s) if env.torchrun else _group(env, _inherited(env), timeout_s))
     _joined[key].group.timeout_s = timeout_s
     return _joined[key]
+
+
+def _group(env: Environment, segment: Segment, timeout_s: float) -> Group:
+    events_fd = env.events_fd if env.supervised else None
+    if env.machines is None:
+        return Group.around(segment, env.worker, timeout_s, events_fd)
+    return Group.across(segment, env.worker, timeout_s, events_fd=events_fd, machines=env.machines)
 
 
 def _inherited(env: Environment) -> Segment:
@@ -51,34 +55,9 @@ def _inherited(env: Environment) -> Segment:
     return _open(env, env.segment_fd)
 
 
-def _from_store(env: Environment, timeout_s: float) -> Segment:
-    """Worker 0 makes the segment; the others open it through /proc, so that it needs no name."""
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        meeting = distributed.rendezvous("env://", env.worker, env.num_workers, timeout=timeout)  # type: ignore[attr-defined]  # not in __all__
-        store, _, _ = next(iter(meeting))
-        if env.worker == 0:
-            segment = Segment.create(env.num_workers)
-            store.set("evenstep/segment", f"/proc/{os.getpid()}/fd/{segment.fd}")
-            return segment
-        path = store.get("evenstep/segment").decode()
-    except RuntimeError as error:
-        raise SilenceError(
-            f"worker 0 did not come within {timeout_s:g} s: worker {env.worker} waits for its word in torchrun's store "
-            f"({error}); look at what it does, or raise Run(timeout_s=...)"
-        ) from error
-    try:
-        return _open(env, os.open(path, os.O_RDWR | os.O_CLOEXEC))
-    except OSError as error:
-        raise ConfigError(
-            f"worker {env.worker} cannot open worker 0's segment {path} ({error}); all workers must run on one "
-            "machine, as one user, in one process namespace"
-        ) from error
-
-
 def _open(env: Environment, fd: int) -> Segment:
     segment = Segment(fd)
-    if segment.num_workers != env.num_workers and not env.supervised:
+    if segment.num_workers != env.num_workers and not env.supervised and env.machines is None:
         raise ConfigError(
             f"the segment is for {segment.num_workers} workers but the environment says {env.num_workers}"
         )

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from evenstep.core.config import RunConfig
 from evenstep.core.env import Environment
+from evenstep.core.errors import UnsupportedError
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.step import Engine
 from evenstep.engine.updates import OwnUpdates, Updates
@@ -41,6 +42,8 @@ def choose(holdings: Holdings, server: Server | None, standing: Standing | None,
         UnreachableError: Nobody is there.
         UnsupportedError: This worker was started again where that cannot be made good.
     """
+    if holdings.group.puts is not None:
+        _check_machines(holdings, with_servers=standing is not None or server is not None)
     if standing is not None:
         grouped = GroupedUpdates(holdings, standing)
         return Kind(grouped, grouped.others)
@@ -65,3 +68,21 @@ def open_engine(
     except BaseException:
         updates.close()
         raise
+
+
+def _check_machines(holdings: Holdings, *, with_servers: bool) -> None:
+    """See that a run can have several machines.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    if with_servers:
+        raise UnsupportedError(
+            "workers of several machines add up their gradients among themselves; with a parameter server, start each "
+            "machine's workers by themselves (without --listen), and let them meet at the server"
+        )
+    if not holdings.memory.shared:
+        raise UnsupportedError(
+            f"device={holdings.config.device!r} on several machines: so far only their processors train together; use "
+            'device="cpu", or one machine'
+        )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped
+from evenstep.core.errors import BeginsAgain, ConfigError, Dismissed, PeerError, Stopped
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 
@@ -67,6 +67,6 @@ class Operations:
     def tell_others(self) -> None:
         """Say why this worker stops, unless it stops because of another or was told to."""
         error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, PeerError | Stopped | Dismissed):
+        if error is not None and not isinstance(error, PeerError | Stopped | Dismissed | BeginsAgain):
             where = f"worker {self._worker} failed at step {self.version()}:\n"
             self._ledger.group.fail(where + "".join(traceback.format_exception(error)))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from torch import Tensor
+
 from evenstep.core.errors import CheckpointError, ConfigError, Stopped
 from evenstep.core.output import say
 from evenstep.engine.step import Engine
@@ -15,6 +17,7 @@ from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
 from evenstep.run.claim import Claim
 from evenstep.run.facts import pack, unpack
 from evenstep.run.others import Others
+from evenstep.run.reading import read_for_all
 
 __all__ = ["Perform", "Saving"]
 
@@ -105,6 +108,7 @@ class Saving:
             self._others.level(tag)
             if self._group.rank == 0 and writes:
                 try:
+                    self._check_home()
                     checkpoint.write(path, self._others.tensors(), self._facts())
                 except CheckpointError as error:
                     failure = str(error)
@@ -118,18 +122,18 @@ class Saving:
         """See `Run.load`."""
 
         def attempt() -> Entry:
-            failure = None
-            try:
-                facts, tensors = checkpoint.read(path, tensors=True)
-                here = {**self._identity(), "tracked": sorted(self.tracked)}
-                checkpoint.check(path, facts, tensors, here, self._engine.state.tensors())
-            except CheckpointError as error:
-                failure = str(error)
-            failures = [text for text in self._group.gather_json("load", failure) if text is not None]
-            if failures:  # on any worker: nobody has changed anything yet
-                return Entry("load", {"failure": failures[0]})
+            facts, tensors = read_for_all(self._group, "load", read)
+            if "failure" in facts:  # nobody has changed anything yet
+                return Entry("load", facts)
             news, carried = self._engine.holdings.restore(tensors, facts["values"])
             return Entry("load", {**facts, "news": news, "carried": carried})
+
+        def read() -> tuple[dict[str, Any], dict[str, Tensor]]:
+            self._check_home()
+            facts, tensors = checkpoint.read(path, tensors=True)
+            here = {**self._identity(), "tracked": sorted(self.tracked)}
+            checkpoint.check(path, facts, tensors, here, self._engine.state.tensors())
+            return facts, tensors
 
         def adopt(entry: Entry, took_part: bool) -> str | None:
             facts = entry.value
@@ -161,6 +165,7 @@ class Saving:
             found, failure = None, None
             if self._group.rank == 0:
                 try:
+                    self._check_home()
                     self._claim(directory, self._run)
                     if resume:
                         found = saves.find(self._identity(), self._engine.state.tensors(), self._ledger)
@@ -186,9 +191,18 @@ class Saving:
 
         self._perform("checkpoint", attempt, adopt)
 
+    def _check_home(self) -> None:
+        """See that this worker, the first, is on the machine where files are.
+
+        Raises:
+            CheckpointError: It is not: all workers of that machine are lost at the moment.
+        """
+        if not self._group.at_home:
+            raise CheckpointError("no worker is left on the machine that reads and writes files; try again when one is")
+
     def _claim(self, directory: Path, run: str) -> None:
-        """Every worker may come to write: so each has a hold on the directory."""
-        if self._hold is None:
+        """Every worker of the machine that writes files may come to do so: so each has a hold on the directory."""
+        if self._hold is None and self._group.at_home:
             hold = Claim(directory, run)
             hold.take()
             self._hold = hold
@@ -207,7 +221,7 @@ class Saving:
             self._fingerprints = wanted
             self._group.tell({"fingerprint now": [self._engine.version, self._engine.state.fingerprint()]})
         _, asked, stop = self._ledger.asked
-        saves = self._checkpoints if self._group.rank == 0 else None
+        saves = self._checkpoints if self._group.rank == 0 and self._group.at_home else None
         if saves is not None and (stop or saves.due(self._engine.version, asked)):
             saves.write(self._snapshot(), wait=bool(stop))
         if stop:
@@ -218,7 +232,8 @@ class Saving:
 
     def conclude(self) -> None:
         """After the last step: if one was due there while another was being written, `close` will write it."""
-        saves = self._checkpoints if self._group.rank == 0 and self._ledger.took_part else None
+        writes = self._group.rank == 0 and self._group.at_home and self._ledger.took_part
+        saves = self._checkpoints if writes else None
         if saves is not None and not self._ledger.catching_up and saves.is_missing(self._engine.version):
             self._last = self._snapshot()
 

@@ -10,27 +10,31 @@ What workers of one machine post in one exchange goes as one message to each oth
 
 import ctypes
 import mmap
+import queue
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from evenstep.native import core
-from evenstep.transport.links import RANGES, WORDS, Link, Links
+from evenstep.transport.links import RANGES, WORDS, Link, Links, connect
 from evenstep.transport.outbox import ARRIVED, EVERYONE, POST, Mark, Request, Requests
 from evenstep.transport.segment import SEGMENT_BYTES, Segment
 
-__all__ = ["Bridge"]
+__all__ = ["Bridge", "serve"]
 
 _FIRST_BYTES = 4096  # what comes at once; only what does not fit into it needs a second message
 _HEAD = struct.Struct("<QQ")  # of a message: bytes in all, number of posts
 _POST = struct.Struct(f"<QQQ{core.ES_TAG_BYTES}s")  # of a post: worker, sequence number, bytes, tag
-_SLOT_HEAD = struct.Struct(f"<QQQQ{core.ES_TAG_BYTES}s")  # as it lies before the data of a slot (core.c)
+_SLOT_HEAD = struct.Struct(f"<QQQQQ{core.ES_TAG_BYTES}s")  # as it lies before the data of a slot (core.c)
+_FAILURE_BYTES = 3500  # of the end of what is said of a failure; all of it is one message
 _LOOK_S = 0.05
-_AT_ONCE = 4  # ranges on their way to one machine
+_UnderWay: TypeAlias = "tuple[int, Link, Tensor]"  # to which machine, and what, which must stay until it has left
 
 
 class Bridge:
@@ -39,41 +43,51 @@ class Bridge:
     Args:
         segment: Of this machine.
         generation: Its number.
-        workers: The workers of this machine.
+        workers: The workers of each machine.
         links: To the other machines.
     """
 
-    def __init__(self, segment: Segment, generation: int, workers: Sequence[int], links: Links) -> None:
-        self._segment, self._links = segment, links
-        self._requests = Requests(segment, workers, generation)
+    def __init__(self, segment: Segment, generation: int, workers: Sequence[Sequence[int]], links: Links) -> None:
+        self._segment, self._links, self._workers = segment, links, workers
+        self._requests = Requests(segment, workers[links.machine], generation)
         self._others = [machine for machine in range(links.count) if machine != links.machine]
         self._whole = mmap.mmap(segment.fd, SEGMENT_BYTES)
         self._begin = torch.frombuffer(self._whole, dtype=torch.uint8, count=1).data_ptr()
         self._arrivals = Mark(segment, ARRIVED)
         self._posts: dict[int, list[int]] = {}  # by sequence number: who has posted
-        self._under_way: dict[tuple[int, int], deque[tuple[Link, Tensor]]] = {
-            (machine, lane): deque() for machine in self._others for lane in (WORDS, RANGES)
-        }
+        # what is sent for each request, with its worker and number
+        self._under_way: queue.SimpleQueue[tuple[list[_UnderWay], int, int] | None] = queue.SimpleQueue()
+        self._told = False  # the other machines of a failure
+        self._last_words: list[_UnderWay] = []  # in which that was done: gloo drops what nobody holds
         self._stopped = threading.Event()
         self._failure: tuple[int, BaseException] | None = None
 
     def run(self) -> tuple[int, BaseException] | None:
-        """Carry on until `stop` is called, or a machine is lost: then which one, and why."""
+        """Carry on until `stop` is called, or a machine is lost: then which one, and why.
+
+        The workers of this machine do not wait for those of a machine that is lost.
+        """
         threads = [
             threading.Thread(target=self._receive, args=(take, machine), name=f"evenstep-bridge-{machine}", daemon=True)
             for machine in self._others
             for take in (self._take_words, self._take_ranges)
         ]
+        threads.append(threading.Thread(target=self._finish_sending, name="evenstep-bridge-sent", daemon=True))
         for thread in threads:
             thread.start()
         while not self._stopped.is_set():
             seen = self._requests.mark.seen()
             found = False
-            for worker, request in self._requests.take():
+            for worker, number, request in self._requests.take():
                 found = True
-                self._carry_out(worker, request)
+                self._under_way.put((self._carry_out(worker, request), worker, number))
+            self._pass_on_failure()
             if not found:
                 self._requests.mark.wait(seen, _LOOK_S)
+        self._under_way.put(None)
+        if self._failure is not None:
+            machine, error = self._failure
+            self._abort(self._workers[machine][0], f"the connection to machine {machine} broke: {error}")
         return self._failure
 
     def stop(self) -> None:
@@ -82,48 +96,71 @@ class Bridge:
 
     # ---- out ----
 
-    def _carry_out(self, worker: int, request: Request) -> None:
+    def _carry_out(self, worker: int, request: Request) -> list[_UnderWay]:
         if request.kind == POST:
             together = self._posts.setdefault(request.seq, [])
             together.append(worker)
-            if len(together) == request.local:
-                self._send_posts(request.seq, sorted(self._posts.pop(request.seq)))
-            return
+            if len(together) < request.local:
+                return []
+            return self._send_posts(request.seq, sorted(self._posts.pop(request.seq)))
+        under_way = []
         head = torch.tensor(request.pack(), dtype=torch.int64).view(torch.uint8)
         for machine in self._others if request.target == EVERYONE else [request.target]:
-            self._send(machine, RANGES, head)
+            under_way += self._send(machine, RANGES, head)
             if request.num_bytes:
-                self._send(machine, RANGES, self._range(request.offset, request.num_bytes))
+                under_way += self._send(machine, RANGES, self._range(request.offset, request.num_bytes))
+        return under_way
 
-    def _send_posts(self, seq: int, workers: Sequence[int]) -> None:
+    def _send_posts(self, seq: int, workers: Sequence[int]) -> list[_UnderWay]:
         posts = [self._post(worker, seq) for worker in workers]
         size = _HEAD.size + sum(map(len, posts))
         message = b"".join([_HEAD.pack(size, len(posts)), *posts]).ljust(_FIRST_BYTES, b"\0")
         data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        under_way = []
         for machine in self._others:
-            self._send(machine, WORDS, data[:_FIRST_BYTES])
+            under_way += self._send(machine, WORDS, data[:_FIRST_BYTES])
             if size > _FIRST_BYTES:
-                self._send(machine, WORDS, data[_FIRST_BYTES:])
+                under_way += self._send(machine, WORDS, data[_FIRST_BYTES:])
+        return under_way
 
     def _post(self, worker: int, seq: int) -> bytes:
         place = core.slot_data(self._segment.base, worker, seq) - self._segment.base
-        _, num_bytes, _, _, tag = _SLOT_HEAD.unpack_from(self._whole, place - _SLOT_HEAD.size)
+        found, num_bytes, *_, tag = _SLOT_HEAD.unpack_from(self._whole, place - _SLOT_HEAD.size)
+        assert found == seq, "the head of a slot is as in core.c, and a slot is kept until it has been sent"
         return _POST.pack(worker, seq, num_bytes, tag) + self._whole[place : place + num_bytes]
 
-    def _send(self, machine: int, lane: int, data: Tensor) -> None:
-        under_way = self._under_way[machine, lane]
-        while len(under_way) >= 2 * _AT_ONCE:
-            self._finish(machine, under_way.popleft()[0])
-        try:
-            under_way.append((self._links.send(machine, lane, data), data))
-        except RuntimeError as error:
-            self._lose(machine, error)
+    def _pass_on_failure(self) -> None:
+        """When the workers of this machine have failed, tell the others once."""
+        found = core.aborted(self._segment.base)
+        if found is None or self._told:
+            return
+        self._told = True
+        culprit, text = found
+        note = text.encode(errors="backslashreplace")[-_FAILURE_BYTES:]
+        message = _HEAD.pack(_HEAD.size + 8 + len(note), 0) + culprit.to_bytes(8, "little") + note
+        data = torch.frombuffer(bytearray(message.ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)
+        for machine in self._others:
+            self._last_words += self._send(machine, WORDS, data)
 
-    def _finish(self, machine: int, link: Link) -> None:
+    def _send(self, machine: int, lane: int, data: Tensor) -> list[_UnderWay]:
         try:
-            link.wait()
+            return [(machine, self._links.send(machine, lane, data), data)]
         except RuntimeError as error:
             self._lose(machine, error)
+            return []
+
+    def _finish_sending(self) -> None:
+        """Tell workers what of theirs has left, in the order in which they asked for it."""
+        while (item := self._under_way.get()) is not None:
+            under_way, worker, number = item
+            for machine, link, _ in under_way:
+                try:
+                    link.wait()
+                except RuntimeError as error:
+                    self._lose(machine, error)
+                    return
+            self._requests.is_sent(worker, number)
+            self._arrivals.bump()
 
     def _range(self, offset: int, num_bytes: int) -> Tensor:
         return torch.frombuffer(self._whole, dtype=torch.uint8, offset=offset, count=num_bytes)
@@ -147,6 +184,9 @@ class Bridge:
             message[:_FIRST_BYTES] = first
             self._links.receive(machine, WORDS, message[_FIRST_BYTES:])
         place = _HEAD.size
+        if count == 0:
+            failure = ctypes.string_at(message.data_ptr() + place, size - place)
+            self._abort(int.from_bytes(failure[:8], "little"), failure[8:].decode(errors="replace"))
         for _ in range(count):
             worker, seq, num_bytes, tag = _POST.unpack(ctypes.string_at(message.data_ptr() + place, _POST.size))
             place += _POST.size
@@ -164,7 +204,49 @@ class Bridge:
             core.store(self._begin + request.word, request.value)
         self._arrivals.bump()
 
+    def _abort(self, culprit: int, text: str) -> None:
+        """Let nobody on this machine wait any longer."""
+        self._told = True  # whoever has to know knows, or is lost
+        core.abort_all(self._segment.base, self._segment.num_workers, culprit, text)
+
     def _lose(self, machine: int, error: BaseException) -> None:
         if self._failure is None:
             self._failure = (machine, error)
         self._stopped.set()
+
+
+def serve(
+    segment: Segment,
+    generation: int,
+    workers: Sequence[Sequence[int]],
+    machine: int,
+    store: tuple[str, int],
+    address: str | None,
+    backend: str,
+    timeout_s: float,
+) -> tuple[int, BaseException] | None:
+    """Be the bridge of a machine in one generation, in a process of one's own. Returns when a machine is lost.
+
+    Args:
+        segment: Of this machine.
+        generation: Which one.
+        workers: The workers of each machine.
+        machine: Which machine this is.
+        store: Where the store is through which bridges find each other.
+        address: The address under which the others reach this machine.
+        backend: By what bytes move.
+        timeout_s: How long the others may take to come.
+
+    Returns:
+        Which machine was lost, and why; this one if the others could not be reached.
+    """
+    torch.set_num_threads(1)
+    try:
+        timeout = timedelta(seconds=timeout_s)
+        found = TCPStore(*store, is_master=False, timeout=timeout, wait_for_workers=False)
+        rooms = PrefixStore(f"evenstep/bridge/{generation}", found)
+        links = connect(backend, rooms, machine, len(workers), address, timeout_s)
+    except RuntimeError as error:
+        core.abort_all(segment.base, segment.num_workers, workers[machine][0], f"no bridge to other machines: {error}")
+        return machine, error
+    return Bridge(segment, generation, workers, links).run()

@@ -3,6 +3,7 @@
 There are two lanes, so that a large range on its way does not hold up what workers wait for.
 """
 
+import socket
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,7 +14,19 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["BACKENDS", "LANES", "RANGES", "WORDS", "GlooLinks", "Link", "Links", "connect"]
+__all__ = [
+    "BACKENDS",
+    "LANES",
+    "RANGES",
+    "WORDS",
+    "GlooLinks",
+    "Link",
+    "Links",
+    "address_towards",
+    "check_backend",
+    "connect",
+    "gloo",
+]
 
 WORDS, RANGES = 0, 1
 LANES = 2
@@ -54,6 +67,38 @@ class Links(Protocol):
         """
 
 
+def gloo(store: Any, rank: int, size: int, address: str | None, timeout_s: float) -> Any:
+    """A process group by gloo, over TCP. All ranks must make it; blocks until all have.
+
+    Args:
+        store: Where the ranks find each other.
+        rank: Which one this is.
+        size: How many there are.
+        address: The address under which the others reach this one; None: torch finds it (by GLOO_SOCKET_IFNAME).
+        timeout_s: How long they may take, and each operation.
+
+    Raises:
+        RuntimeError: They do not come in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if address is None:
+        return ProcessGroupGloo(store, rank, size, timeout)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch does not say that it has them
+    options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=address)], timeout
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """The address of this machine on the way to another; None if there is no way."""
+    try:
+        family, kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # which sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
 class GlooLinks:
     """Links by gloo, over TCP.
 
@@ -72,14 +117,7 @@ class GlooLinks:
         self.machine, self.count = machine, count
         self._lanes: list[Any] = []  # torch does not say what they can do
         for lane in range(LANES):
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as above
-            options._devices = [
-                ProcessGroupGloo.create_device(hostname=address)
-                if address is not None
-                else ProcessGroupGloo.create_default_device()
-            ]
-            options._timeout = timedelta(seconds=timeout_s)
-            group = ProcessGroupGloo(PrefixStore(f"lane {lane}", store), machine, count, options)
+            group = gloo(PrefixStore(f"lane {lane}", store), machine, count, address, timeout_s)
             group.set_timeout(_FOREVER)
             self._lanes.append(group)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "DeviceMemory", "HostMemory", "Memory", "Region", "aligned"]
+__all__ = ["ALIGNMENT", "DeviceBytes", "DeviceMemory", "FlatRegion", "HostMemory", "Memory", "Region", "aligned"]
 
 ALIGNMENT = 64  # MKL and oneDNN may choose other kernels, with other bits, for other alignments
 _PAGE = mmap.PAGESIZE
@@ -72,13 +72,14 @@ class HostMemory:
         fd: The segment's file.
         state: Where the area of the state begins.
         scratch: Where that of scratch begins.
+        across: Where that of scratch begins that several machines lay out alike.
     """
 
     device = torch.device("cpu")
     shared = True
 
-    def __init__(self, fd: int, state: int, scratch: int) -> None:
-        self._fd, self._scratch_begin = fd, scratch
+    def __init__(self, fd: int, state: int, scratch: int, across: int) -> None:
+        self._fd, self._begins = fd, (scratch, across)
         self._state = _Area(fd, state)
         self.clear_scratch()
 
@@ -92,7 +93,11 @@ class HostMemory:
 
     def clear_scratch(self) -> None:
         """See `Memory`."""
-        self._scratch = _Area(self._fd, self._scratch_begin)
+        self._scratch, self._across = (_Area(self._fd, begin) for begin in self._begins)
+
+    def across(self, num_bytes: int) -> Region:
+        """As `scratch`, but alike on all machines, and so at the same place of each."""
+        return self._across.reserve(num_bytes)
 
     def words(self, count: int) -> Tensor:
         """See `Memory`."""
@@ -103,7 +108,7 @@ class HostMemory:
 
     def locate(self, tensor: Tensor) -> int:
         """Where in the segment a tensor of a region begins: the same on every machine."""
-        for area in (self._state, self._scratch):
+        for area in (self._state, self._across, self._scratch):
             place = area.locate(tensor.data_ptr())
             if place is not None:
                 return place
@@ -140,10 +145,9 @@ class DeviceMemory:
             yield
         around.wait_stream(self._stream)
 
-    def reserve(self, num_bytes: int) -> Region:
+    def reserve(self, num_bytes: int) -> "FlatRegion":
         """See `Memory`."""
-        del num_bytes
-        return _Allocations(self.device)
+        return FlatRegion(self.device, num_bytes)
 
     scratch = reserve
 
@@ -204,20 +208,67 @@ class _Area:
         return None
 
 
-class _Allocations:
-    """A region whose tensors are allocated one by one: on a device nobody else has to find them."""
+class FlatRegion:
+    """A region of private memory: one piece on the device, and one on the host for what has to be there.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: Where.
+        num_bytes: How much there is room for, in either piece.
+
+    Attributes:
+        flats: The pieces, as bytes, as far as they are used.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._device, self._num_bytes = device, num_bytes
+        self._pieces: dict[torch.device, tuple[Tensor, int]] = {}
+
+    @property
+    def flats(self) -> list[Tensor]:  # noqa: D102  # an attribute, documented with the class
+        return [piece[:used] for piece, used in self._pieces.values()]
 
     def tensor(
         self, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None, on_host: bool = False
     ) -> Tensor:
         """See `Region`."""
         device = torch.device("cpu") if on_host else self._device
-        if stride is None:
+        if shape.numel() == 0:
             return torch.empty(shape, dtype=dtype, device=device)
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        if device not in self._pieces:
+            self._pieces[device] = torch.empty(self._num_bytes, dtype=torch.uint8, device=device), 0
+        piece, used = self._pieces[device]
+        end = used + shape.numel() * dtype.itemsize
+        assert end <= self._num_bytes, "the region is full"
+        self._pieces[device] = piece, aligned(end)
+        flat = own_storage(piece[used:end]).view(dtype)
+        return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+
+
+def own_storage(piece: Tensor) -> Tensor:
+    """The same memory with a storage, and a count of changes, of its own.
+
+    Args:
+        piece: Bytes [n].
+    """
+    if piece.device.type == "cpu":
+        return torch.frombuffer(piece.numpy(), dtype=torch.uint8)
+    return torch.as_tensor(DeviceBytes(piece.data_ptr(), piece.numel(), piece), device=piece.device)
+
+
+class DeviceBytes:
+    """Device memory at an address, as torch can take it over without a copy.
+
+    Args:
+        address: Where it begins.
+        num_bytes: How much it is.
+        owner: What has to live as long as it is used.
+    """
+
+    def __init__(self, address: int, num_bytes: int, owner: object = None) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
 
 
 def aligned(num_bytes: int, to: int = ALIGNMENT) -> int:

@@ -92,12 +92,12 @@ class Mark:
 
 
 class _Ring:
-    """The ring of one worker: two words (how many were put in, how many were taken out), then the entries."""
+    """The ring of one worker: three words (how many were put in, taken out, and have left), then the entries."""
 
     def __init__(self, segment: Segment, worker: int) -> None:
         self._window = mmap.mmap(segment.fd, _STRIDE, offset=OUTBOX_BEGIN + _PAGE + worker * _STRIDE)
         self.pushed = torch.frombuffer(self._window, dtype=torch.uint8).data_ptr()
-        self.taken = self.pushed + 64
+        self.taken, self.sent = self.pushed + 64, self.pushed + 128
         self.entries = np.frombuffer(self._window, dtype=np.int64, offset=_PAGE).reshape(_ENTRIES, 8)
 
 
@@ -125,6 +125,10 @@ class Outbox:
         core.store(self._ring.pushed, self._count)
         self._mark.bump()
 
+    def is_empty(self) -> bool:
+        """Whether everything that was asked for has left this machine: its memory may be changed then."""
+        return core.load(self._ring.sent) >= self._count
+
 
 class Requests:
     """The bridge's side. Its `mark` grows whenever something is asked for.
@@ -141,13 +145,19 @@ class Requests:
         self._generation = generation
         self._taken = {worker: core.load(ring.taken) for worker, ring in self._rings.items()}
 
-    def take(self) -> Iterator[tuple[int, Request]]:
-        """Take what is there, each with the worker that asked for it, in the order of each worker."""
+    def take(self) -> Iterator[tuple[int, int, Request]]:
+        """Take what is there, each with the worker that asked for it and its number, in the order of each worker."""
         for worker, ring in self._rings.items():
             end = core.load(ring.pushed)
             for number in range(self._taken[worker], end):
                 request = Request.unpack(ring.entries[number % _ENTRIES].tolist())
                 if request.generation == self._generation:
-                    yield worker, request
+                    yield worker, number, request
+                else:
+                    self.is_sent(worker, number)
             self._taken[worker] = end
             core.store(ring.taken, end)
+
+    def is_sent(self, worker: int, number: int) -> None:
+        """A request has left, and so have all before it."""
+        core.store(self._rings[worker].sent, number + 1)

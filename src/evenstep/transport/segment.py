@@ -23,6 +23,7 @@ __all__ = ["JOURNAL_BEGIN", "OUTBOX_BEGIN", "SEGMENT_BYTES", "Segment"]
 _PAGE = mmap.PAGESIZE
 SEGMENT_BYTES = 1 << 42
 _SCRATCH_BEGIN = 1 << 40
+_ACROSS_BEGIN = 3 << 39
 JOURNAL_BEGIN = 1 << 41
 OUTBOX_BEGIN = 3 << 40
 _BOARD_WORDS = 16  # of every worker, and of the supervisor
@@ -55,7 +56,7 @@ class Segment:
         self._control = mmap.mmap(fd, _control_bytes(*described))
         self.base = _address(self._control)
         self._board = self.base + core.control_bytes(*described)
-        self.memory = HostMemory(fd, len(self._control), _SCRATCH_BEGIN)
+        self.memory = HostMemory(fd, len(self._control), _SCRATCH_BEGIN, _ACROSS_BEGIN)
 
     @classmethod
     def create(cls, num_workers: int, slot_bytes: int = _SLOT_BYTES) -> "Segment":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evenstep.transport.driver import Driver
-from evenstep.transport.memory import HostMemory
+from evenstep.transport.memory import DeviceBytes, HostMemory
 
 __all__ = ["HostWindows", "PeerWindows", "Windows"]
 
@@ -101,7 +101,7 @@ class PeerWindows:
                     self._opened.append(self._driver.open(bytes.fromhex(handle)))
                 addresses.append(self._own if worker == rank else self._opened[-1])
             self._windows = [
-                torch.as_tensor(_Bytes(address, num * slot_bytes), device=device).view(num, slot_bytes)
+                torch.as_tensor(DeviceBytes(address, num * slot_bytes), device=device).view(num, slot_bytes)
                 for address, num in zip(addresses, num_slots, strict=True)
             ]
         except BaseException:
@@ -129,12 +129,3 @@ class PeerWindows:
         if self._own:
             self._driver.free(self._own)
             self._own = 0
-
-
-class _Bytes:
-    """Device memory at an address, as torch can take it over without a copy."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
-        }  # fmt: skip

@@ -1,0 +1,197 @@
+"""What a guest costs: on Ray and on Spark, against the same on one machine.
+
+Starts small clusters here, prints one line for each figure, and the goal beside it. Needs `evenstep[ray,spark]`.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SAMPLES, WIDTH = 2048, 256
+
+
+def training(steps: int, stamps: str | None = None, every: int = 0) -> list[float]:
+    """Train an MLP; returns when every step was over."""
+    import torch
+
+    import evenstep
+
+    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0)))
+    times = []
+    with evenstep.Run(shards=8, seed=0, quiet=True) as run:
+        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        model = torch.nn.Sequential(*layers)
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+        if every:
+            run.checkpoint(f"{stamps}/checkpoints", every=every)
+        for batch in run.batches(data, batch_size=128, epochs=1 + steps * 128 // SAMPLES):
+            run.step(batch, lambda part: model(part[0]).square().mean())
+            times.append(time.time())
+            if stamps and not Path(stamps, f"{len(times)}").exists():
+                Path(stamps, f"{len(times)}").write_text(str(times[-1]))
+            if len(times) == steps:
+                break
+    return times
+
+
+def report(name: str, value: float, unit: str, goal: str) -> None:
+    """One line."""
+    print(f"{name:<62} {value:>10.2f} {unit:<10} goal {goal}", flush=True)
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def step_ms(times: list[float]) -> float:
+    """The median time of a step, without the first ones."""
+    return 1000 * statistics.median(b - a for a, b in itertools.pairwise(times[10:]))
+
+
+@contextmanager
+def ray_cluster(nodes: int) -> Iterator[tuple[Any, list[Any]]]:
+    """A Ray cluster of so many nodes with a CPU each."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    added = [cluster.add_node(**node) for _ in range(nodes - 1)]
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    try:
+        yield cluster, added
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def on_ray(steps: int) -> None:
+    """Time to the first step, step time over two nodes, recovery."""
+    import threading
+
+    import ray
+
+    import evenstep.ray
+
+    with ray_cluster(3) as (cluster, added):
+
+        @ray.remote(num_cpus=1)
+        class Empty:
+            def there(self) -> bool:
+                return True
+
+        empty_s = min(timed(lambda: ray.get(Empty.remote().there.remote())) for _ in range(3))
+        begin = time.time()
+        first_s = evenstep.ray.run(training, 1, workers=2, quiet=True)[0] - begin
+        report("Ray: to the first step, beyond an empty actor", first_s - empty_s, "s", "< 5")
+        on_two = step_ms(evenstep.ray.run(training, steps, workers=2, quiet=True))
+        here = step_ms(on_this_machine(steps))
+        report("Ray: step on 2 nodes / evenstep run -n 2", on_two / here, "", "1.15")
+        with tempfile.TemporaryDirectory() as folder:
+            killed: list[float] = []
+
+            def strike() -> None:
+                while not Path(folder, "20").exists():
+                    time.sleep(0.01)
+                killed.append(time.time())
+                cluster.remove_node(added[-1], allow_graceful=False)
+
+            thread = threading.Thread(target=strike)
+            thread.start()
+            evenstep.ray.run(training, 400, folder, 5, workers=(2, 3), quiet=True)
+            thread.join()
+            stamps = sorted(float(file.read_text()) for file in Path(folder).iterdir() if file.name.isdigit())
+            gap = max(b - a for a, b in itertools.pairwise(stamps) if b > killed[0])
+            report("Ray: a node killed, until the next step is committed", gap, "s", "< 3")
+
+
+def on_this_machine(steps: int) -> list[float]:
+    """The same under `evenstep run -n 2`."""
+    import json
+    import subprocess
+
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(
+            f"import sys, json\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport clusters\n"
+            f"times = clusters.training({steps})\n"
+            f"from evenstep.core import env\n"
+            f"if env.read().worker == 0: json.dump(times, open({folder + '/times'!r}, 'w'))\n"
+        )
+        subprocess.run([sys.executable, "-m", "evenstep", "run", "-n", "2", str(script)], check=True)
+        return list(json.loads(Path(folder, "times").read_text()))
+
+
+def on_spark(rows: int) -> None:
+    """Time to the first step, and rows from a DataFrame into training."""
+    import pyarrow.parquet as pq
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as F
+
+    import evenstep
+    import evenstep.spark
+    from evenstep.spark.rows import write
+
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    builder = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", "false")
+    session = builder.config("spark.log.level", "OFF").config("spark.driver.host", "127.0.0.1").getOrCreate()
+    try:
+        context = session.sparkContext
+        warm = context.parallelize(range(2), 2).mapPartitions(lambda _: [1])
+        warm.collect()
+        empty_s = min(timed(warm.collect) for _ in range(3))
+        begin = time.time()
+        first_s = evenstep.spark.run(training, 1, workers=2, quiet=True)[0] - begin
+        report("Spark: to the first step, beyond an empty task", first_s - empty_s, "s", "< 5")
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o777)
+            frame = session.range(rows).select(
+                F.array(*[F.rand(n).cast("float") for n in range(8)]).alias("features"),
+                (F.col("id") % 10).alias("label"),
+            )
+            report(
+                "Spark: rows written", rows / timed(lambda: write(frame, ["features", "label"], folder)), "rows/s", "-"
+            )
+            files = sorted(Path(folder).iterdir())
+            alone = min(timed(lambda: [len(pq.read_table(file)) for file in files]) for _ in range(3))
+
+            def into_batches() -> None:
+                data = evenstep.data.parquet(folder, ["features", "label"])
+                with evenstep.Run(shards=8, quiet=True) as run:
+                    for batch in run.batches(data, batch_size=8192):
+                        for shard in range(8):
+                            batch.part(shard)
+
+            ours = min(timed(into_batches) for _ in range(3))
+            report("Rows into training / pyarrow reading the files alone", alone / ours, "", "0.7")
+            report("Rows into training", rows / ours, "rows/s", "-")
+    finally:
+        session.stop()
+
+
+def main() -> None:
+    """Print all figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--only", choices=["ray", "spark"])
+    options = parser.parse_args()
+    if options.only != "spark":
+        on_ray(options.steps)
+    if options.only != "ray":
+        on_spark(options.rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""`evenstep run --on ray`: the same command on the nodes of a cluster."""
+
+import argparse
+from pathlib import Path
+
+from evenstep.core.errors import ConfigError
+from evenstep.core.output import say
+
+__all__ = ["add_arguments", "run_on"]
+
+_ELSEWHERE = {  # what belongs to one machine, by option, with what it is by default
+    "--log-dir": ("log_dir", None),
+    "--weights": ("weights", None),
+    "--grace": ("grace", 30.0),
+    "--arithmetic": ("arithmetic", None),
+}
+
+
+def add_arguments(run: argparse.ArgumentParser) -> None:
+    """Add what says on whose machines to run."""
+    run.add_argument(
+        "--on",
+        metavar="CLUSTER",
+        help="ray: on the cluster at RAY_ADDRESS, or this machine's; ray://HOST:PORT: on that one (default: here)",
+    )
+
+
+def run_on(options: argparse.Namespace, script: Path | str, workers: str | None) -> int:
+    """Run a script on a cluster; returns the exit code.
+
+    Raises:
+        ConfigError: There is no such kind of cluster, or an option belongs to one machine.
+    """
+    cluster: str = options.on
+    if cluster != "ray" and not cluster.startswith("ray://"):
+        raise ConfigError(f"--on {cluster}, expected ray, or ray://HOST:PORT")
+    for option, (name, default) in _ELSEWHERE.items():
+        if getattr(options, name) != default:
+            raise ConfigError(f"{option} is of one machine, and means nothing with --on {cluster}; leave it out")
+    if not isinstance(script, Path):
+        raise ConfigError(f"-m {script} with --on {cluster}, expected the path of a script")
+    if workers is None or not workers.isdigit() or int(workers) < 1:
+        raise ConfigError(f"-n {workers} with --on {cluster}, expected a number of workers: -n 8")
+    from evenstep import ray  # here: it takes seconds, and may not be there
+
+    try:
+        ray.run(
+            script,
+            *options.args,
+            workers=int(workers),
+            address=None if cluster == "ray" else cluster,
+            shards=options.shards,
+            max_restarts=0 if options.no_replace else 8 if options.max_restarts is None else options.max_restarts,
+            step_timeout_s=options.step_timeout,
+            resume=options.resume,
+            working_dir=str(script.resolve().parent),
+        )
+    except ray.ScriptError as error:
+        say(str(error))
+        return error.exit_code
+    return 0

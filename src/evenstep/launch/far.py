@@ -1,0 +1,134 @@
+"""Another machine of a run, as the head sees it: what it is to do goes there, what happens comes back."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from evenstep.exchange.generations import Generation
+from evenstep.launch.connection import Connection, Lost
+from evenstep.launch.machine import Bridging, End, Hears
+
+__all__ = ["There"]
+
+
+class There:
+    """A machine that has joined: see `Machine`.
+
+    What cannot be sent any more is not said here: `turn` raises when the connection is lost, and then the machine is.
+
+    Args:
+        number: Which one it is.
+        name: Its host name.
+        capacity: How many workers it has offered.
+        connection: To it.
+        hears: Who is told what happens there.
+
+    Attributes:
+        journal: How much of the journal it has, while no worker of it is in a generation; None: one is.
+    """
+
+    def __init__(self, number: int, name: str, capacity: int, connection: Connection, hears: Hears) -> None:
+        self.number, self.name, self.capacity, self._round = number, name, capacity, 0
+        self.connection, self._hears = connection, hears
+        self.journal: int | None = 0
+        self._pids: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
+        self._left_out = True
+
+    def _do(self, what: str, data: bytes = b"", **fields: Any) -> None:
+        try:
+            self.connection.send({"do": what, **fields}, data)
+        except Lost:
+            return  # `turn` will say so
+
+    @property
+    def round(self) -> int:
+        """See `Machine`."""
+        return self._round
+
+    # ---- what it is to do ----
+
+    def start(self, place: int, num_workers: int) -> None:
+        """See `Machine`."""
+        self._do("start", place=place, num_workers=num_workers)
+
+    def signal(self, place: int, number: int) -> None:
+        """See `Machine`."""
+        self._do("signal", place=place, number=number)
+
+    def give_up(self, place: int, why: str, *, leaves: bool = False) -> None:
+        """See `Machine`."""
+        self._do("give up", place=place, why=why, leaves=leaves)
+
+    def abort(self, culprit: int, why: str) -> None:
+        """See `Machine`."""
+        self._do("abort", culprit=culprit, why=why)
+
+    def limit(self, timeout_s: float | None) -> None:
+        """See `Machine`."""
+        self._do("limit", timeout_s=timeout_s)
+
+    def announce(self, generation: Generation, bridging: Bridging | None, *, lacks_state: bool) -> None:
+        """See `Machine`."""
+        self.journal, self._left_out = None, False
+        plan = None if bridging is None else asdict(bridging)
+        self._do("announce", generation=asdict(generation), bridging=plan, lacks_state=lacks_state)
+
+    def leave_out(self) -> None:
+        """See `Machine`. It answers how much of the journal it has."""
+        if not self._left_out:
+            self._left_out = True
+            self._do("leave out")
+
+    def bring(self, count: int, packed: bytes) -> None:
+        """Bring its journal to so many entries."""
+        self._do("journal", packed, begin=self.journal)
+        self.journal = count
+
+    def end(self, code: int) -> None:
+        """The run is over."""
+        self._do("end", code=code)
+
+    def step_of(self, place: int) -> int:
+        """See `Machine`."""
+        return self._steps.get(place, 0)
+
+    def pid_of(self, place: int) -> int:
+        """See `Machine`."""
+        return self._pids.get(place, 0)
+
+    # ---- what happens there ----
+
+    def turn(self, now: float, silence_s: float) -> None:
+        """Hear what has come, and let it know that this machine lives.
+
+        Raises:
+            Lost: It is lost, or has said nothing for too long.
+        """
+        for message, data in self.connection.receive():
+            try:
+                self._hear(message, data)
+            except (KeyError, TypeError, ValueError) as error:
+                raise Lost(f"says what nobody understands ({error!r})") from error
+        self.connection.beat(now)
+        if now - self.connection.heard_at > silence_s:
+            raise Lost(f"has said nothing for {silence_s:g} s")
+
+    def _hear(self, message: dict[str, Any], data: bytes) -> None:
+        match message["say"]:
+            case "heard":
+                self._round = max(self._round, message["round"])
+                lines: Sequence[bytes] = data.split(b"\n")
+                self._hears.heard(self.number, message["place"], message["kind"], lines)
+            case "started":
+                self._pids[message["place"]] = message["pid"]
+            case "gave up":
+                self._hears.gave_up(self.number, message["place"], message["text"], message["leaves"])
+            case "ended":
+                self._hears.ended(self.number, message["place"], End(**message["end"]))
+            case "broke":
+                self._hears.broke(self.number, message["generation"], message["culprit"], message["text"])
+            case "steps":
+                self._steps = {int(place): step for place, step in message["steps"].items()}
+            case "journal" if self._left_out:
+                self.journal = message["count"]

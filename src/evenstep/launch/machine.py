@@ -1,0 +1,339 @@
+"""The workers of one machine: their processes, their segment, the bridge to other machines, and a watch over them.
+
+What is to be done is decided elsewhere (`Machine` is what whoever decides sees of a machine, near or far), and what
+happens is told to `Hears`. The machine itself decides one thing: a worker of it that is stopped or stuck is killed.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from evenstep.core import env
+from evenstep.core.children import Child, Children, default_signals
+from evenstep.exchange import generations
+from evenstep.exchange.board import Asks, Board
+from evenstep.exchange.generations import Generation
+from evenstep.exchange.journal import Journal
+from evenstep.launch.job import Job
+from evenstep.launch.memory import Starvation
+from evenstep.launch.worker import STACK_SIGNAL, run_worker
+from evenstep.launch.worker_process import WorkerProcess
+from evenstep.native import core
+from evenstep.transport import bridge
+from evenstep.transport.segment import Segment
+
+__all__ = ["Bridging", "End", "Hears", "Here", "Machine"]
+
+_STOPPED_S = 1.0  # how long a worker may be stopped
+_STACK_S = 0.3  # how long a worker that is given up has to write its stack
+_MEET_S = 30.0  # how long the bridges of a generation may take to find each other
+
+
+@dataclass(frozen=True)
+class End:
+    """How a worker's process has ended.
+
+    Attributes:
+        code: Its exit code, or minus the signal that killed it.
+        text: The same, as a sentence that names it.
+        given_up: Why it was killed, as such a sentence, if it did nothing any more.
+        starved: Whether the system killed it because there was no memory left.
+        step: Which step it was in, or had done last.
+    """
+
+    code: int
+    text: str
+    given_up: str | None
+    starved: bool
+    step: int
+
+
+@dataclass(frozen=True)
+class Bridging:
+    """How the machines of a generation reach each other.
+
+    Attributes:
+        machine: Which of them this is, counted in this generation.
+        workers: The workers of each.
+        store: Where their bridges find each other.
+        address: Under which address the others reach this one.
+        backend: By what bytes move.
+    """
+
+    machine: int
+    workers: Sequence[Sequence[int]]
+    store: tuple[str, int]
+    address: str | None
+    backend: str
+
+
+class Hears(Protocol):
+    """Who is told what happens on a machine."""
+
+    def heard(self, machine: int, place: int, kind: str, lines: Sequence[bytes]) -> None:
+        """A worker has written whole lines: to "out", "err" or "events"."""
+
+    def gave_up(self, machine: int, place: int, text: str, leaves: bool) -> None:
+        """A worker that does nothing any more is about to be killed, and why; perhaps nobody is to replace it."""
+
+    def ended(self, machine: int, place: int, end: End) -> None:
+        """A worker's process has ended."""
+
+    def broke(self, machine: int, generation: int, culprit: int, text: str) -> None:
+        """The bridge of a generation has ended, because the machine of a worker, the culprit, cannot be reached."""
+
+
+class Machine(Protocol):
+    """A machine, as seen by whoever decides.
+
+    Attributes:
+        number: Which one; 0 is the head.
+        name: Its host name.
+        capacity: How many workers it has offered.
+    """
+
+    number: int
+    name: str
+    capacity: int
+
+    @property
+    def round(self) -> int:
+        """No exchange there has had a higher number. Exact while nobody works."""
+
+    def start(self, place: int, num_workers: int) -> None:
+        """Start a worker in a place."""
+
+    def signal(self, place: int, number: int) -> None:
+        """Send a signal to a worker, if it lives."""
+
+    def give_up(self, place: int, why: str, *, leaves: bool = False) -> None:
+        """Let a worker that does nothing any more write its stack, then kill it."""
+
+    def abort(self, culprit: int, why: str) -> None:
+        """Let nobody there wait for anybody any more."""
+
+    def limit(self, timeout_s: float | None) -> None:
+        """Say how long a step may take."""
+
+    def announce(self, generation: Generation, bridging: Bridging | None, *, lacks_state: bool) -> None:
+        """Begin a generation with workers of this machine.
+
+        Args:
+            generation: Which.
+            bridging: The way to the other machines, if there are any.
+            lacks_state: Whether this machine was not in the one before.
+        """
+
+    def leave_out(self) -> None:
+        """A generation begins without workers of this machine."""
+
+    def step_of(self, place: int) -> int:
+        """Which step a worker is in, or has done last."""
+
+    def pid_of(self, place: int) -> int:
+        """The number of a worker's process."""
+
+
+class Here:
+    """This machine: see `Machine`.
+
+    Args:
+        number: Which one it is.
+        name: Its host name.
+        job: What to run.
+        segment: Around which its workers are.
+        hears: Who is told what happens.
+        machines: Whether there may be others.
+        job_name: Tells the job from others.
+    """
+
+    def __init__(
+        self, number: int, name: str, job: Job, segment: Segment, hears: Hears, *, machines: bool, job_name: str
+    ) -> None:
+        self.number, self.name, self.capacity = number, name, job.num_workers
+        self._job, self._segment, self._hears = job, segment, hears
+        self._machines, self._job_name = machines, job_name
+        self.board = Board(segment)
+        self.children = Children(self._on_lines, self._on_end)
+        self._attended: dict[Child, Callable[[Child], None]] = {}
+        self._processes: dict[int, WorkerProcess] = {}  # the present or last one of every place
+        self._bridge: tuple[Child, int] | None = None  # with its generation
+        self._starvation = Starvation()
+        self._timeout_s = job.step_timeout_s
+
+    # ---- what whoever decides asks for ----
+
+    @property
+    def round(self) -> int:
+        """See `Machine`."""
+        slots = range(self._segment.num_workers)
+        return max(core.last_post(self._segment.base, place)[0] >> 32 for place in slots)
+
+    def attend(self, child: Child, ended: Callable[[Child], None]) -> None:
+        """Look after a process that is no worker; it ends with the others.
+
+        Args:
+            child: Which.
+            ended: Called with it if it ends before.
+        """
+        self._attended[child] = ended
+        self.children.adopt(child)
+
+    def start(self, place: int, num_workers: int) -> None:
+        """See `Machine`."""
+        self.board.clear(place)
+
+        def main(pipes: Mapping[str, int]) -> int:
+            job = self._job
+            variables = env.worker_variables(
+                place,
+                num_workers,
+                job.shards,
+                self._segment.fd,
+                pipes["events"],
+                supervised=True,
+                timeout_s=job.step_timeout_s,
+                resume=job.resume,
+                standing=job.standing.text() if job.standing is not None else None,
+                job=self._job_name,
+                machines=() if self._machines else None,
+            )
+            return run_worker(job.script, job.args, variables)
+
+        child = self.children.start(main, ("out", "err", "events"), keep={self._segment.fd})
+        core.set_pid(self._segment.base, place, child.pid)  # so that the others notice one that ends before it joins
+        self._processes[place] = WorkerProcess(place, child, where=f" on {self.name}" if self._machines else "")
+
+    def signal(self, place: int, number: int) -> None:
+        """See `Machine`."""
+        self._processes[place].child.signal(number)
+
+    def give_up(self, place: int, why: str, *, leaves: bool = False) -> None:
+        """See `Machine`. Who is about to be killed already is left to that."""
+        worker = self._processes[place]
+        if not worker.child.alive or worker.kill_at is not None:
+            return
+        doing = self.board.doing(place)
+        tag = core.last_post(self._segment.base, place)[2] or "none"
+        shard = "" if doing.shard is None else f", shard {doing.shard}"
+        worker.given_up = f"{worker.describe()} {why}"
+        worker.kill_at = time.monotonic() + _STACK_S
+        text = f"{worker.given_up} at step {doing.step}{shard}, its last exchange was '{tag}'; its stack:"
+        self._hears.gave_up(self.number, place, text, leaves)
+        worker.child.signal(STACK_SIGNAL)
+        worker.child.signal(signal.SIGCONT)
+
+    def abort(self, culprit: int, why: str) -> None:
+        """See `Machine`."""
+        core.abort_all(self._segment.base, self._segment.num_workers, culprit, why)
+
+    def limit(self, timeout_s: float | None) -> None:
+        """See `Machine`."""
+        self._timeout_s = timeout_s
+
+    def ask(self, what: Asks, number: int) -> None:
+        """Ask the workers for something; one machine is enough, as they tell each other."""
+        self.board.ask(what, number)
+
+    def announce(self, generation: Generation, bridging: Bridging | None, *, lacks_state: bool) -> None:
+        """See `Machine`. What the last bridge has begun is over before anybody hears of this generation."""
+        self._end_bridge()
+        if lacks_state:
+            self.board.lacks_state = True
+        if bridging is not None:
+            self._start_bridge(generation.number, bridging)
+        generations.announce(self._segment, generation)
+
+    def leave_out(self) -> None:
+        """See `Machine`."""
+        self._end_bridge()
+
+    def step_of(self, place: int) -> int:
+        """See `Machine`."""
+        return self.board.doing(place).step
+
+    def pid_of(self, place: int) -> int:
+        """See `Machine`."""
+        return self._processes[place].child.pid
+
+    @property
+    def committed(self) -> int:
+        """How many operations are committed here."""
+        return self.board.committed
+
+    def journal(self, begin: int) -> tuple[int, bytes]:
+        """How many operations are committed here, and the journal from the entry `begin` on."""
+        journal = Journal(self._segment)
+        return journal.committed, journal.packed(journal.committed, begin)
+
+    def catch_up(self, begin: int, packed: bytes) -> None:
+        """Take in entries of the journal, from `begin` on, while no worker of this machine is in a generation."""
+        journal = Journal(self._segment)
+        entries = Journal.unpack(packed)[journal.committed - begin :]
+        journal.append_packed(b"".join(entry.pack() for entry in entries), len(entries))
+
+    # ---- the bridge ----
+
+    def _start_bridge(self, generation: int, plan: Bridging) -> None:
+        def main(_: Mapping[str, int]) -> int:
+            default_signals()
+            lost = bridge.serve(
+                self._segment, generation, plan.workers, plan.machine, plan.store, plan.address, plan.backend, _MEET_S
+            )
+            return 0 if lost is None else 1
+
+        self._bridge = (self.children.start(main, (), keep={self._segment.fd}), generation)
+
+    def _end_bridge(self) -> None:
+        if self._bridge is not None:
+            self.children.end(self._bridge[0])
+            self._bridge = None
+
+    # ---- the watch ----
+
+    def look_after(self, now: float) -> None:
+        """Kill who is to be killed, and look whether anybody is stopped or stuck. Call it several times a second."""
+        for worker in [p for p in self._processes.values() if p.child.alive]:
+            if worker.kill_at is None:
+                self._look_at(worker, now)
+            elif now >= worker.kill_at:
+                worker.child.signal(signal.SIGKILL)
+
+    @property
+    def next_look(self) -> list[float]:
+        """When somebody is to be killed."""
+        return [p.kill_at for p in self._processes.values() if p.child.alive and p.kill_at is not None]
+
+    def _look_at(self, worker: WorkerProcess, now: float) -> None:
+        worker.stopped_since = (worker.stopped_since or now) if worker.child.is_stopped() else None
+        if worker.stopped_since is not None and now - worker.stopped_since >= _STOPPED_S:
+            self.give_up(worker.number, f"has been stopped for {now - worker.stopped_since:.1f} s")
+        doing = self.board.doing(worker.number)
+        if self._timeout_s and doing.busy_s and doing.busy_s > self._timeout_s and not doing.waiting:
+            self.children.drain(worker.child, "events")  # perhaps it has just said for whom it waited
+            if not self.next_look:  # one after the other
+                self.give_up(worker.number, f"has been inside of the step for {doing.busy_s:.1f} s")
+
+    def _on_lines(self, child: Child, kind: str, lines: Sequence[bytes]) -> None:
+        worker = next(p for p in self._processes.values() if p.child is child)
+        if kind == "events":
+            self.children.drain(child, "out")  # what it printed before comes before
+        self._hears.heard(self.number, worker.number, kind, lines)
+
+    def _on_end(self, child: Child) -> None:
+        if self._bridge is not None and child is self._bridge[0]:
+            generation, self._bridge = self._bridge[1], None
+            culprit, text = core.aborted(self._segment.base) or (0, "its bridge " + child.describe_end())
+            self._hears.broke(self.number, generation, culprit, text)
+            return
+        if child in self._attended:
+            self._attended[child](child)
+            return
+        worker = next(p for p in self._processes.values() if p.child is child)
+        code = child.reap()
+        if code == -signal.SIGKILL and worker.given_up is None and self._starvation.struck():
+            worker.starved = True
+        step, text = self.step_of(worker.number), worker.describe_end()
+        self._hears.ended(self.number, worker.number, End(code, text, worker.given_up, worker.starved, step))

@@ -1,0 +1,255 @@
+"""The machines of a run: this one, which is the head, and those that have joined it.
+
+Which worker is on which machine, how the machines of a generation reach each other, and who is lost. Without `--listen`
+there is one machine, and nobody can come.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Any, Protocol
+
+from evenstep.core.children import Children
+from evenstep.core.config import MAX_SHARDS
+from evenstep.exchange.generations import Generation
+from evenstep.launch.connection import Connection, Lost
+from evenstep.launch.door import Door, Listen
+from evenstep.launch.far import There
+from evenstep.launch.job import Job
+from evenstep.launch.likeness import difference, likeness
+from evenstep.launch.machine import Bridging, Hears, Here, Machine
+from evenstep.launch.store import StoreProcess
+from evenstep.transport.links import check_backend
+
+__all__ = ["Decides", "Machines"]
+
+_MOST_BREAKS = 3  # so often may the way to a machine break without a committed step in between
+
+
+class Decides(Hears, Protocol):
+    """Who decides: what happens on machines, and with them."""
+
+    def room(self, count: int) -> str | None:
+        """Whether so many more workers can come; why not, as a sentence."""
+
+    def joined(self, machine: Machine, places: Sequence[int]) -> None:
+        """A machine has come; its workers can be started."""
+
+    def lost(self, machine: Machine, places: Sequence[int], why: str) -> None:
+        """A machine is lost, with the workers of these places."""
+
+
+class Machines:
+    """All of them. A context manager.
+
+    Args:
+        here: This one.
+        job: What to run.
+        decides: Who decides.
+        say: Takes sentences for the user.
+
+    Raises:
+        ConfigError: Nobody can listen where it is asked for.
+
+    Attributes:
+        all: By their numbers.
+    """
+
+    def __init__(self, here: Here, job: Job, decides: Decides, say: Callable[[str], None]) -> None:
+        self.here, self._job, self._decides, self._say = here, job, decides, say
+        self._listen: Listen | None = job.listen
+        self.all: dict[int, Machine] = {here.number: here}
+        self._far: dict[int, There] = {}
+        self._machine_of: dict[int, int] = dict.fromkeys(range(job.num_workers), here.number)
+        self._last: set[int] = set()  # the machines of the present generation
+        self._numbers = here.number  # that were given so far
+        self._breaks: dict[int, int] = {}  # since a step was committed
+        self._stack = ExitStack()
+        self._door: Door | None = None
+        if self._listen is not None:
+            check_backend(self._listen.between)
+            self._likeness = likeness(job.script, job.shards)
+            self._door = self._stack.enter_context(closing(Door(self._listen, self, say)))
+            self._store = StoreProcess()
+            self._stack.callback(lambda: self._store.close())
+
+    @property
+    def _children(self) -> Children:
+        return self.here.children
+
+    def __enter__(self) -> "Machines":
+        if self._door is not None and self._listen is not None:
+            self._children.watch(self._door.socket, self._door.accept)
+            self._say(f"other machines can join: evenstep join {self._listen.host}:{self._door.port} -n N")
+            if self._listen.told is not None:
+                self._listen.told(self._listen.host, self._door.port)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for there in self._far.values():
+            there.connection.close()
+        self._stack.close()
+
+    # ---- who is where ----
+
+    def of(self, place: int) -> Machine:
+        """The machine of a place; one that has had none yet is put where there is room."""
+        if self._machine_of.get(place) not in self.all:
+            held = list(self._machine_of.values())
+            free = [n for n, machine in sorted(self.all.items()) if held.count(n) < machine.capacity]
+            self._machine_of[place] = free[0] if free else self.here.number
+        return self.all[self._machine_of[place]]
+
+    def number_of(self, place: int) -> int:
+        """The number of a place's machine."""
+        return self.of(place).number
+
+    def free(self, place: int) -> None:
+        """Nobody is in a place any more, nor will be."""
+        self._machine_of.pop(place, None)
+
+    def places_of(self, machine: Machine) -> list[int]:
+        """The places of a machine's workers."""
+        return sorted(place for place, number in self._machine_of.items() if number == machine.number)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether as many have come as the first step waits for."""
+        return self._listen is None or len(self.all) >= self._listen.machines
+
+    def describe(self, machine: Machine) -> str:
+        """Which one."""
+        return f"machine {machine.number} ({machine.name})"
+
+    # ---- newcomers; see `Arrival` ----
+
+    def job(self) -> dict[str, Any]:
+        """See `Arrival`."""
+        job = self._job
+        return {
+            "script": str(job.script),
+            "is_module": isinstance(job.script, str),
+            "args": list(job.args),
+            "shards": job.shards,
+            "arithmetic": self._likeness["arithmetic"],
+            "step_timeout_s": job.step_timeout_s,
+            "resume": job.resume,
+            "silence_s": self._listen.silence_s if self._listen is not None else None,
+        }
+
+    def admit(self, connection: Connection, said: dict[str, Any]) -> str | None:
+        """See `Arrival`."""
+        name, count, theirs = said.get("name"), said.get("workers"), said.get("likeness")
+        if not isinstance(name, str) or type(count) is not int or count < 1 or not isinstance(theirs, dict):
+            return "it does not say what it is like; install one version everywhere"
+        if (found := difference(theirs, self._likeness)) is not None:
+            return f"{found}; all machines must be alike"
+        taken = set(self._machine_of) | set(range(self._job.num_workers))
+        places = [place for place in range(MAX_SHARDS) if place not in taken][:count]
+        if (why := self._decides.room(count)) is not None:
+            return why
+        self._numbers += 1
+        there = There(self._numbers, name[:64], count, connection, self._decides)
+        try:
+            connection.send({"welcome": there.number, "name": self.here.name})
+        except Lost:
+            return "it is gone"
+        self.all[there.number] = self._far[there.number] = there
+        self._machine_of |= dict.fromkeys(places, there.number)
+        self._children.watch(connection, lambda: None)  # it is heard in every turn
+        self._decides.joined(there, places)
+        return None
+
+    # ---- every turn ----
+
+    def turn(self, now: float) -> None:
+        """Hear newcomers and machines, bring journals up to date, and find out who is lost. Does not wait."""
+        if self._door is not None:
+            self._door.turn(now)
+            if self._store.child.wait(0.0):  # bridges that exist need it no more; the next generation gets another
+                self._store.close()
+                self._store = StoreProcess()
+        for there in list(self._far.values()):
+            try:
+                assert self._listen is not None, "else nobody could have come"
+                there.turn(now, self._listen.silence_s)
+            except Lost as error:
+                self.lose(there, str(error))
+                continue
+            if there.journal is not None and self.here.committed > there.journal:
+                there.bring(*self.here.journal(there.journal))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is on its way to a machine."""
+        return any(there.connection.has_more for there in self._far.values())
+
+    def lose(self, machine: Machine, why: str) -> None:
+        """A machine is lost: nothing of it is heard any more."""
+        there = self._far.pop(machine.number, None)
+        if there is None:
+            return
+        del self.all[machine.number]
+        self._children.forget(there.connection)
+        there.connection.close()
+        places = self.places_of(there)
+        for place in places:
+            del self._machine_of[place]
+        self._decides.lost(there, places, why)
+
+    def broke(self, reporter: int, culprit: int, text: str) -> None:
+        """A bridge broke. If that happens again and again, one of the two machines cannot be reached by the other."""
+        other = self._machine_of.get(culprit, self.here.number)
+        blamed = self.all.get(other if other != self.here.number else reporter)
+        if blamed is None:
+            return
+        self._breaks[blamed.number] = self._breaks.get(blamed.number, 0) + 1
+        if self._breaks[blamed.number] >= _MOST_BREAKS:
+            self.lose(blamed, f"cannot be reached: {text}")
+
+    def committed(self) -> None:
+        """A step is committed: whatever broke before, the run gets on."""
+        self._breaks = {}
+
+    # ---- generations ----
+
+    def announce(self, generation: Generation) -> None:
+        """Begin a generation on all machines; its members come in any order."""
+        members = sorted(generation.members, key=lambda place: (self.number_of(place), place))
+        numbers = [self.number_of(place) for place in members]
+        taking_part = sorted(set(numbers))
+        weights = generation.weights
+        if weights is not None:
+            by_place = dict(zip(generation.members, weights, strict=True))
+            weights = [by_place[place] for place in members]
+        rounds = max(machine.round for machine in self.all.values()) + 1
+        machines = numbers if self._listen is not None else []
+        said = replace(generation, round=rounds, members=members, weights=weights, machines=machines)
+        workers = [[place for place in members if self.number_of(place) == number] for number in taking_part]
+        for number, machine in sorted(self.all.items()):
+            if number not in taking_part:
+                machine.leave_out()
+                continue
+            bridging = None
+            if len(taking_part) > 1:
+                bridging = self._bridging(machine, taking_part.index(number), workers)
+            machine.announce(said, bridging, lacks_state=bool(self._last) and number not in self._last)
+        self._last = set(taking_part)
+
+    def _bridging(self, machine: Machine, index: int, workers: Sequence[Sequence[int]]) -> Bridging:
+        assert self._listen is not None, "else there are no others"
+        there = self._far.get(machine.number)
+        ways = [far.connection.here for far in self._far.values()]  # addresses under which others have come
+        host = ways[0] if there is None else there.connection.here
+        address = ways[0] if there is None else there.connection.there
+        return Bridging(index, workers, (host, self._store.port), address, self._listen.between)
+
+    def end(self, code: int) -> None:
+        """The run is over, for everyone."""
+        for there in self._far.values():
+            there.end(code)
+        deadline = time.monotonic() + 1.0
+        while self.is_busy and time.monotonic() < deadline:
+            self.turn(time.monotonic())
+            time.sleep(0.01)

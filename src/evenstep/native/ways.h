@@ -1,0 +1,25 @@
+/* Which of two ways to do the same thing is faster here and now, found by trying.
+ *
+ * Whether what one core writes for another one should stay in the writer's cache or go past it depends on how far apart
+ * they are, which changes when a process moves. So the faster way is taken, and the other one now and then. All ranks take
+ * the same way at the same time, or none could tell what its own way costs: they count alike, and one decides.
+ */
+#ifndef EVENSTEP_WAYS_H
+#define EVENSTEP_WAYS_H
+
+#include <stdint.h>
+
+typedef struct {
+    uint64_t count;
+    int64_t cost_ns[2]; /* the least of late: one that was held up by something else tells nothing */
+    int faster;         /* as decided */
+} es_ways;
+
+/* The way to take next: 0 or 1. */
+int es_ways_next(const es_ways *ways);
+/* What it took, before the next is asked for. */
+void es_ways_learn(es_ways *ways, int way, int64_t taken_ns);
+/* The way that is faster, as far as this rank knows. */
+int es_ways_faster(const es_ways *ways);
+
+#endif

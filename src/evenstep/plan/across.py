@@ -1,0 +1,144 @@
+"""How gradients are added up over machines: who owns what on each, and which of them adds up what. A pure value.
+
+Each machine adds up its own shards, which leaves it with the tree nodes that cover its span, and updates all parameters
+for itself. In between, every *piece* of the gradients has a *home*: the machine that adds up the nodes of all and sends
+the sum to the others. Parameters travel in buckets, alike on all machines; a large one is cut into several pieces.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evenstep.plan import tree
+from evenstep.plan.machines import machine_spans
+from evenstep.plan.placement import balance
+from evenstep.plan.summing import BUCKET_BYTES, Span, Summing, buckets_of, plan_summing
+
+__all__ = ["Across", "Piece", "num_pieces", "plan_across"]
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is added up in one go.
+
+    Attributes:
+        bucket: Of which bucket it is a piece.
+        home: Where.
+        begin: Its first byte among those of the bucket.
+        end: One past its last.
+        parameters: Which parameters lie in it; if it is a part of one, that one.
+    """
+
+    bucket: int
+    home: int
+    begin: int
+    end: int
+    parameters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Across:
+    """The plan of one worker.
+
+    Attributes:
+        machine: On which machine it is.
+        local: How the workers of this machine add up its shards; ranks are counted among them.
+        offsets: Where each parameter begins among the bytes of its bucket.
+        bucket_bytes: How many bytes each bucket has.
+        pieces: All pieces.
+        pieces_of: The numbers of each bucket's pieces.
+        nodes: The nodes of all machines, from left to right, with the machine of each.
+        program: How those are added up.
+        workers: The ranks of this machine's workers among all.
+        parts: The nodes of this machine's workers, from left to right.
+        machines: On which machine each worker is.
+    """
+
+    machine: int
+    local: Summing
+    offsets: tuple[int, ...]
+    bucket_bytes: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    pieces_of: tuple[tuple[int, ...], ...]
+    nodes: tuple[tuple[int, Span], ...]
+    program: bytes
+    workers: range
+    parts: tuple[Span, ...]
+    machines: tuple[int, ...]
+
+    def inputs_of(self, node: Span) -> tuple[list[int], bytes]:
+        """Which of the local workers' nodes make up a node of this machine, and how they are added up."""
+        inside = [n for n, (first, end) in enumerate(self.parts) if node[0] <= first and end <= node[1]]
+        return inside, tree.merge_program(tuple(self.parts[n] for n in inside), self.num_shards)
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are in all."""
+        return self.nodes[-1][1][1]
+
+    @property
+    def own(self) -> list[int]:
+        """The numbers of this machine's nodes."""
+        return [n for n, (machine, _) in enumerate(self.nodes) if machine == self.machine]
+
+
+def plan_across(
+    sizes: Sequence[int], spans: Sequence[Span], rank: int, machines: Sequence[int], *, whole: bool = False
+) -> Across:
+    """Plan for one worker.
+
+    Args:
+        sizes: The bytes of every parameter.
+        spans: The shards of each worker; together all shards.
+        rank: Which worker this plan is for.
+        machines: On which machine each worker is.
+        whole: All parameters are updated by one worker of each machine, which must see them together.
+    """
+    num_shards, here = spans[-1][1], machines[rank]
+    workers = range(machines.index(here), machines.index(here) + machines.count(here))
+    buckets = buckets_of(sizes)
+    mine = [spans[worker] for worker in workers]
+    local = plan_summing(sizes, mine, rank - workers.start, buckets, whole=whole, num_shards=num_shards)
+    offsets = [0] * len(sizes)
+    bucket_bytes = []
+    for bucket in buckets:
+        end = 0
+        for i in bucket:
+            offsets[i], end = end, end + _aligned(sizes[i])
+        bucket_bytes.append(end)
+    cut = [(b, begin, end) for b, size in enumerate(bucket_bytes) for begin, end in _cut(size)]
+    homes = balance([end - begin for _, begin, end in cut], 1 + max(machines))
+    pieces = [Piece(b, home, begin, end, buckets[b]) for (b, begin, end), home in zip(cut, homes, strict=True)]
+    of_buckets = tuple(tuple(n for n, piece in enumerate(pieces) if piece.bucket == b) for b in range(len(buckets)))
+    covers = [tree.cover(span, num_shards) for span in machine_spans(spans, machines)]
+    nodes = tuple((machine, node) for machine, cover in enumerate(covers) for node in cover)
+    return Across(
+        here,
+        local,
+        tuple(offsets),
+        tuple(bucket_bytes),
+        tuple(pieces),
+        of_buckets,
+        nodes,
+        tree.merge_program(tuple(node for _, node in nodes), num_shards),
+        workers,
+        tuple(node for span in mine for node in tree.cover(span, num_shards)),
+        tuple(machines),
+    )
+
+
+def num_pieces(sizes: Sequence[int]) -> int:
+    """How many pieces the gradients of parameters are cut into, on any number of machines."""
+    return sum(len(_cut(sum(_aligned(sizes[i]) for i in bucket))) for bucket in buckets_of(sizes))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _cut(size: int) -> list[tuple[int, int]]:
+    """Pieces of a bucket; only one that is too large because of a single parameter has more than one."""
+    if size <= 2 * BUCKET_BYTES:
+        return [(0, size)]
+    return [(begin, min(begin + BUCKET_BYTES, size)) for begin in range(0, size, BUCKET_BYTES)]

@@ -1,0 +1,70 @@
+"""Ray's data sets as Parquet files whose rows are ordered by what they hold; tasks of the cluster write them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from evenstep.core.errors import ConfigError
+from evenstep.data.content import FILE, keyed, num_files, write_file
+
+__all__ = ["write"]
+
+
+def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = None, key: str | None = None) -> int:
+    """Write a `ray.data.Dataset` as Parquet files, for `evenstep.data.parquet(directory)`; returns the number of rows.
+
+    Which row stands in which file, and where, rests on the rows alone: another number of blocks or nodes gives the same
+    bytes. Tasks of the cluster write the files; nothing but their sizes comes here.
+
+    Args:
+        dataset: The rows. It is gone through twice: to count, and to write.
+        directory: A directory that all nodes share, and that is there.
+        columns: Which columns; None: all.
+        key: The column that the order rests on, where it shall not be the content of all `columns`.
+
+    Raises:
+        ConfigError: There is no row, or a column is missing, has nulls, or cannot be a tensor.
+    """
+    if not Path(directory).is_dir():
+        raise ConfigError(f"there is no directory {directory}; make one that all nodes share")
+    count = dataset.count()
+    if not count:
+        raise ConfigError("the data set has no rows; expected at least one")
+    names = list(columns) if columns is not None else list(dataset.columns())
+    files, where = num_files(count), str(directory)
+
+    def prepare(rows: pa.Table) -> pa.Table:
+        return keyed(rows, names, key, files, "the data set")
+
+    def store(rows: pa.Table) -> pa.Table:
+        number = rows[FILE][0].as_py()
+        return pa.table({"rows": [write_file(rows, where, number)]})
+
+    try:
+        keyed_rows = dataset.map_batches(prepare, batch_format="pyarrow")
+        stored = keyed_rows.groupby(FILE, num_partitions=files).map_groups(store, batch_format="pyarrow")
+        written = sum(row["rows"] for row in stored.take_all())
+    except Exception as error:
+        raise _said(error) from error
+    if written != count:
+        raise ConfigError(
+            f"the data set had {count} rows when they were counted and {written} when they were written; expected the "
+            "same whenever it is computed: materialize() it"
+        )
+    return int(count)
+
+
+def _said(error: BaseException) -> BaseException:
+    """What our own code said on a node, if it did."""
+    found: BaseException | None = error
+    while found is not None:
+        for each in (found, getattr(found, "cause", None)):
+            if isinstance(each, ConfigError):
+                return ConfigError(str(each))
+        found = found.__cause__
+    for line in str(error).splitlines():
+        if "ConfigError: " in line:
+            return ConfigError(line.partition("ConfigError: ")[2])
+    return error

@@ -1,0 +1,135 @@
+"""What a partition does that trains by itself and meets others only at a parameter server."""
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from evenstep.core.errors import ConfigError
+from evenstep.engine.randomness import derive, seed_all
+from evenstep.server import connect
+from evenstep.spark.training import Means, Training, build, figures_of, loss_of, state_of
+
+__all__ = ["Meeting", "train_apart"]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where workers meet, and when.
+
+    Attributes:
+        address: Of the server.
+        memory: Its address for those on the same machine, if they are to use its memory.
+        token: For the server.
+        frequency: After every "epoch" or "batch".
+        validation_split: The last part of the rows, which validates.
+    """
+
+    address: str
+    memory: str | None
+    token: str
+    frequency: str
+    validation_split: float
+
+
+def train_apart(job: Training, meeting: Meeting, number: int, rows: Iterator[Any]) -> Iterator[list[dict[str, float]]]:
+    """Train on the rows of a partition; yields its history, or nothing if it has no rows.
+
+    A task that Spark runs again sends its updates under the same numbers, and the server applies none of them twice.
+    """
+    pairs = list(rows)
+    if not pairs:
+        return
+    torch.set_num_threads(1)
+    part, checked = _divide(pairs, meeting.validation_split)
+    seed_all(derive("partition", job.seed, number))
+    model, optimizer = build(job)
+    with connect(_address(meeting), worker=f"partition-{number}", token=meeting.token) as client:
+        history, sequence = [], 0
+        for epoch in range(job.epochs):
+            means = Means()
+            _pull(client, model)
+            before = state_of(model)
+            for batch in _batches(part, job.batch_size, derive("order", job.seed, number, epoch)):
+                _step(job, model, optimizer, batch, means)
+                if meeting.frequency == "batch":
+                    sequence += 1
+                    before = _push(client, model, before, sequence)
+            if meeting.frequency == "epoch":
+                sequence += 1
+                _push(client, model, before, sequence)
+            history.append(means.value)
+            if checked is not None:
+                history[-1] |= _validate(job, model, checked)
+    yield history
+
+
+def _address(meeting: Meeting) -> str:
+    """The server's memory if it is this machine's and that was asked for."""
+    host = urlsplit(meeting.address).hostname or ""
+    if meeting.memory is None:
+        return meeting.address
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))  # works only where the address is our own
+    except OSError:
+        return meeting.address
+    return meeting.memory
+
+
+def _divide(pairs: list[Any], split: float) -> tuple[list[Tensor], list[Tensor] | None]:
+    try:
+        tensors = [torch.as_tensor(np.stack([np.asarray(pair[side]) for pair in pairs])) for side in (0, 1)]
+    except (ValueError, TypeError, IndexError) as error:
+        raise ConfigError(f"the rows are no pairs of features and label of one shape: {error}") from error
+    first = len(pairs) - int(split * len(pairs))
+    if first == len(pairs):
+        return tensors, None
+    return [tensor[:first] for tensor in tensors], [tensor[first:] for tensor in tensors]
+
+
+def _batches(part: list[Tensor], size: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    order = torch.randperm(len(part[0]), generator=torch.Generator().manual_seed(seed))
+    for first in range(0, len(order), size):
+        chosen = order[first : first + size]
+        yield {"features": part[0][chosen], "label": part[1][chosen]}
+
+
+def _step(job: Training, model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor], means: Means) -> None:
+    loss, metrics = loss_of(job, model, batch)
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    values = {"loss": float(loss.detach()), **{name: float(value.double().mean()) for name, value in metrics.items()}}
+    means.add(len(batch["label"]), values)
+
+
+def _validate(job: Training, model: nn.Module, checked: list[Tensor]) -> dict[str, float]:
+    model.eval()
+    with torch.inference_mode():
+        found = figures_of(job, model, {"features": checked[0], "label": checked[1]})
+    model.train()
+    return {f"validation_{name}": float(value.double().mean()) for name, value in found.items()}
+
+
+def _pull(client: Any, model: nn.Module) -> None:
+    with torch.no_grad():
+        held = model.state_dict()
+        for name, value in client.get_parameters().items():
+            held[name].copy_(value)
+
+
+def _push(client: Any, model: nn.Module, before: dict[str, Tensor], sequence: int) -> dict[str, Tensor]:
+    """Send what was changed, and take what is there now."""
+    trained = {name for name, _ in model.named_parameters()}
+    now = state_of(model)
+    deltas = {name: before[name] - now[name] for name in trained}
+    client.update_parameters(deltas, kind="delta", sequence=sequence)
+    _pull(client, model)
+    return state_of(model)

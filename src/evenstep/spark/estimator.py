@@ -1,0 +1,188 @@
+"""A PyTorch model as an estimator of `pyspark.ml`: fitted on the executors, on rows that stay where they are."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyspark import keyword_only
+from pyspark.ml import Estimator as MLEstimator
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLWritable
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # Spark's own word
+
+from evenstep.core.errors import ConfigError
+from evenstep.spark.model import Model
+from evenstep.spark.names import resolve
+from evenstep.spark.params import TrainingParams
+from evenstep.spark.rows import plain, write_into
+from evenstep.spark.stage import run
+from evenstep.spark.training import Training, train
+
+__all__ = ["Estimator", "divide"]
+
+
+class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
+    """Trains a PyTorch model on a DataFrame, to the same bits on any number of partitions, executors and workers.
+
+    `fit` lets the executors write the rows as Parquet files, in an order that rests on what the rows hold (or on
+    `keyCol`), and trains on them in a barrier stage; see `evenstep.spark.run`. Nothing but metadata, and the weights
+    at the end, comes to the driver.
+
+    Args:
+        model: Builds the model: a function without arguments, or "module:name" of one.
+        loss: Of output and target; a function, "module:name", or the name of one in `torch.nn.functional`.
+        optimizer: A function of parameters, "module:name", or the name of a class in `torch.optim`.
+        optimizerConfig: Its further arguments, such as {"lr": 0.1}.
+        metrics: "accuracy", "mean_absolute_error", "mean_squared_error", or functions of output and target that give a
+            value for every sample.
+        classification: Whether labels are numbers of classes; None: if the loss is "cross_entropy" or "nll_loss".
+        featuresCol: A column of numbers, vectors or arrays of one length.
+        inputCols: Several columns instead, which the model is called with in this order.
+        labelCol: The target.
+        predictionCol: Where `transform` puts predictions: the number of a class, a number, or an array of them.
+        probabilityCol: Where it puts the probabilities of classes, if this is set.
+        epochs: How often to go through the data.
+        batchSize: Samples of a global batch.
+        shards: Parts of every batch, the unit of arithmetic.
+        numWorkers: How many workers; each takes a slot for tasks.
+        validationIndicatorCol: A boolean column: those rows validate, and do not train.
+        validationSplit: The part of the rows that validates instead; which ones rests on what they hold.
+        keyCol: The column that the order of rows rests on, where it shall not be their content.
+        storage: A directory that the driver and all executors share; needed as soon as there are several machines.
+        inferenceBatchSize: Rows that are predicted at once.
+        seed: Of the run.
+    """
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        model: Callable[[], Any] | str | None = None,
+        loss: Callable[..., Any] | str = "cross_entropy",
+        optimizer: Callable[..., Any] | str = "Adam",
+        optimizerConfig: dict[str, Any] | None = None,  # these are the words of pyspark.ml
+        metrics: Sequence[Any] | None = None,
+        classification: bool | None = None,
+        featuresCol: str = "features",
+        inputCols: list[str] | None = None,
+        labelCol: str = "label",
+        predictionCol: str = "prediction",
+        probabilityCol: str | None = None,
+        epochs: int = 10,
+        batchSize: int = 32,
+        shards: int = 8,
+        numWorkers: int = 2,
+        validationIndicatorCol: str | None = None,
+        validationSplit: float = 0.0,
+        keyCol: str | None = None,
+        storage: str | None = None,
+        inferenceBatchSize: int = 1024,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self._set_defaults()
+        self.setParams(**self._input_kwargs)
+
+    def setParams(self, **options: Any) -> "Estimator":  # as all of pyspark.ml
+        """Set parameters by name."""
+        unknown = [name for name in options if not self.hasParam(name)]
+        if unknown:
+            raise ConfigError(f"Estimator has no parameter {unknown[0]!r}; expected one of those it documents")
+        return self._set(**{name: value for name, value in options.items() if value is not None})
+
+    def _fit(self, dataset: DataFrame) -> Model:
+        if not self.isDefined(self.model):
+            raise ConfigError("Estimator(model=...) is missing; expected a function that builds the model")
+        for name in ("model", "loss", "optimizer"):
+            resolve(name, self.getOrDefault(name))
+        storage = self.getOrDefault(self.storage) if self.isDefined(self.storage) else None
+        if storage is not None and not Path(storage).is_dir():
+            raise ConfigError(f"there is no directory storage={storage!r}; make one that driver and executors share")
+        folder = Path(tempfile.mkdtemp(prefix="evenstep-", dir=storage))
+        folder.chmod(0o777)  # executors may be another user's
+        try:
+            job = self._training(dataset, folder)
+            fitted = run(
+                train, job, workers=self.getOrDefault(self.numWorkers), session=dataset.sparkSession, quiet=True
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        model = Model(fitted.weights, fitted.history, fitted.fingerprint, fitted.width)
+        return self._copyValues(model)
+
+    def _training(self, dataset: DataFrame, folder: Path) -> Training:
+        """Let the executors write the data, and say what is to be done with them."""
+        columns = [*self.inputs(), self.getLabelCol()]
+        key = self.getOrDefault(self.keyCol) if self.isDefined(self.keyCol) else None
+        train_rows, validation_rows = self._divide(dataset, columns, key)
+        train_files, validation_files = write_into(folder / "train", train_rows, columns, key), None
+        if validation_rows is not None:
+            validation_files = write_into(folder / "validation", validation_rows, columns, key)
+        get = self.getOrDefault
+        return Training(
+            get(self.model),
+            get(self.loss),
+            get(self.optimizer),
+            get(self.optimizerConfig),
+            self.metrics_by_name(),
+            self.inputs(),
+            self.getLabelCol(),
+            self.is_classification(),
+            train_files,
+            validation_files,
+            str(folder / "checkpoints"),
+            get(self.epochs),
+            get(self.batchSize),
+            get(self.shards),
+            get(self.seed),
+        )
+
+    def _divide(self, dataset: DataFrame, columns: list[str], key: str | None) -> tuple[DataFrame, DataFrame | None]:
+        """The rows that train, and those that validate; never by chance, nor by partition."""
+        part = self.getOrDefault(self.validationSplit)
+        if self.isDefined(self.validationIndicatorCol):
+            name = self.getValidationIndicatorCol()
+            if name not in dataset.columns:
+                raise ConfigError(
+                    f"there is no column {name!r} in the DataFrame, which has {', '.join(dataset.columns)}"
+                )
+            return dataset.filter(~F.col(f"`{name}`")), dataset.filter(F.col(f"`{name}`"))
+        return divide(dataset, columns, key, part)
+
+    def write(self) -> Any:
+        """What saves it; functions are kept by name."""
+        return _Writer(self)
+
+    @classmethod
+    def read(cls) -> Any:
+        """What loads it."""
+        return _Reader(cls)
+
+
+def divide(dataset: DataFrame, columns: list[str], key: str | None, part: float) -> tuple[DataFrame, DataFrame | None]:
+    """The rows that train, and the part that validates: which ones rests on what they hold."""
+    if not part:
+        return dataset, None
+    if not 0 < part < 1:
+        raise ConfigError(f"validationSplit={part!r}, expected a part between 0 and 1")
+    rows = plain(dataset, [*columns, *([key] if key is not None else [])])
+    hashed = F.pmod(F.xxhash64(*[F.col(f"`{name}`") for name in ([key] if key else columns)]), F.lit(1 << 20))
+    chosen = hashed < F.lit(round(part * (1 << 20)))
+    return rows.filter(~chosen), rows.filter(chosen)
+
+
+class _Writer(DefaultParamsWriter):
+    def saveImpl(self, path: str) -> None:  # Spark's name
+        plain_params = self.instance.plain_params()
+        DefaultParamsWriter.saveMetadata(self.instance, path, self.sparkSession, paramMap=plain_params)
+
+
+class _Reader(DefaultParamsReader):
+    def load(self, path: str) -> Estimator:
+        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        estimator = Estimator()
+        estimator._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(estimator, metadata)
+        return estimator

@@ -1,0 +1,88 @@
+"""Functions by name: so that what a pipeline stage was told can be kept as text, and nothing is pickled."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.core.errors import ConfigError
+
+__all__ = ["METRICS", "is_classification", "name_of", "resolve"]
+
+_CLASSIFICATION = {"cross_entropy", "nll_loss"}
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """Whether the largest output is the target's."""
+    return output.argmax(-1) == target
+
+
+def mean_absolute_error(output: Tensor, target: Tensor) -> Tensor:
+    """How far off every output is."""
+    return (output - target).abs().flatten(1).mean(1) if output.ndim > 1 else (output - target).abs()
+
+
+def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
+    """The square of how far off every output is."""
+    return (output - target).square().flatten(1).mean(1) if output.ndim > 1 else (output - target).square()
+
+
+METRICS = {
+    "accuracy": accuracy,
+    "mean_absolute_error": mean_absolute_error,
+    "mean_squared_error": mean_squared_error,
+}
+"""Metrics that can be asked for by name; they give a value for every sample."""
+
+_PLACES: dict[str, Any] = {"loss": torch.nn.functional, "optimizer": torch.optim}
+
+
+def resolve(what: str, value: Any) -> Callable[..., Any]:
+    """The function or class that a parameter names.
+
+    Args:
+        what: Of which parameter, for errors: "model", "loss", "optimizer" or "metric".
+        value: A function or class, "module:name", or a name of torch's.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if callable(value):
+        return value
+    if isinstance(value, str):
+        module, _, name = value.rpartition(":")
+        try:
+            place = import_module(module) if module else METRICS if what == "metric" else _PLACES.get(what)
+        except ImportError as error:
+            raise ConfigError(f"{what}={value!r}: {error}; name a module that every executor has") from error
+        found = place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+        if callable(found):
+            return found
+    known = {"loss": " a function of torch.nn.functional,", "optimizer": " a class of torch.optim,"}.get(what, "")
+    known = f" one of {', '.join(METRICS)}," if what == "metric" else known
+    raise ConfigError(f"{what}={value!r}; expected{known} a function, or 'module:name' of one")
+
+
+def name_of(what: str, value: Any) -> str:
+    """What `resolve` finds the same function by.
+
+    Raises:
+        ConfigError: It cannot be found by a name.
+    """
+    if isinstance(value, str):
+        return value
+    module, name = getattr(value, "__module__", "__main__"), getattr(value, "__qualname__", "")
+    text = f"{module}:{name}"
+    if module == "__main__" or not name.isidentifier() or resolve(what, text) is not value:
+        raise ConfigError(
+            f"{what}={getattr(value, '__qualname__', repr(value))} cannot be saved: only a function that can be "
+            f"imported by name can; put it into a module and pass it, or '{what}=\"module:name\"'"
+        )
+    return text
+
+
+def is_classification(loss: Any) -> bool:
+    """Whether a loss is between scores of classes and the number of the right one."""
+    return (loss if isinstance(loss, str) else getattr(loss, "__name__", "")) in _CLASSIFICATION

@@ -1,0 +1,97 @@
+"""What estimator and model are told, as pyspark.ml keeps it: by `Param`, set, copied and saved."""
+
+from typing import Any
+
+from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param.shared import (
+    HasFeaturesCol,
+    HasInputCols,
+    HasLabelCol,
+    HasPredictionCol,
+    HasProbabilityCol,
+    HasSeed,
+    HasValidationIndicatorCol,
+)
+
+from evenstep.spark.names import is_classification, name_of
+
+__all__ = ["TrainingParams"]
+
+_FUNCTIONS = ("model", "loss", "optimizer")
+
+
+def _param(name: str, doc: str, convert: Any = TypeConverters.identity) -> Any:
+    return Param(Params._dummy(), name, doc, typeConverter=convert)
+
+
+class TrainingParams(
+    HasFeaturesCol,
+    HasInputCols,
+    HasLabelCol,
+    HasPredictionCol,
+    HasProbabilityCol,
+    HasSeed,
+    HasValidationIndicatorCol,
+):
+    """The parameters that `Estimator` documents."""
+
+    model = _param("model", "builds the model: a function, or 'module:name'")
+    loss = _param("loss", "of output and target: a function of torch.nn.functional by name, a function, 'module:name'")
+    optimizer = _param("optimizer", "a class of torch.optim by name, a function of parameters, or 'module:name'")
+    optimizerConfig = _param("optimizerConfig", "further arguments of the optimizer")
+    metrics = _param("metrics", "names of metrics, or functions that give a value for each sample")
+    classification = _param("classification", "whether labels are numbers of classes", TypeConverters.toBoolean)
+    epochs = _param("epochs", "how often to go through the data", TypeConverters.toInt)
+    batchSize = _param("batchSize", "samples of a global batch", TypeConverters.toInt)
+    shards = _param("shards", "parts of every batch, the unit of arithmetic", TypeConverters.toInt)
+    numWorkers = _param("numWorkers", "workers, each in a slot for tasks", TypeConverters.toInt)
+    validationSplit = _param("validationSplit", "the part of the rows that validates", TypeConverters.toFloat)
+    keyCol = _param("keyCol", "the column that the order of rows rests on", TypeConverters.toString)
+    storage = _param("storage", "a directory that driver and executors share", TypeConverters.toString)
+    inferenceBatchSize = _param("inferenceBatchSize", "rows that are predicted at once", TypeConverters.toInt)
+
+    def _set_defaults(self) -> None:
+        self._setDefault(
+            loss="cross_entropy",
+            optimizer="Adam",
+            optimizerConfig={},
+            metrics=[],
+            epochs=10,
+            batchSize=32,
+            shards=8,
+            numWorkers=2,
+            validationSplit=0.0,
+            inferenceBatchSize=1024,
+            seed=0,
+        )
+
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that the model is called with."""
+        if self.isDefined(self.inputCols):
+            return tuple(self.getInputCols())
+        return (self.getFeaturesCol(),)
+
+    def is_classification(self) -> bool:
+        """Whether labels are numbers of classes: as was said, or as the loss has them."""
+        if self.isDefined(self.classification):
+            return bool(self.getOrDefault(self.classification))
+        return is_classification(self.getOrDefault(self.loss))
+
+    def metrics_by_name(self) -> dict[str, Any]:
+        """The metrics that were asked for."""
+        found = self.getOrDefault(self.metrics)
+        return {m.rpartition(":")[2] if isinstance(m, str) else m.__name__: m for m in found}
+
+    def plain_params(self) -> dict[str, Any]:
+        """What was set, as JSON can keep it: functions by name.
+
+        Raises:
+            ConfigError: A function cannot be found by name.
+        """
+        found = {param.name: value for param, value in self._paramMap.items()}
+        for name in _FUNCTIONS:
+            if name in found:
+                found[name] = name_of(name, found[name])
+        if "metrics" in found:
+            found["metrics"] = [name_of("metric", metric) for metric in found["metrics"]]
+        return found

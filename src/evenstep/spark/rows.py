@@ -1,0 +1,119 @@
+"""DataFrames as Parquet files whose rows are ordered by what they hold; executors write them, each row once."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.errors import PySparkException
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # Spark's own word
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    DecimalType,
+    IntegerType,
+    LongType,
+    NumericType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+from evenstep.core.errors import ConfigError
+from evenstep.data.content import FILE, KEY, keyed, num_files, write_file
+from evenstep.spark.said import said_in
+
+__all__ = ["plain", "plain_columns", "write", "write_into"]
+
+
+def plain(frame: DataFrame, columns: Sequence[str]) -> DataFrame:
+    """Some columns of a DataFrame, as `plain_columns` has them."""
+    names = list(dict.fromkeys(columns))
+    chosen = plain_columns(frame, names)
+    return frame.select(*[column.alias(name) for name, column in zip(names, chosen, strict=True)])
+
+
+def plain_columns(frame: DataFrame, columns: Sequence[str]) -> list[Any]:
+    """Some columns of a DataFrame, with vectors as arrays and decimals as doubles.
+
+    Raises:
+        ConfigError: A column is missing, or holds something else than numbers, vectors, arrays of numbers or text.
+    """
+    kinds = {field.name: field.dataType for field in frame.schema.fields}
+    chosen = []
+    for name in columns:
+        if name not in kinds:
+            raise ConfigError(f"there is no column {name!r} in the DataFrame, which has {', '.join(kinds)}")
+        kind, column = kinds[name], F.col(f"`{name}`")
+        if isinstance(kind, VectorUDT):
+            column = F.when(column.isNotNull(), vector_to_array(column, "float32"))
+        elif isinstance(kind, DecimalType):
+            column = column.cast("double")
+        elif not _is_plain(kind):
+            raise ConfigError(
+                f"column {name!r} is {kind.simpleString()}; expected numbers, a vector, an array of numbers or text"
+            )
+        chosen.append(column)
+    return chosen
+
+
+def _is_plain(kind: Any) -> bool:
+    while isinstance(kind, ArrayType):
+        kind = kind.elementType
+    return isinstance(kind, NumericType | BooleanType | StringType)
+
+
+def write_into(folder: Path, frame: DataFrame, columns: Sequence[str], key: str | None = None) -> str:
+    """Make a directory for rows, and write them there as `write` does; returns its path."""
+    folder.mkdir()
+    folder.chmod(0o777)  # executors may be another user's
+    write(frame, columns, str(folder), key)
+    return str(folder)
+
+
+def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | None = None) -> int:
+    """Write some columns of a DataFrame as Parquet files; returns the number of rows.
+
+    Which row stands in which file, and where, rests on the rows alone: another number of partitions or executors gives
+    the same bytes. Executors write the files; nothing but their sizes comes to the driver.
+
+    Args:
+        frame: The rows. It is gone through twice: to count, and to write.
+        columns: Which columns.
+        directory: A directory that all executors share, and that is there.
+        key: The column that the order rests on, where it shall not be the content of all `columns`.
+
+    Raises:
+        ConfigError: There is no row, or a column is missing, has nulls, or cannot be a tensor.
+    """
+    chosen = plain(frame, [*columns, *([key] if key is not None else [])])
+    count = chosen.count()
+    if not count:
+        raise ConfigError("the DataFrame has no rows; expected at least one")
+    files, names = num_files(count), list(dict.fromkeys(columns))
+
+    def prepare(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield from keyed(pa.Table.from_batches([batch]), names, key, files, "the DataFrame").to_batches()
+
+    def store(rows: pa.Table) -> pa.Table:
+        number = rows[FILE][0].as_py()
+        return pa.table({"file": [number], "rows": [write_file(rows, directory, number)]})
+
+    fields = [field for field in chosen.schema.fields if field.name in names]
+    fields.sort(key=lambda field: names.index(field.name))
+    added = StructType([*fields, StructField(KEY, LongType()), StructField(FILE, IntegerType())])
+    try:
+        stored = chosen.mapInArrow(prepare, added).groupBy(FILE).applyInArrow(store, "file bigint, rows bigint")
+        written = sum(row["rows"] for row in stored.collect())
+    except PySparkException as error:
+        raise said_in(error) from error
+    if written != count:
+        raise ConfigError(
+            f"the DataFrame had {count} rows when they were counted and {written} when they were written; expected the "
+            "same whenever it is computed: persist it, or seed what is random in it"
+        )
+    return count

@@ -1,0 +1,161 @@
+"""What every worker does when an estimator is fitted: train on the files that executors have written."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import evenstep
+from evenstep.core.errors import ConfigError
+from evenstep.spark.names import resolve
+
+__all__ = ["Fitted", "Means", "Training", "build", "figures_of", "inputs_of", "loss_of", "state_of", "train"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What to train, on what, and how.
+
+    Attributes:
+        model: Builds the model, without arguments.
+        loss: Of output and target, their mean.
+        optimizer: Makes an optimizer of parameters.
+        optimizer_options: Its other arguments.
+        metrics: By name: of output and target, a value for each sample.
+        inputs: The columns that the model is called with.
+        label: The column that holds the target.
+        classification: Whether the target is the number of a class.
+        train: Where the training files are.
+        validation: Where the validation files are, if any.
+        checkpoints: Where to write checkpoints, in case workers are lost.
+        epochs: How often to go through the data.
+        batch_size: Samples of a global batch.
+        shards: Parts of every batch.
+        seed: Of the run.
+        weights: What the parameters begin with; None: as the model is built.
+    """
+
+    model: Any
+    loss: Any
+    optimizer: Any
+    optimizer_options: dict[str, Any]
+    metrics: dict[str, Any]
+    inputs: tuple[str, ...]
+    label: str
+    classification: bool
+    train: str
+    validation: str | None
+    checkpoints: str
+    epochs: int
+    batch_size: int
+    shards: int
+    seed: int
+    weights: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What came of it.
+
+    Attributes:
+        weights: Parameters and buffers, as safetensors.
+        history: For every epoch the mean loss and metrics; those of validation begin with "validation_".
+        fingerprint: Of the run.
+        width: How many numbers the model gives for a row.
+    """
+
+    weights: bytes
+    history: list[dict[str, float]]
+    fingerprint: str
+    width: int
+
+
+def train(job: Training) -> Fitted:
+    """Train, as one of the workers of a run."""
+    for directory in (job.train, job.validation):
+        if directory is not None and not Path(directory).is_dir():
+            raise ConfigError(
+                f"{directory} is not on this node; give storage= a directory that the driver and all executors share"
+            )
+    columns = [*job.inputs, job.label]
+    with evenstep.Run(shards=job.shards, seed=job.seed) as run:
+        model, optimizer = run.prepare(*build(job))
+        run.checkpoint(job.checkpoints, every="5s", keep=2)
+        data = evenstep.data.parquet(job.train, columns)
+        checked = evenstep.data.parquet(job.validation, columns) if job.validation is not None else None
+        epochs: list[Means] = [Means() for _ in range(job.epochs)]
+        history: list[dict[str, float]] = []
+        for batch in run.batches(data, job.batch_size, job.epochs):
+            assert batch.position is not None, "it comes from a data set"
+            means = epochs[batch.position.epoch]
+            loss, metrics = run.step(batch, lambda part: loss_of(job, model, part), optimizer)
+            means.add(len(batch), {"loss": float(loss), **metrics})
+            if batch.is_last:
+                history.append(means.value)
+                if checked is not None:
+                    found = run.evaluate(checked, job.batch_size, lambda part: figures_of(job, model, part))
+                    history[-1] |= {f"validation_{name}": value for name, value in found.items()}
+        fingerprint = run.fingerprint()
+    with torch.inference_mode():
+        width = model.eval()(*inputs_of(data.part([0]), job.inputs))[0].numel()
+    return Fitted(safetensors.torch.save(state_of(model)), history, fingerprint, width)
+
+
+class Means:
+    """Means over the samples of an epoch."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._count = 0
+
+    def add(self, count: int, values: dict[str, float]) -> None:
+        """Add the means of so many samples."""
+        self._count += count
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + count * float(value)
+
+    @property
+    def value(self) -> dict[str, float]:
+        """The means over all samples."""
+        return {name: total / self._count for name, total in self._sums.items()}
+
+
+def build(job: Training) -> tuple[nn.Module, Optimizer]:
+    """The model with the weights that it begins with, and its optimizer."""
+    model: nn.Module = resolve("model", job.model)()
+    if job.weights is not None:
+        model.load_state_dict(safetensors.torch.load(job.weights))
+    return model, resolve("optimizer", job.optimizer)(model.parameters(), **job.optimizer_options)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's parameters and buffers, each by itself."""
+    return {name: value.detach().clone().contiguous() for name, value in model.state_dict().items()}
+
+
+def inputs_of(part: dict[str, Tensor], names: tuple[str, ...]) -> list[Tensor]:
+    """The columns that a model is called with: doubles in single precision, everything else as it is."""
+    return [value.float() if (value := part[name]).dtype == torch.float64 else value for name in names]
+
+
+def loss_of(job: Training, model: nn.Module, part: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean loss of a part, and its metrics."""
+    output = model(*inputs_of(part, job.inputs))
+    target = _target(job, part, output)
+    metrics = {name: resolve("metric", function)(output.detach(), target) for name, function in job.metrics.items()}
+    return resolve("loss", job.loss)(output, target), metrics
+
+
+def figures_of(job: Training, model: nn.Module, part: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Loss and metrics of a part, as `run.evaluate` takes them."""
+    loss, metrics = loss_of(job, model, part)
+    return {"loss": loss, **metrics}
+
+
+def _target(job: Training, part: dict[str, Tensor], output: Tensor) -> Tensor:
+    label = part[job.label]
+    return label.long() if job.classification else label.to(output.dtype).reshape(output.shape)

@@ -1,0 +1,61 @@
+"""Rows in the order of their content: the same files from any parts in any order."""
+
+import numpy as np
+import pytest
+
+from evenstep.core.errors import ConfigError
+
+pa = pytest.importorskip("pyarrow", reason="Parquet files need pyarrow: pip install 'evenstep[parquet]'")
+content = pytest.importorskip("evenstep.data.content")
+
+
+def rows(count=1000):
+    generator = np.random.default_rng(2)
+    return pa.table(
+        {
+            "x": list(generator.random((count, 2))),
+            "y": generator.integers(0, 3, count),
+            "t": [f"t{n % 7}" for n in range(count)],
+        }
+    )
+
+
+def written(tmp_path, table, parts, key, name):
+    """Key the parts one by one, shuffle what came of them, and write the files."""
+    files, generator = 4, np.random.default_rng(len(parts))
+    keyed = [content.keyed(table.slice(a, b - a), ["x", "y", "t"], key, files) for a, b in parts]
+    whole = pa.concat_tables(keyed)
+    whole = whole.take(pa.array(generator.permutation(whole.num_rows)))
+    place = tmp_path / name
+    place.mkdir()
+    for number in range(files):
+        own = whole.filter(pa.compute.equal(whole[content.FILE], number))
+        content.write_file(own, str(place), number)
+    return {file.name: file.read_bytes() for file in place.iterdir()}
+
+
+@pytest.mark.parametrize("key", [None, "y"])
+def test_parts_and_their_order_change_no_byte(tmp_path, key):
+    import pyarrow.compute  # noqa: F401  # used above
+
+    table = rows()
+    one = written(tmp_path, table, [(0, 1000)], key, "one")
+    other = written(tmp_path, table, [(500, 1000), (0, 123), (123, 500)], key, "other")
+    assert one == other
+    assert len(one) == 4
+
+
+def test_rows_spread_evenly_over_files():
+    found = content.keyed(rows(8000), ["x", "y"], None, 8)[content.FILE].to_numpy()
+    counts = np.bincount(found, minlength=8)
+    assert counts.min() > 900
+    assert counts.max() < 1100
+
+
+def test_the_number_of_files_rests_on_the_number_of_rows():
+    assert [content.num_files(n) for n in (1, 65536, 65537, 10**6, 10**12)] == [1, 1, 2, 16, 4096]
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(ConfigError, match="there is no column 'z' in the data, which has x, y, t"):
+        content.keyed(rows(3), ["x"], "z", 1)

@@ -1,0 +1,99 @@
+"""Messages between a head and its machines: whole or not at all, never waited for, and strangers get nowhere."""
+
+import json
+import socket
+import struct
+import time
+
+import pytest
+
+from evenstep.launch.connection import FEW_BYTES, Connection, Lost
+
+
+@pytest.fixture
+def ends():
+    listening = socket.create_server(("127.0.0.1", 0))
+    one = Connection(socket.create_connection(listening.getsockname()))
+    other = Connection(listening.accept()[0], server=True)
+    listening.close()
+    yield one, other
+    one.close()
+    other.close()
+
+
+def heard(connection, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := connection.receive():
+            return found
+    raise AssertionError("nothing came")
+
+
+def test_a_message_comes_with_its_bytes_and_beats_are_not_messages(ends):
+    one, other = ends
+    one.beat(1.0)
+    one.send({"do": "start", "place": 3}, b"\0\1\n")
+    assert heard(other) == [({"do": "start", "place": 3}, b"\0\1\n")]
+    assert other.receive() == []
+
+
+def test_what_the_other_end_does_not_take_yet_is_kept_and_nobody_waits(ends):
+    one, other = ends
+    other.trust()
+    data = bytes(range(256)) * (1 << 16)
+    begin = time.monotonic()
+    one.send({"do": "journal"}, data)
+    assert one.has_more
+    assert time.monotonic() - begin < 5.0
+    found = []
+    while not found:
+        found = other.receive()
+        one.flush()
+    assert found == [({"do": "journal"}, data)]
+    assert not one.has_more
+
+
+def test_who_waits_for_one_message_finds_the_others_later(ends):
+    one, other = ends
+    one.send({"welcome": 1})
+    one.send({"do": "start"})
+    time.sleep(0.05)
+    assert other.wait(5.0) == ({"welcome": 1}, b"")
+    assert other.wait(5.0) == ({"do": "start"}, b"")
+    with pytest.raises(Lost, match="did not answer within"):
+        other.wait(0.05)
+
+
+def test_an_end_that_closes_is_lost_at_once_but_what_it_said_is_heard(ends):
+    one, other = ends
+    one.send({"say": "ended"})
+    one.close()
+    time.sleep(0.05)
+    assert heard(other) == [({"say": "ended"}, b"")]
+    with pytest.raises(Lost, match="its connection closed"):
+        heard(other)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 2,
+        struct.pack("<IQ", 5, 0) + b"what?",
+        struct.pack("<IQ", 2, 0) + b"[]",
+        struct.pack("<IQ", FEW_BYTES, 1),
+        struct.pack("<IQ", 60000, 0) + b"[" * 60000,
+    ],
+    ids=["a browser", "no JSON", "no object", "too long", "nested too deeply"],
+)
+def test_a_stranger_is_sent_away(ends, data):
+    one, other = ends
+    one._socket.send(data)
+    with pytest.raises(Lost, match="no message of ours"):
+        heard(other)
+
+
+def test_messages_are_json_and_nothing_else(ends):
+    one, _ = ends
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        one.send({"do": object()})
+    assert json.dumps({"do": 1})

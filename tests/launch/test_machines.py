@@ -1,0 +1,209 @@
+"""Several machines, each in a network namespace: one fingerprint, whoever is lost; and nobody is left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import processes
+from namespaces import Network, needs_root
+
+SCRIPT = """
+import sys, time, torch, evenstep
+from torch import nn
+import torch.nn.functional as F
+
+steps, pause_s = int(sys.argv[1]), float(sys.argv[2])
+g = torch.Generator().manual_seed(1)
+data = torch.utils.data.TensorDataset(
+    torch.randn(16 * steps, 6, generator=g), torch.randint(0, 3, (16 * steps,), generator=g)
+)
+with evenstep.Run(shards=8, seed=5, progress=False) as run:
+    model = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 3))
+    model, _ = run.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))
+    if len(sys.argv) > 3:
+        run.checkpoint(sys.argv[3], every=5)
+    for batch in run.batches(data, batch_size=16):
+
+        def function(part):
+            time.sleep(pause_s / 8)
+            return F.cross_entropy(model(part[0]), part[1])
+
+        run.step(batch, function)
+        run.print("step", run.version)
+"""
+STEPS = 60
+pytestmark = pytest.mark.timeout(600)  # machines take their time to start where others work
+
+WIDE = """
+import torch, evenstep
+from torch import nn
+
+data = torch.utils.data.TensorDataset(torch.randn(16 * 60, 64, generator=torch.Generator().manual_seed(1)))
+with evenstep.Run(shards=8, seed=5, progress=False) as run:
+    model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 512))
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 1e-2))
+    run.print("bytes", sum(p.numel() * 4 for p in model.parameters()))
+    for batch in run.batches(data, batch_size=16):
+        run.step(batch, lambda part: model(part[0]).square().mean())
+        run.print("step", run.version)
+"""
+
+
+class Machine:
+    """A head or another one, and what it says."""
+
+    def __init__(self, network, number, log: Path, *argv):
+        self.log = log
+        with log.open("wb") as out:
+            self.process = network.evenstep(number, *argv, stdout=out, stderr=out)
+
+    @property
+    def said(self):
+        return self.log.read_text()
+
+    def awaits(self, pattern, timeout_s=180.0):
+        """Wait until it has said something."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := re.search(pattern, self.said, re.MULTILINE)):
+            assert time.monotonic() < deadline, f"no {pattern!r} in\n{self.said}"
+            assert self.process.poll() is None, f"ended before {pattern!r}:\n{self.said}"
+            time.sleep(0.05)
+        return found
+
+    def ends(self, timeout_s=180.0):
+        """Its exit code."""
+        return self.process.wait(timeout_s)
+
+    def kill(self):
+        """All of its processes at once, as when the power goes."""
+        for pid in [self.process.pid, *processes.descendants(self.process.pid)]:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Start a head, on machine 0 of a network, and others."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "token").write_text("a secret")
+
+    class Starts:
+        def __init__(self, network):
+            self.network, self.count = network, 0
+            self.where = f"{network.addresses[0]}:7777"
+
+        def head(self, *options, steps=STEPS, pause_s=0.1, checkpoints=()):
+            log = tmp_path / "head.log"
+            options = ("--listen", self.where, "--token-file", tmp_path / "token", *options)
+            script = (tmp_path / "train.py", str(steps), str(pause_s), *checkpoints)
+            return Machine(self.network, 0, log, "run", *options, *script)
+
+        def join(self, number, *options):
+            self.count += 1
+            log = tmp_path / f"machine-{number}-{self.count}.log"
+            options = ("--token-file", tmp_path / "token", *options)
+            return Machine(self.network, number, log, "join", self.where, *options)
+
+    return Starts
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    script = tmp_path_factory.mktemp("alone") / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, str(STEPS), "0"], capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout.splitlines()[-1]
+
+
+@needs_root
+def test_machines_are_lost_and_come_back_and_the_fingerprint_is_that_of_one(run, expected):
+    with Network(3) as network:
+        start = run(network)
+        head = start.head("-n", "1", "--machines", "2", "--silence", "2", pause_s=0.5)
+        first = start.join(1, "-n", "2")
+        head.awaits("^step 3$")
+        first.kill()
+        head.awaits(r"machine 1 \(.*\) is lost: .*; workers 1, 2 went with it")
+        head.awaits(r"committed, [\d.]+ s after a worker was lost")
+        again, other = start.join(1, "-n", "1"), start.join(2, "-n", "1")
+        head.awaits("workers from now on: 0, 1, 2")
+        network.cut(2)  # both sides live
+        head.awaits(r"machine \d .* has said nothing for 2 s; worker \d went with it")
+        assert other.ends(60.0) == 7
+        assert "has said nothing for 2 s; the workers of this machine were ended" in other.said
+        assert head.ends() == 0, head.said
+        assert again.ends() == 0, again.said
+        assert head.said.splitlines()[-1] == expected
+
+
+@needs_root
+def test_when_the_head_is_lost_everyone_ends_and_resume_goes_on(run, expected, tmp_path):
+    with Network(2) as network:
+        start = run(network)
+        checkpoints = (tmp_path / "checkpoints",)
+        head = start.head("-n", "1", "--machines", "2", pause_s=0.2, checkpoints=checkpoints)
+        other = start.join(1, "-n", "1")
+        head.awaits("^step 12$")
+        head.kill()
+        begin = time.monotonic()
+        assert other.ends(30.0) == 7
+        assert time.monotonic() - begin < 5.0
+        assert "--resume" in other.said
+        assert processes.descendants(other.process.pid) == {}
+        head = start.head("-n", "2", "--resume", pause_s=0.0, checkpoints=checkpoints)
+        assert head.ends() == 0, head.said
+        assert head.said.splitlines()[-1] == expected
+
+
+@needs_root
+def test_a_machine_with_another_script_or_token_is_refused_and_the_run_goes_on(run, expected, tmp_path):
+    with Network(2) as network:
+        start = run(network)
+        head = start.head("-n", "1", "--machines", "2", pause_s=0.0)
+        head.awaits("other machines can join")
+        (tmp_path / "other").write_text("another secret")
+        stranger = start.join(1, "-n", "1", "--token-file", tmp_path / "other")
+        assert stranger.ends() == 2
+        assert "it does not know the token" in stranger.said
+        kept = (tmp_path / "train.py").read_text()
+        (tmp_path / "train.py").write_text(kept + "# changed\n")
+        changed = start.join(1, "-n", "1")
+        assert changed.ends() == 2
+        assert re.search(r"script .* \(SHA-256\) is \w+ there, but \w+ on the head", changed.said)
+        (tmp_path / "train.py").write_text(kept)
+        crowd = start.join(1, "-n", "300")
+        assert crowd.ends() == 2
+        last = start.join(1, "-n", "1")
+        assert head.ends() == 0, head.said
+        assert last.ends() == 0
+        assert head.said.splitlines()[-1] == expected
+
+
+@needs_root
+@pytest.mark.parametrize("machines", [2, 3])
+def test_a_machine_sends_no_more_than_its_share_of_the_gradients(run, machines, tmp_path):
+    with Network(machines) as network:
+        start = run(network)
+        (tmp_path / "train.py").write_text(WIDE)
+        head = start.head("-n", "2", "--machines", str(machines))
+        others = [start.join(number, "-n", "1") for number in range(1, machines)]
+        gradients = int(head.awaits(r"^bytes (\d+)$")[1])
+        head.awaits("^step 10$")
+        before = [network.sent_bytes(machine) for machine in range(machines)]
+        first = int(re.findall(r"^step (\d+)$", head.said, re.MULTILINE)[-1])
+        head.awaits("^step 50$")
+        sent = [network.sent_bytes(machine) - then for machine, then in enumerate(before)]
+        last = int(re.findall(r"^step (\d+)$", head.said, re.MULTILINE)[-1])
+        assert head.ends() == 0, head.said
+        assert [other.ends() for other in others] == [0] * (machines - 1)
+    bound = 2 * (machines - 1) / machines * gradients * 1.05
+    per_step = [num_bytes / (last + 1 - first) for num_bytes in sent]  # one more may have begun
+    assert max(per_step) <= bound, (per_step, bound)
+    assert min(per_step) > 0.5 * bound, "they do send them"

@@ -1,0 +1,57 @@
+"""Choosing between two ways by what they cost, with costs that the test makes up."""
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import evenstep.native
+
+WAYS = Path(evenstep.native.__file__).with_name("ways.c")
+
+
+class Ways(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_uint64), ("cost_ns", ctypes.c_int64 * 2), ("faster", ctypes.c_int)]
+
+
+@pytest.fixture(scope="module")
+def ways_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path = tmp_path_factory.mktemp("ways") / "ways.so"
+    subprocess.run(["gcc", "-std=c11", "-shared", "-fPIC", WAYS, "-o", path], check=True)
+    return ctypes.CDLL(str(path))
+
+
+def choices(library: ctypes.CDLL, ways: Ways, count: int, cost_ns: Callable[[int, int], int]) -> list[int]:
+    """Which way is taken so many times, where `cost_ns(time, way)` says what it takes then."""
+    found = []
+    for time in range(count):
+        way = library.es_ways_next(ctypes.byref(ways))
+        library.es_ways_learn(ctypes.byref(ways), way, ctypes.c_int64(cost_ns(time, way)))
+        ways.faster = library.es_ways_faster(ctypes.byref(ways))
+        found.append(way)
+    return found
+
+
+@pytest.mark.parametrize("faster", [0, 1])
+def test_the_faster_way_is_taken_and_the_other_one_now_and_then(ways_library, faster):
+    found = choices(ways_library, Ways(), 160, lambda _, way: 100 if way == faster else 400)
+    assert found[:6] == [0, 1] * 3
+    assert 4 <= found[6:].count(1 - faster) <= 10
+
+
+def test_the_other_way_is_found_when_it_has_become_the_faster_one(ways_library):
+    ways = Ways()
+    choices(ways_library, ways, 100, lambda _, way: (50, 100)[way])
+    after = choices(ways_library, ways, 60, lambda _, way: (400, 100)[way])
+    assert after[-30:].count(1) >= 28
+    again = choices(ways_library, ways, 60, lambda _, way: (50, 100)[way])
+    assert again[-30:].count(0) >= 28
+
+
+def test_a_single_time_that_was_held_up_changes_nothing(ways_library):
+    ways = Ways()
+    choices(ways_library, ways, 100, lambda _, way: (50, 100)[way])
+    after = choices(ways_library, ways, 30, lambda time, way: 10**9 if time == 3 else (50, 100)[way])
+    assert after.count(0) >= 28

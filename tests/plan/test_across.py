@@ -1,0 +1,57 @@
+"""Gradients over machines, as a plan: every byte has one home, and everyone plans alike."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenstep.plan.across import num_pieces, plan_across
+from evenstep.plan.machines import share_machines
+
+SIZES = [400, 1 << 20, 64, 5 << 20, 3_000_000, 8]
+
+
+def plans(sizes, counts, num_shards=8):
+    machines = [machine for machine, count in enumerate(counts) for _ in range(count)]
+    spans = share_machines(num_shards, [1.0] * len(machines), machines)
+    return [plan_across(sizes, spans, rank, machines) for rank in range(len(machines))]
+
+
+@given(st.lists(st.integers(0, 3 << 20), min_size=1, max_size=12), st.lists(st.integers(1, 3), min_size=2, max_size=3))
+def test_every_byte_of_every_parameter_is_in_one_piece(sizes, counts):
+    plan = plans(sizes, counts, 12)[0]
+    assert len(plan.pieces) == num_pieces(sizes)
+    for b, bucket in enumerate(plan.local.buckets):
+        pieces = [plan.pieces[n] for n in plan.pieces_of[b]]
+        assert [piece.begin for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
+        assert pieces[-1].end == plan.bucket_bytes[b]
+        assert all(plan.offsets[i] % 64 == 0 and plan.offsets[i] + sizes[i] <= plan.bucket_bytes[b] for i in bucket)
+        assert len(pieces) == 1 or len(bucket) == 1, "only a single large parameter is cut"
+    assert sorted(i for bucket in plan.local.buckets for i in bucket) == list(range(len(sizes)))
+
+
+def test_everyone_plans_alike_but_for_who_it_is():
+    found = plans(SIZES, [2, 1, 1])
+    for plan in found:
+        assert (plan.pieces, plan.nodes, plan.program, plan.local.buckets) == (
+            found[0].pieces,
+            found[0].nodes,
+            found[0].program,
+            found[0].local.buckets,
+        )
+    assert [plan.machine for plan in found] == [0, 0, 1, 2]
+    assert [plan.own for plan in found] == [[0], [0], [1], [2]]
+    assert [plan.workers for plan in found] == [range(2), range(2), range(2, 3), range(3, 4)]
+
+
+def test_the_workers_of_a_machine_share_out_all_parameters_and_homes_are_balanced():
+    found = plans(SIZES, [2, 1])
+    owned = [plan.local.owned for plan in found]
+    assert sorted(owned[0] + owned[1]) == owned[2] == list(range(len(SIZES)))
+    load = [sum(p.end - p.begin for p in found[0].pieces if p.home == machine) for machine in range(2)]
+    assert abs(load[0] - load[1]) <= 1 << 20
+
+
+def test_the_nodes_of_a_machine_come_from_those_of_its_workers():
+    plan = plans(SIZES, [3, 3])[0]
+    assert plan.nodes == ((0, (0, 4)), (1, (4, 8)))
+    assert plan.parts == ((0, 2), (2, 3), (3, 4))
+    assert plan.inputs_of((0, 4)) == ([0, 1, 2], b"\0\0\2")

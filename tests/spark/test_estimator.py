@@ -1,0 +1,155 @@
+"""The estimator: one fingerprint for all partitions and workers, and everything that pyspark.ml expects of a stage."""
+
+import numpy as np
+import pytest
+import torch
+
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+def single():
+    return torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0))
+
+
+def frame(session, partitions=4):
+    from pyspark.ml.linalg import Vectors
+
+    generator = np.random.default_rng(0)
+    points = generator.random((240, 3))
+    rows = [
+        (Vectors.dense(p), [float(v) for v in p], float(p[0]), int(p.argmax()), float(p.sum()), n % 5 == 0)
+        for n, p in enumerate(points)
+    ]
+    columns = ["features", "array", "first", "label", "total", "checks"]
+    return session.createDataFrame(rows, columns).repartition(partitions)
+
+
+def fit_on_partitions(session):
+    from evenstep.spark import Estimator
+
+    estimator = Estimator(
+        model=build, epochs=8, batchSize=16, optimizerConfig={"lr": 0.05}, metrics=["accuracy"], validationSplit=0.25,
+        probabilityCol="scores", shards=4, numWorkers=1,
+    )  # fmt: skip
+    one = estimator.fit(frame(session, 1))
+    other = estimator.copy({estimator.numWorkers: 3}).fit(frame(session, 6))
+    rows = one.transform(frame(session)).select("label", "prediction", "scores", "features").collect()
+    model = one.module().eval()
+    with torch.inference_mode():
+        expected = model(torch.tensor(np.stack([row["features"].toArray() for row in rows])).float()).softmax(1)
+    apart = np.abs(np.array([row["scores"] for row in rows]) - expected.double().numpy()).max()
+    right = np.mean([row["label"] == row["prediction"] for row in rows])
+    return one.fingerprint, other.fingerprint, one.weights == other.weights, one.history, right, apart
+
+
+def test_partitions_and_workers_change_no_bit_and_predictions_are_the_models(spark):
+    one, other, same, history, right, apart = spark.call(fit_on_partitions)
+    assert one == other
+    assert same
+    assert len(history) == 8
+    assert history[-1].keys() == {"loss", "accuracy", "validation_loss", "validation_accuracy"}
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert right > 0.7
+    assert apart < 1e-6
+
+
+def regress(session, directory):
+    from pyspark.ml import Pipeline, PipelineModel
+    from pyspark.ml.feature import VectorAssembler
+
+    from evenstep.spark import Estimator, Model
+
+    data = frame(session).withColumnRenamed("features", "given")
+    assembler = VectorAssembler(inputCols=["array_0", "first", "total_1"], outputCol="features")
+    data = data.selectExpr("array[1] as array_0", "first", "array[2] as total_1", "total", "checks")
+    estimator = Estimator(
+        model=single, loss="mse_loss", labelCol="total", predictionCol="guess",
+        validationIndicatorCol="checks", epochs=4, metrics=["mean_absolute_error"], numWorkers=2, shards=4,
+    )  # fmt: skip
+    pipeline = Pipeline(stages=[assembler, estimator])
+    fitted = pipeline.fit(data)
+    guesses = [row["guess"] for row in fitted.transform(data).collect()]
+    try:
+        fitted.save(f"{directory}/lambda")
+        refused = ""
+    except Exception as error:  # noqa: BLE001  # looked at by the test
+        refused = str(error)
+    import importlib.util
+    import sys
+
+    mine = f"{directory}/mine_for_spark.py"
+    with open(mine, "w") as file:
+        file.write("from torch import nn\n\ndef single():\n    return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))\n")
+    spec = importlib.util.spec_from_file_location("mine_for_spark", mine)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mine_for_spark"] = module
+    spec.loader.exec_module(module)
+    session.sparkContext.addPyFile(mine)
+    stage = fitted.stages[1].copy()
+    assert isinstance(stage, Model)
+    stage._set(model=module.single)
+    PipelineModel([fitted.stages[0], stage]).save(f"{directory}/fitted")
+    loaded = PipelineModel.load(f"{directory}/fitted")
+    again = [row["guess"] for row in loaded.transform(data).collect()]
+    Pipeline(stages=[assembler, estimator.copy({estimator.model: "mine_for_spark:single"})]).save(f"{directory}/begun")
+    kept = Pipeline.load(f"{directory}/begun").getStages()[1]
+    return guesses == again, refused, loaded.stages[1].history == fitted.stages[1].history, {
+        kept.getOrDefault(name) for name in ("loss", "labelCol", "model")
+    }  # fmt: skip
+
+
+def test_regression_in_a_pipeline_is_saved_and_loaded(spark, tmp_path):
+    same, refused, history, kept = spark.call(regress, str(tmp_path))
+    assert same
+    assert history
+    assert "cannot be saved: only a function that can be imported by name can" in refused
+    assert kept == {"mse_loss", "total", "mine_for_spark:single"}
+
+
+def mistakes(session):
+    from evenstep.spark import Estimator
+
+    data = frame(session)
+    good = Estimator(model=build, epochs=1, numWorkers=1)
+
+    def said(call):
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # looked at by the test
+            return f"{type(error).__name__}: {error}"
+
+    return [
+        said(lambda: Estimator().fit(data)),
+        said(lambda: Estimator(model=build, loss="crossentropy").fit(data)),
+        said(lambda: good.copy({good.featuresCol: "nowhere"}).fit(data)),
+        said(lambda: good.copy({good.validationSplit: 1.5}).fit(data)),
+        said(lambda: good.copy({good.storage: "/nowhere"}).fit(data)),
+        said(lambda: good.setParams(epochz=3)),
+    ]
+
+
+def test_mistakes_get_a_sentence(spark):
+    missing, loss, column, split, storage, name = spark.call(mistakes)
+    assert missing == "ConfigError: Estimator(model=...) is missing; expected a function that builds the model"
+    assert loss.startswith("ConfigError: loss='crossentropy'; expected a function of torch.nn.functional")
+    assert column.startswith("ConfigError: there is no column 'nowhere' in the DataFrame, which has features")
+    assert split == "ConfigError: validationSplit=1.5, expected a part between 0 and 1"
+    assert storage.startswith("ConfigError: there is no directory storage='/nowhere'")
+    assert name.startswith("ConfigError: Estimator has no parameter 'epochz'")
+
+
+@pytest.mark.parametrize("what", ["loss", "optimizer", "metric", "model"])
+def test_functions_are_found_by_name_or_refused(what):
+    pytest.importorskip("pyspark", reason="Spark is not there: pip install 'evenstep[spark]'")
+    from evenstep.core.errors import ConfigError
+    from evenstep.spark.names import name_of, resolve
+
+    names = {"loss": "mse_loss", "optimizer": "SGD", "metric": "accuracy", "model": "torch.nn:Identity"}
+    assert callable(resolve(what, names[what]))
+    assert name_of(what, names[what]) == names[what]
+    with pytest.raises(ConfigError, match=f"{what}='nothing'; expected"):
+        resolve(what, "nothing")
+    with pytest.raises(ConfigError, match="cannot be saved"):
+        name_of(what, lambda: None)
