@@ -20,6 +20,7 @@ import leaks
 import processes
 import quick
 from evenstep.cli import verify
+from evenstep.transport.segment import Segment
 from workers import cli_run
 
 torch.set_num_threads(1)
@@ -83,3 +84,18 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
         return subprocess.CompletedProcess(command, done.code, done.stdout, done.stderr)
 
     monkeypatch.setattr(verify.subprocess, "run", run)
+
+
+@pytest.fixture
+def new_segment():
+    """Makes a segment for so many workers. Keep it in the test itself: it is mapped for as long as anybody has it."""
+    fds = []
+
+    def make(num_workers):
+        segment = Segment.create(num_workers)
+        fds.append(segment.fd)
+        return segment
+
+    yield make
+    for fd in fds:
+        os.close(fd)

@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,16 @@ class Checkpoints:
         directory: Where they go.
         every: Steps between two of them, or a time such as "30s".
         keep: How many of the newest to keep.
+        written: Called with each when it is there.
 
     Raises:
         ConfigError: An argument makes no sense.
     """
 
-    def __init__(self, directory: Path, every: int | str, keep: int) -> None:
-        self._directory, self._keep = directory, keep
+    def __init__(
+        self, directory: Path, every: int | str, keep: int, written: Callable[[Path], None] = lambda _: None
+    ) -> None:
+        self._directory, self._keep, self._written = directory, keep, written
         self._steps, self._seconds = _parse(every)
         if not isinstance(keep, int) or keep < 1:
             raise ConfigError(f"keep={keep!r}, expected a whole number above 0")
@@ -115,6 +118,7 @@ class Checkpoints:
         try:
             checkpoint.write(path, snapshot.tensors, snapshot.facts, snapshot.journal)
             self._retry_s = None
+            self._written(path)
         except Exception as error:  # noqa: BLE001  # the border of a thread: reported, and tried again
             say(f"CHECKPOINT FAILED, training goes on and it will be tried again: {error}")
             self._retry_s = time.monotonic() + _RETRY_S

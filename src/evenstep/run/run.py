@@ -22,6 +22,7 @@ from evenstep.data.whole import cut_whole
 from evenstep.engine.carries import Carry
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import device_of
+from evenstep.engine.logged import checked
 from evenstep.engine.models import check_model
 from evenstep.engine.optimizer_set import chosen
 from evenstep.engine.randomness import derive, seed_all
@@ -37,6 +38,7 @@ from evenstep.run.evaluation import Evaluation
 from evenstep.run.feed import Arrangement, Batches, Feed, Loading
 from evenstep.run.join import alone, is_alone, join
 from evenstep.run.kinds import open_engine
+from evenstep.run.last_words import log_last
 from evenstep.run.meter import Meter
 from evenstep.run.operations import RunOperations
 from evenstep.run.progress import Display, Pipe
@@ -202,6 +204,7 @@ class Run:
             with self._operations.alike():
                 self._engine.updates.finish()
                 self._saving.conclude()
+            log_last(self._engine, self._operations.perform)
             end(self._engine, self._operations, self.fingerprint, self._meter, self._trace, self._env)
             self._saving.close()
             self._ledger.group.tell({"closed": True})
@@ -553,6 +556,28 @@ class Run:
         All workers must call this alike; it waits for nobody.
         """
         self._voice.print(sep.join(map(str, values)))
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Log a value of one's own, for `evenstep run --page`, `--log-json` and `--tensorboard`.
+
+        It comes with the next step, or with the last one if no other follows, as the mean over all calls on all workers
+        since the step before. All workers must call this alike, between steps, perhaps with different values; it waits
+        for nobody. Means over samples are metrics: return them from the step function.
+
+        Args:
+            name: Under which it is shown.
+            value: A number, or a tensor with one element.
+
+        Raises:
+            ConfigError: It is called inside of a step function, or with something else.
+        """
+        self._operations.check_open()
+        if current() is not None:
+            raise ConfigError(
+                f"run.log({name!r}, ...) inside of a step function, which runs once for every part; return the value "
+                "as a metric, (loss, {name: value}), or log it between steps"
+            )
+        self._engine.logged.add(*checked(name, value))
 
     def fingerprint(self) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of parameters, buffers and optimizer state.
