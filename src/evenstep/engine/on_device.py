@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.alone import Alone, Meets
 from evenstep.engine.carries import Carries
@@ -87,8 +88,17 @@ class DeviceCompute:
         for shards in pieces:
             products = self._run(work, shards, arrivals, spanning=spanning)
             for shard, found in zip(shards, products.gradients, strict=True):
-                gradients.take(shard, found)
+                for gradient in found:
+                    points.touch("gradient", gradient)
+                if work.witness is not None:
+                    work.witness.gradients(shard, work.prepared.names, found)
+                if work.counts:
+                    gradients.take(shard, found)
             if products.buffers is not None:
+                for buffer in products.buffers.values():
+                    points.touch("buffer", buffer)
+                if work.witness is not None:
+                    work.witness.buffers(shards[0], products.buffers)
                 self.models.keep_buffers(products.buffers)
         return arrivals.wait
 
@@ -321,6 +331,8 @@ class _Joint(_Piece):
         work = self._work
         functions = [lambda shard=shard: self._call(shard) for shard in shards]
         crew = self._compute.context.crew(work.sizes)
+        if work.witness is not None:
+            crew = work.witness.around(crew, work.where)
         rows = [work.rows(shard) for shard in shards]
         values = self._compute.lanes.run(shards, lanes, self._streams, work.where, crew, rows, functions)
         self._conclude(values, lanes[0])
