@@ -24,9 +24,7 @@ __all__ = ["meet"]
 
 _FAREWELL_S = 10.0  # how long a machine that is done waits for the others to be
 _GENERATION = 1  # nobody is ever replaced
-_stores: list[
-    Any
-] = []  # open as long as we are: where torchrun has not made it, it is worker 0's, and others may still ask
+_stores: list[Any] = []  # kept open: one that torchrun has not made is worker 0's, and others may still ask
 
 
 def meet(environment: Environment, timeout_s: float) -> Group:
