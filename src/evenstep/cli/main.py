@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         help="give up and replace a worker that is stuck for so long (default: the script's, or 300)",
     )
     run.add_argument(
-        "--weights", metavar="W,W,...", help="how much each worker shall do, such as 2,1,1 (default: measured)"
+        "--weights", metavar="W,W,...", help="how much each worker does, such as 2,1,1 (default: measured)"
     )
     run.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint of the script's")
     run.add_argument(
@@ -85,6 +85,19 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=30.0,
         help="what the first SIGINT or SIGTERM leaves to finish the step and save (default: 30)",
+    )
+    run.add_argument(
+        "--recheck",
+        metavar="N",
+        type=int,
+        help="compute one of N steps twice, by different workers, to find one that computes wrong (default: the "
+        "script's, or never)",
+    )
+    run.add_argument(
+        "--tolerate-wrong",
+        metavar="N",
+        type=int,
+        help="how often a worker may compute wrong before it is dismissed (default: the script's, or 0)",
     )
     groups.add_arguments(run)
     machines.add_arguments(run)
@@ -208,7 +221,8 @@ def _run(options: argparse.Namespace) -> int:
     wanted = (options.workers or "auto") if setup is None else str(setup.workers)
     num_workers = _num_workers(wanted, options.shards)
     weights = _weights(options.weights, num_workers)
-    for name, value in (("--max-restarts", options.max_restarts), ("--grace", options.grace)):
+    counts = (("--recheck", options.recheck), ("--tolerate-wrong", options.tolerate_wrong))
+    for name, value in (("--max-restarts", options.max_restarts), ("--grace", options.grace), *counts):
         if value is not None and value < 0:
             raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
     if options.step_timeout is not None and not options.step_timeout > 0:
@@ -230,6 +244,8 @@ def _run(options: argparse.Namespace) -> int:
         options.grace,
         weights,
         options.resume,
+        recheck=options.recheck,
+        tolerate_wrong=options.tolerate_wrong,
         listen=machines.listen_of(options),
     )
     if setup is None or not setup.servers:

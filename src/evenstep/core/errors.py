@@ -15,6 +15,7 @@ __all__ = [
     "Stopped",
     "UnreachableError",
     "UnsupportedError",
+    "WrongError",
 ]
 
 
@@ -101,6 +102,12 @@ class UnreachableError(ServerError):
     exit_code = 11
 
 
+class WrongError(EvenstepError):
+    """A machine computed wrong, or holds something that is not what it was, and it cannot be made good here."""
+
+    exit_code = 12
+
+
 class Stopped(SystemExit):
     """The run was asked to stop, and did so after a step. No error: it unwinds the script as `sys.exit` does."""
 
@@ -120,7 +127,7 @@ class BeginsAgain(SystemExit):
 
 
 class Dismissed(SystemExit):
-    """There are to be fewer workers, and this one goes. No error, as above."""
+    """There are to be fewer workers, and this one goes. Not an error of the script's."""
 
     def __init__(self) -> None:
         super().__init__(0)

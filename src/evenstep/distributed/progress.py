@@ -12,12 +12,12 @@ from evenstep.core.identity import check_not_a_copy
 from evenstep.distributed.work import DONE, PendingWork
 from evenstep.native import core
 
-__all__ = ["Progress"]
+__all__ = ["Jobs"]
 
 Job = Callable[[], None]
 
 
-class Progress:
+class Jobs:
     """Runs jobs one after the other: on the caller's thread where it would wait anyway, else on a thread of its own.
 
     Args:

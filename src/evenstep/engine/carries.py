@@ -5,7 +5,7 @@ and a worker that takes over a shard finds what the one before it left.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.form import Form
-from evenstep.engine.state import Entry, State
+from evenstep.engine.state import State, StateEntry
 from evenstep.engine.structure import describe, fill, specs
 from evenstep.exchange.journal import Entry as JournalEntry
 from evenstep.exchange.ledger import Ledger, Operation
@@ -33,7 +33,7 @@ class _Held:
 
     description: Any
     forms: list[Form]
-    entries: list[Entry]
+    entries: list[StateEntry]
     counts: bool = False  # whether a committed step has set it, and nobody has reset it since
 
 
@@ -118,6 +118,13 @@ class Carries:
         """A step is tried: what an earlier attempt has set is forgotten."""
         for carry in self._slots:
             carry._set.clear()
+
+    def set_here(self) -> Iterator[tuple[int, str, Tensor]]:
+        """What was set here in this step: shards, names and tensors."""
+        for carry in self._slots:
+            for shard, (_, leaves) in sorted(carry._set.items()):
+                for n, leaf in enumerate(leaves):
+                    yield shard, f"{_head(carry._slot)}[{n}]", leaf
 
     def news(self) -> Carried:
         """What was set here in this step."""

@@ -3,6 +3,7 @@
 How one step goes, on every worker alike:
 
 1. compute (`compute.py`): this worker's shards run forward and backward; gradients flow to their owners meanwhile.
+   Now and then twice, each time by others (`recheck.py`).
 2. result round: everyone's backward is over (so nobody reads version v any more), losses and metrics are shared.
 3. update (`updates.py`): each owner saves version v of what it owns, then lets the optimizer change it.
 4. update round: everyone has updated, and knows what is new in the optimizers' state.
@@ -34,17 +35,18 @@ from evenstep.engine.holdings import Holdings
 from evenstep.engine.intake import Intake
 from evenstep.engine.kept import News
 from evenstep.engine.on_device import DeviceCompute
+from evenstep.engine.optimizer_set import Trained
+from evenstep.engine.recheck import Recheck, Trial
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.several import Trained
 from evenstep.engine.sharing import Sharing
 from evenstep.engine.updates import Updates
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
 from evenstep.native import core
 
-__all__ = ["Engine", "Outcome", "Task"]
+__all__ = ["Engine", "Outcome", "StepTask"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Task:
+class StepTask:
     """What a step is asked to do.
 
     Attributes:
@@ -95,8 +97,10 @@ class Engine:
         self.context = Context(self.group, self.config.seed)
         self.compute = _compute_for(holdings, self.context)
         self.sharing = Sharing(holdings, updates, self.context)
+        self.recheck = Recheck(holdings, self.sharing, self.compute)
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
+        self._said_without_mean = False
         self.determinism = Determinism(self.config)  # last: whatever fails before has changed nothing of the process
         self.ledger.holder = self
 
@@ -171,7 +175,7 @@ class Engine:
             self.state.save([entry for entry in entries if entry.counts])
         self.state.spread("edit", entries, 0)
 
-    def step(self, task: Task) -> Outcome:
+    def step(self, task: StepTask) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed."""
         kind, trained = f"step {self.version}", task.trained
 
@@ -191,15 +195,10 @@ class Engine:
                 trained.stepped_elsewhere()
             self.holdings.settle()
             self.holdings.version += 1
+            self.recheck.committed(self.version)
             return Outcome(torch.tensor(loss, dtype=torch.float64), metrics, norm)
 
-        self.determinism.check()
-        if task.scaling.scale is not None:
-            self.updates.refuse("scaled loss")
-        if not self.ledger.catching_up:
-            self.models.check_versions()
-            for prepared in trained.optimizers:
-                prepared.kept.check_untouched()
+        self._check(task)
         for prepared in trained.optimizers:
             self.intake.take_in_added(prepared)
         operation = Operation(kind, self.version, is_step=True)
@@ -208,8 +207,21 @@ class Engine:
         self.updates.settle(trained, task.samples)
         return outcome
 
-    def _try(self, kind: str, task: Task) -> Entry:
+    def _check(self, task: StepTask) -> None:
+        """See that a step can be done, and that nobody has changed anything since the last."""
+        self.determinism.check()
+        if task.scaling.scale is not None:
+            self.updates.refuse("scaled loss")
+        if self.config.recheck:
+            self.updates.refuse("recheck")
+        if not self.ledger.catching_up:
+            self.models.check_versions()
+            for prepared in task.trained.optimizers:
+                prepared.kept.check_untouched()
+
+    def _try(self, kind: str, task: StepTask) -> Entry:
         points.reach("step begins")
+        points.touch("parameter", *task.trained.parameters)
         self.models.take_buffers()  # of an attempt that came to nothing
         self.holdings.carries.begin()
         self._seconds = []
@@ -219,12 +231,16 @@ class Engine:
         parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
-        keeps = firsts[self.state.sites.members.index(self.state.sites.mine)]
+        keeps = self.state.sites.for_each_rank(firsts)
         work = Work(
             self.version, number, parts, begun.sizes, begun.name, task.function, task.trained, task.clipping,
-            task.scaling.scale, keeps,
+            task.scaling.scale, keeps[self.group.rank],
         )  # fmt: skip
-        report = self._compute(work, task.samples.contents() if self.group.num_workers > 1 else {})
+        contents = task.samples.contents() if self.group.num_workers > 1 else {}
+        if self.recheck.is_due(self.version):
+            report = self.recheck.compute(Trial(work, begun, keeps, lambda work: self._compute(work, contents)))
+        else:
+            report = self._compute(work, contents)
         results, changed = self._share(work, report)
         self.context.check()
         sums = task.trained.gradients.finish()
@@ -276,6 +292,9 @@ class Engine:
         results = merge({shard: result for report in reports for shard, result in report.results.items()}, work.sizes)
         if results.scale is not None:
             self.updates.refuse("weighted loss")
+        if results.without_mean is not None and self.group.rank == 0 and not self._said_without_mean:
+            self._said_without_mean = True
+            _warn_without_mean(work.version, results.without_mean)
         return results, {name for each in reports for name in each.buffers}
 
     def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
@@ -338,3 +357,12 @@ def _compute_for(holdings: Holdings, context: Context) -> Compute | DeviceComput
         return Compute(context, holdings.models, config.timeout_s)
     graphs = Graphs(config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
     return DeviceCompute(context, holdings.models, holdings.carries, config.timeout_s, graphs)
+
+
+def _warn_without_mean(version: int, shard: int) -> None:
+    warnings.warn(
+        f"in step {version} the loss of shard {shard} is not a number, although that of others is; if it is a mean "
+        "over something that a part may have none of, such as labelled tokens, say how many it has: return "
+        "evenstep.Loss(mean, weight=count)",
+        stacklevel=3,
+    )

@@ -28,6 +28,8 @@ class Job:
         resume: Whether to go on from the newest checkpoint.
         standing: Where the workers stand as a group, if there are groups and servers.
         report: Takes progress and fingerprint of a group.
+        recheck: Of how many steps one is computed twice; None: the script's.
+        tolerate_wrong: How often a worker may compute wrong before it goes; None: the script's.
         listen: How other machines join; None: none can.
     """
 
@@ -43,4 +45,6 @@ class Job:
     resume: bool = False
     standing: Standing | None = None
     report: Callable[[Event], None] | None = None
+    recheck: int | None = None
+    tolerate_wrong: int | None = None
     listen: Listen | None = None

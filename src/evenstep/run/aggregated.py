@@ -23,10 +23,10 @@ from evenstep.engine.compute import Samples, Work
 from evenstep.engine.delivery import Delivery
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.kept import News
+from evenstep.engine.optimizer_set import Trained
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
-from evenstep.engine.several import Trained
 from evenstep.engine.updates import Feature, share_among
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
@@ -76,7 +76,7 @@ class AggregatedUpdates:
                 f"run.{what} in a run with a server would need the optimizer's state, which is the server's: it "
                 "keeps and restores it by --directory, --snapshot-every and --durable"
             )
-        if what != "weighted loss":
+        if what not in ("weighted loss", "recheck"):
             refuse(what, WITH_SERVERS)
 
     # ---- the server ----

@@ -25,7 +25,7 @@ from evenstep.run import checkpoint
 from evenstep.run.facts import FACTS, read_facts
 from evenstep.run.reading import read_for_all
 
-__all__ = ["Checkpoints", "Found", "Resumption", "Snapshot"]
+__all__ = ["Checkpoints", "FoundCheckpoint", "Resumption", "Snapshot"]
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _RETRY_S = 5.0  # after a failed write
@@ -44,7 +44,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that fits: where it is, what it says of itself, and what was done after the one that found it."""
 
     path: Path
@@ -145,7 +145,7 @@ class Checkpoints:
                 say(f"CHECKPOINT NOT WRITTEN: {self._directory} has taken more than {_PATIENCE_S:g} s")
             self._writer = None
 
-    def find(self, here: Mapping[str, Any], state: Mapping[str, Tensor], ledger: Ledger) -> Found | None:
+    def find(self, here: Mapping[str, Any], state: Mapping[str, Tensor], ledger: Ledger) -> FoundCheckpoint | None:
         """The newest good checkpoint of this run; a torn or altered one is named and passed over.
 
         Args:
@@ -165,7 +165,7 @@ class Checkpoints:
                 continue
             checkpoint.check(path, facts, tensors, here, state)
             say(f"going on from {path}, after step {facts['version']}")
-            return Found(path, facts, _after(path, entries, ledger))
+            return FoundCheckpoint(path, facts, _after(path, entries, ledger))
         say(f"no checkpoint in {self._directory} yet: starting anew")
         return None
 

@@ -23,10 +23,10 @@ from evenstep.engine.carries import Carry
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import device_of
 from evenstep.engine.models import check_model
+from evenstep.engine.optimizer_set import chosen
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.several import chosen
-from evenstep.engine.step import Task
+from evenstep.engine.step import StepTask
 from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.nn.gather import gather
@@ -38,13 +38,13 @@ from evenstep.run.feed import Arrangement, Batches, Feed, Loading
 from evenstep.run.join import alone, is_alone, join
 from evenstep.run.kinds import open_engine
 from evenstep.run.meter import Meter
-from evenstep.run.operations import Operations
+from evenstep.run.operations import RunOperations
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
 from evenstep.run.server import Server
 from evenstep.run.sharing import collect, exchange, once
 from evenstep.run.summed import Summed
-from evenstep.run.trace import Trace
+from evenstep.run.trace import TraceWriter
 from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
@@ -73,6 +73,10 @@ class Run:
             changes what the bits rest on; "warn" only says so.
         graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
             makes it an error where they cannot; False never does.
+        recheck: Compute one of so many steps twice before it commits, by different workers, to find a machine that
+            computes wrong; 0: none. See docs/wrong-machines.md. `evenstep run --recheck` goes before it.
+        tolerate_wrong: How often a worker may be found to compute wrong before it is dismissed; such a step is done
+            again in any case.
         image: On a GPU, after how many steps the state is copied to the host, where it outlives all workers; "auto": as
             often as costs at most 2 % of a step; 0: never, and a run that loses all workers goes on from a checkpoint.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
@@ -104,6 +108,8 @@ class Run:
         graphs: Literal["auto"] | bool = "auto",
         image: Literal["auto"] | int = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
+        recheck: int = 0,
+        tolerate_wrong: int = 0,
         server: Server | str | None = None,
     ) -> None:
         self._env = env = environment.read()
@@ -119,6 +125,8 @@ class Run:
             graphs=graphs,
             image=image,
             arithmetic=arithmetic,
+            recheck=recheck if self._env.recheck is None else self._env.recheck,
+            tolerate_wrong=tolerate_wrong if self._env.tolerate_wrong is None else self._env.tolerate_wrong,
         )
         self.grad_norm: float | None = None
         server = Server.of(server)
@@ -134,8 +142,9 @@ class Run:
             else:  # another run of this process may go on in it
                 self._ledger = join(env, self.config.timeout_s)
             self.worker = env.worker if apart else self._ledger.group.worker
-            self._speaks = self.group == 0 and not (apart and self.worker > 0)
-            self._operations = Operations(self._ledger, self.worker)
+            self._shows = not (apart and self.worker > 0)  # the progress of every group is shown, as one
+            self._speaks = self.group == 0 and self._shows
+            self._operations = RunOperations(self._ledger, self.worker)
             with self._operations.alike():
                 self._engine, self._others = open_engine(self.config, self._ledger, server, standing, env)
                 opened.callback(self._engine.close)
@@ -148,7 +157,7 @@ class Run:
         """Make the parts around the engine."""
         env, perform, place = self._env, self._operations.perform, (self.group, self.num_groups)
         self._voice = Voice(env, self._ledger, speaks=self._speaks)
-        self._trace = Trace(env.trace, self._engine)
+        self._trace = TraceWriter(env.trace, self._engine)
         self._saving = Saving(self._engine, self._others, perform, env.job)
         opened.callback(self._saving.close)
         self._meter = Meter(lambda: self._ledger.group.rank == 0 and self._ledger.took_part)
@@ -165,7 +174,7 @@ class Run:
         group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
         points.reach("join")
         agree(self._ledger, self.config, self.worker)
-        if progress and not self.config.quiet and self._speaks:
+        if progress and not self.config.quiet and self._shows:
             self._meter.display = Display() if events_fd is None else Pipe(events_fd)
         if not self.config.quiet and self.worker == 0:
             unclosed.opened(self, self._voice.say)
@@ -365,7 +374,7 @@ class Run:
             function = function if reduction == "mean" else Summed(function, len(samples))
             self._trace.before_step()
             clipping = Clipping(clip_norm, clip_value)
-            outcome = self._engine.step(Task(samples, function, trained, clipping, Scaling(scaler)))
+            outcome = self._engine.step(StepTask(samples, function, trained, clipping, Scaling(scaler)))
             self._trace.after_step()
             self._saving.heed()
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm

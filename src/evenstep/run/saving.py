@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Perform(Protocol):
-    """Does an operation on all workers; see `Operations`."""
+    """Does an operation on all workers; see `RunOperations`."""
 
     def __call__(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """See `Ledger.perform`."""
@@ -201,7 +201,7 @@ class Saving:
             self._hold = hold
 
     def say_if_none(self) -> None:
-        """The run shall go on from a checkpoint and is about to do its first step: say so if there is none to find."""
+        """The run is to go on from a checkpoint and is about to do its first step: say so if there is none."""
         fresh = self._checkpoints is None and not self._engine.version and not self._ledger.catching_up
         if fresh and self._group.rank == 0:
             say("--resume, but the script has not called run.checkpoint(directory, every=...): starting anew")
