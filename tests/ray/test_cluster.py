@@ -189,9 +189,10 @@ def test_options_of_one_machine_are_refused():
 
     done = cli_run("run", "--on", "spark", "-n", "2", __file__)
     assert (done.code, done.stderr.strip()) == (2, "evenstep: --on spark, expected ray, or ray://HOST:PORT")
-    done = cli_run("run", "--on", "ray", "--weights", "1,1", "-n", "2", __file__)
-    assert done.code == 2
-    assert "--weights is of one machine" in done.stderr
+    for option, value in (("--weights", "1,1"), ("--groups", "2"), ("--listen", "127.0.0.1:0"), ("--grace", "3")):
+        done = cli_run("run", "--on", "ray", option, value, "-n", "2", __file__)
+        assert done.code == 2
+        assert f"{option} is of one machine, and means nothing with --on ray; leave it out" in done.stderr
     done = cli_run("run", "--on", "ray", __file__)
     assert "-n None with --on ray, expected a number of workers" in done.stderr
 

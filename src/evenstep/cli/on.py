@@ -8,12 +8,9 @@ from evenstep.core.output import say
 
 __all__ = ["add_arguments", "run_on"]
 
-_ELSEWHERE = {  # what belongs to one machine, by option, with what it is by default
-    "--log-dir": ("log_dir", None),
-    "--weights": ("weights", None),
-    "--grace": ("grace", 30.0),
-    "--arithmetic": ("arithmetic", None),
-}
+_GRACE_S = 30.0  # what --grace is by itself
+_TAKEN = {"on", "workers", "shards", "max_restarts", "no_replace", "step_timeout", "resume"}
+_OURS = {"command", "own", "module", "script", "args"}  # what the parser itself adds
 
 
 def add_arguments(run: argparse.ArgumentParser) -> None:
@@ -34,8 +31,9 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
     cluster: str = options.on
     if cluster != "ray" and not cluster.startswith("ray://"):
         raise ConfigError(f"--on {cluster}, expected ray, or ray://HOST:PORT")
-    for option, (name, default) in _ELSEWHERE.items():
-        if getattr(options, name) != default:
+    for name, value in vars(options).items():
+        if name not in _TAKEN | _OURS and value not in (None, False, _GRACE_S):
+            option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is of one machine, and means nothing with --on {cluster}; leave it out")
     if not isinstance(script, Path):
         raise ConfigError(f"-m {script} with --on {cluster}, expected the path of a script")
