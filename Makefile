@@ -43,6 +43,7 @@ test-gpu:
 bench: setup
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/recheck.py
 	$(BIN)/python benchmarks/batchnorm.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/distributed.py
@@ -50,9 +51,12 @@ bench: setup
 	$(BIN)/python benchmarks/clusters.py
 
 SEED ?= 0
+# With RECHECK=1: 300 flipped bits, each of which has to be found and named.
 # With MACHINES=3: over so many machines (network namespaces: as root), at least 300 faults of workers, machines and links.
 chaos: setup
-ifdef MACHINES
+ifdef RECHECK
+	$(BIN)/python -m evenstep.testing.flips --seed $(SEED) --flips 150
+else ifdef MACHINES
 	$(BIN)/python -m evenstep.testing.chaos_machines --seed $(SEED) --machines $(MACHINES) --faults 300
 else
 	$(BIN)/python -m evenstep.testing.chaos --seed $(SEED) --seeds 3 --faults 150

@@ -21,6 +21,6 @@ setup(
         extension(
             "core", "core", "copy", "checksum", "reduce", "ways", "collective", "mail", "norm", "parallel", "module"
         ),
-        extension("arithmetic", "product", "blas", "functions", "redirect", "arithmetic"),
+        extension("arithmetic", "product", "blas", "functions", "caches", "redirect", "arithmetic"),
     ]
 )

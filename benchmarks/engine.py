@@ -211,19 +211,22 @@ def free_port() -> int:
         return port
 
 
-def commands_of(config: Config, steps: int, out: Path, ddp: str) -> tuple[list[list[str]], list[dict[str, str]]]:
+def commands_of(
+    config: Config, steps: int, out: Path, ddp: str, clock: str
+) -> tuple[list[list[str]], list[dict[str, str]]]:
     """Return the command lines that measure `config`, one a process to start, and the environment of each."""
     measured = ["--out", str(out), "--steps", str(steps)]
     if config.kind in ("ours", "exchange", "recorded"):
         script = "train_ours.py" if config.kind == "ours" else "exchange_ours.py"
         launcher = [] if config.num_workers == 1 else ["-m", "evenstep", "run", "-n", str(config.num_workers)]
-        which = ["--model", config.task, "--shards", str(config.shards)] if config.kind == "ours" else []
+        trained = ["--model", config.task, "--shards", str(config.shards), "--clock", clock]
+        which = trained if config.kind == "ours" else []
         which = ["--recorded"] if config.kind == "recorded" else which
         chosen = PORTABLE if config.arithmetic == "portable" else {}
         environment = single_threaded_environment(EVENSTEP_ARITHMETIC=config.arithmetic, **chosen)
         return [[sys.executable, *launcher, str(HERE / script), *which, *measured]], [environment]
     which = ["--model", config.task, "--ddp", ddp] if config.task else []
-    command = [sys.executable, str(HERE / "engine.py"), "--peer", config.kind, *which, *measured]
+    command = [sys.executable, str(HERE / "engine.py"), "--peer", config.kind, "--clock", clock, *which, *measured]
     if config.kind == "plain":
         return [command], [single_threaded_environment()]
     group = {
@@ -236,8 +239,8 @@ def commands_of(config: Config, steps: int, out: Path, ddp: str) -> tuple[list[l
     return [command] * config.num_workers, ranks
 
 
-def measure(config: Config, steps: int | None, timeout_s: float, ddp: str) -> float:
-    """Run `config` once (DDP with the settings `ddp`); return the median time of its steps or exchanges in seconds.
+def measure(config: Config, steps: int | None, timeout_s: float, ddp: str, clock: str) -> float:
+    """Run `config` once (DDP with the settings `ddp`); return the median time in seconds, by the `clock`.
 
     Raises:
         BenchmarkError: A process failed or the whole took longer than `timeout_s`.
@@ -246,7 +249,7 @@ def measure(config: Config, steps: int | None, timeout_s: float, ddp: str) -> fl
         steps = TASKS[config.task].steps if config.task else NUM_EXCHANGES
     with tempfile.TemporaryDirectory(prefix="evenstep-bench-") as folder:
         out = Path(folder) / "times.json"
-        commands, environments = commands_of(config, steps, out, ddp)
+        commands, environments = commands_of(config, steps, out, ddp, clock)
         with started(commands, environments, Path(folder)) as processes:
             wait_until(lambda: all(p.poll() == 0 for p in processes), processes, timeout_s, Path(folder))
         if not out.exists():
@@ -255,7 +258,7 @@ def measure(config: Config, steps: int | None, timeout_s: float, ddp: str) -> fl
         return statistics.median(times)
 
 
-def peer_times(task: Task, steps: int, ddp: str | None) -> list[float]:
+def peer_times(task: Task, steps: int, ddp: str | None, clock: Callable[[], float]) -> list[float]:
     """Train `task` with plain PyTorch, as one process or as one rank of DDP, and return the time of each timed step.
 
     All ranks of the process group must call it. Each rank takes its own part of every global batch.
@@ -264,6 +267,7 @@ def peer_times(task: Task, steps: int, ddp: str | None) -> list[float]:
         task: What to train.
         steps: How many steps to time after the warm-up.
         ddp: The name of the settings of DDP in `DDP_SETTINGS`; None for one process without DDP.
+        clock: What tells the time in seconds.
     """
     rank, num_ranks = (0, 1) if ddp is None else (dist.get_rank(), dist.get_world_size())
     total = NUM_WARMUP_STEPS + steps
@@ -276,7 +280,7 @@ def peer_times(task: Task, steps: int, ddp: str | None) -> list[float]:
     order = torch.Generator().manual_seed(0)
     permutation: Tensor = torch.empty(0, dtype=torch.int64)
     times: list[float] = []
-    before = time.perf_counter()
+    before = clock()
     for step in range(total):
         if step % num_batches == 0:
             permutation = torch.randperm(num_batches * task.batch_size, generator=order)
@@ -285,7 +289,7 @@ def peer_times(task: Task, steps: int, ddp: str | None) -> list[float]:
         optimizer.zero_grad()
         task.loss(model, part).backward()  # type: ignore[no-untyped-call]  # torch leaves backward untyped
         optimizer.step()
-        now = time.perf_counter()
+        now = clock()
         times.append(now - before)
         before = now
     return times[NUM_WARMUP_STEPS:]
@@ -307,13 +311,14 @@ def run_peer(options: argparse.Namespace) -> None:
     """Be one process of the peer `options.peer`; rank 0 writes the times in seconds as a JSON list."""
     torch.set_num_threads(1)
     task = TASKS[options.model]
+    clock = time.process_time if options.clock == "processor" else time.perf_counter
     if options.peer == "plain":
-        options.out.write_text(json.dumps(peer_times(task, options.steps, None)))
+        options.out.write_text(json.dumps(peer_times(task, options.steps, None, clock)))
         return
     dist.init_process_group("gloo", init_method="env://")
     try:
         gloo = options.peer == "gloo"
-        times = all_reduce_times(options.steps) if gloo else peer_times(task, options.steps, options.ddp)
+        times = all_reduce_times(options.steps) if gloo else peer_times(task, options.steps, options.ddp, clock)
         if dist.get_rank() == 0:
             options.out.write_text(json.dumps(times))
         dist.barrier()
@@ -355,7 +360,7 @@ def run_rounds(rows: Sequence[Row], options: argparse.Namespace) -> dict[str, li
                     continue
                 label = f"round {round_number}/{options.rounds}  {config.name}"
                 try:
-                    seconds = measure(config, options.steps, options.timeout, options.ddp)
+                    seconds = measure(config, options.steps, options.timeout, options.ddp, options.clock)
                 except BenchmarkError as error:
                     failed.add(config.name)
                     print(f"{label}: failed: {error}", file=sys.stderr, flush=True)
@@ -400,6 +405,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="timed steps in one measurement (default: a few seconds' worth)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of every configuration (default: 3)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds one measurement may take (default: 120)")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="processor: count only the time that it works for us (rows of one worker), on a machine that others use "
+        "(default: wall)",
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file as well")
     parser.add_argument("--ddp", choices=sorted(DDP_SETTINGS), default="stock", help="settings of DDP (default: stock)")
     parser.add_argument("--peer", choices=("plain", "ddp", "gloo"), help="be one process of a peer (internal)")
@@ -409,6 +421,12 @@ def parse_arguments() -> argparse.Namespace:
     unknown = sorted(set(options.rows.split(",")) - set(names))
     if unknown:
         parser.error(f"unknown rows: {', '.join(unknown)}; known: {', '.join(names)}")
+    alone = {config.name for config in CONFIGS if config.num_workers == 1 and config.task}
+    others = [row.name for row in ROWS if row.name in options.rows.split(",") and not {row.ours, row.peer} <= alone]
+    if options.clock == "processor" and others and not options.peer:
+        parser.error(
+            f"--clock processor knows nothing of waiting, so it is for one worker; leave out {', '.join(others)}"
+        )
     if options.rounds < 1 or (options.steps is not None and options.steps < 1):
         parser.error("--rounds and --steps must be at least 1")
     if options.peer and (options.out is None or options.steps is None):
@@ -440,6 +458,7 @@ def main() -> int:
     lines = [table_line(row, results) for row in rows]
     print_table(("what", "ours ms", "peer ms", "ratio", "goal", "reached"), lines)
     facts["settings of DDP"] = options.ddp
+    facts["clock"] = options.clock
     facts["duration of the run"] = f"{time.monotonic() - began:.0f} s"
     print()
     for name, value in facts.items():

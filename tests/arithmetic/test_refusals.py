@@ -81,3 +81,27 @@ def test_what_is_compiled_meanwhile_is_noticed(monkeypatch):
             refusals.check()
     finally:
         refusals.close()
+
+
+@pytest.mark.parametrize("name", ["matmul", "conv", "rnn"])
+def test_a_lower_precision_that_only_some_processors_have_is_refused(name):
+    refusals, kind = Refusals("error"), getattr(torch.backends.mkldnn, name)
+    try:
+        refusals.check()
+        kind.fp32_precision = "bf16"
+        with pytest.raises(NondeterminismError, match=rf"mkldnn.{name}.fp32_precision is 'bf16', expected 'ieee'"):
+            refusals.check()
+    finally:
+        kind.fp32_precision = "none"
+        refusals.close()
+
+
+def test_kernels_that_are_cut_by_the_size_of_caches_are_refused():
+    refusals = Refusals("error")
+    torch.backends.mkldnn.enabled = False
+    try:
+        with pytest.raises(NondeterminismError, match=r"mkldnn.enabled is False, expected True"):
+            refusals.check()
+    finally:
+        torch.backends.mkldnn.enabled = True
+        refusals.close()

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from evenstep.arithmetic.processor import Processor
 from evenstep.doctor.checks import Software, judge, judge_software
-from evenstep.doctor.facts import Facts, Processor
+from evenstep.doctor.facts import Facts
 
 HEALTHY = Facts(
     kernel="6.1.0-18-amd64",
@@ -26,7 +27,7 @@ HEALTHY = Facts(
     mps=True,
 )
 SOFTWARE = Software("2.13.0+cpu", "2.13.0", "2024.2", "3.12.0", "AVX2", "glibc 2.36", "Linux")
-PROCESSOR = Processor("AuthenticAMD", "AMD EPYC", ("avx2", "fma"))
+PROCESSOR = Processor("AuthenticAMD", "AMD EPYC", "family 25, model 17", ("avx2", "fma"))
 
 
 def ailments(facts: Facts) -> dict[str, tuple[str, str]]:
@@ -73,7 +74,7 @@ def test_without_a_gpu_nobody_speaks_of_sharing_it():
 def test_what_forbids_portable_arithmetic_is_said():
     assert [finding.state for finding in judge_software(SOFTWARE, PROCESSOR)] == ["ok", "ok"]
     old = next(judge_software(SOFTWARE, replace(PROCESSOR, features=())))
-    assert (old.state, old.found) == ("note", "AMD EPYC (AuthenticAMD; no AVX2)")
+    assert (old.state, old.found) == ("note", "AMD EPYC (AuthenticAMD, family 25, model 17, no AVX2)")
     assert "AVX2 and FMA" in old.remedy
     build = list(judge_software(replace(SOFTWARE, mkl=None), PROCESSOR))[1]
     assert "install torch from PyPI" in build.remedy

@@ -2,30 +2,7 @@
 
 import os
 
-from evenstep.doctor.facts import read_facts, read_processor
-
-CPUINFO = """\
-processor\t: 0
-vendor_id\t: GenuineIntel
-cpu family\t: 6
-model\t\t: 207
-model name\t: Intel(R) Xeon(R) Processor
-flags\t\t: fpu avx2 fma avx512f amx_tile
-
-processor\t: 1
-model name\t: another
-"""
-
-
-def test_the_processor_is_that_of_the_first_core(tmp_path):
-    path = tmp_path / "cpuinfo"
-    path.write_text(CPUINFO)
-    found = read_processor(path)
-    assert str(found) == "Intel(R) Xeon(R) Processor, family 6, model 207 (GenuineIntel; avx2 fma avx512f amx_tile)"
-
-
-def test_a_system_that_does_not_tell_its_processor_is_no_error(tmp_path):
-    assert read_processor(tmp_path / "missing").features == ()
+from evenstep.doctor.facts import read_facts
 
 
 def test_limits_and_sizes_are_read(tmp_path):

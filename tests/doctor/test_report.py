@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from evenstep.arithmetic.probe import golden, probe
+from evenstep.arithmetic.processor import Processor
 from evenstep.cli import doctor
 from evenstep.cli.main import main
 from evenstep.core.errors import ConfigError
 from evenstep.doctor.checks import Finding, Software
-from evenstep.doctor.facts import Processor
 from evenstep.doctor.report import Report, read_report
 
 SOFTWARE = Software(f"{golden().torch}+cpu", golden().torch, "2024.2", "3.12.0", "AVX2", "glibc 2.36", "Linux 6.1")
 HERE = Report(
     "here",
     "portable",
-    Processor("AuthenticAMD", "AMD EPYC", ("avx2", "fma")),
+    Processor("AuthenticAMD", "AMD EPYC", "family 25, model 17", ("avx2", "fma")),
     SOFTWARE,
     {"MKL_CBWR": "COMPATIBLE"},
     [Finding("kernel", "ok", "6.1"), Finding("load", "note", "9.0", "wait")],
@@ -73,13 +73,29 @@ def test_a_file_that_is_no_report_is_refused_with_the_way_to_make_one(tmp_path, 
 
 
 def test_two_machines_are_compared_by_facts_and_operations(capsys):
-    there = replace(HERE, host="there", processor=Processor("GenuineIntel", "Xeon", ("avx2",)), operations=OTHER)
+    there = replace(
+        HERE,
+        host="there",
+        processor=Processor("GenuineIntel", "Xeon", "family 6, model 207", ("avx2",)),
+        operations=OTHER,
+    )
     assert doctor._compare(HERE, there) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "processor: AMD EPYC (AuthenticAMD; avx2 fma) here, Xeon (GenuineIntel; avx2) there"
+    mine = "AMD EPYC (AuthenticAMD, family 25, model 17, avx2 fma)"
+    assert lines[0] == f"processor: {mine} here, Xeon (GenuineIntel, family 6, model 207, avx2) there"
     assert lines[1] == f"2 of {len(OTHER)} operations differ from there: exp, lstm"
     assert doctor._compare(HERE, replace(HERE, host="there")) == 0
     assert capsys.readouterr().out == f"all {len(OTHER)} operations are as on there\n"
+
+
+def test_what_only_one_machine_computed_is_not_called_equal(capsys):
+    fewer = {name: digest for name, digest in HERE.operations.items() if name not in ("exp", "lstm")}
+    assert doctor._compare(HERE, replace(HERE, host="there", operations=fewer)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 operations were computed on one of the two only")
+    assert lines[1] == f"all {len(fewer)} operations are as on there"
+    assert doctor._compare(HERE, replace(HERE, host="there", operations={})) == 1
+    assert "all" not in capsys.readouterr().out
 
 
 def test_another_arithmetic_there_is_pointed_out(capsys):

@@ -5,7 +5,9 @@ import warnings
 import pytest
 import torch
 
+from evenstep.arithmetic.processor import Processor
 from evenstep.core.errors import NondeterminismError
+from evenstep.engine import determinism as engine_determinism
 from evenstep.engine.determinism import Determinism, profile
 
 
@@ -80,3 +82,12 @@ def test_what_must_be_alike_is_what_the_bits_depend_on(config):
     for change in ({"shards": 5}, {"seed": 4}, {"threads": 2}):
         assert mine != profile(config(**change))
     assert {"torch", "processor"} <= mine.keys()
+
+
+def test_workers_on_unlike_processors_may_meet_only_with_portable_arithmetic(config, monkeypatch):
+    mine, portable = profile(config()), profile(config(arithmetic="portable"))
+    other = Processor("AnotherMaker", "Another", "family 1, model 2", ("avx2", "fma"))
+    monkeypatch.setattr(engine_determinism, "read_processor", lambda: other)
+    assert profile(config())["processor"].startswith("AnotherMaker, family 1, model 2, avx2 fma")
+    assert profile(config()) != mine
+    assert profile(config(arithmetic="portable")) == portable

@@ -4,8 +4,10 @@ import os
 
 import pytest
 
+from evenstep.core.errors import WrongError
 from evenstep.exchange.board import Board
 from evenstep.exchange.journal import Entry, Journal
+from evenstep.transport.segment import JOURNAL_BEGIN
 
 ENTRIES = [
     Entry("join", {"a": [1.5, None, "é"]}),
@@ -62,3 +64,32 @@ def test_what_cannot_be_json_is_not_committed(new_segment):
     with pytest.raises(TypeError):
         journal.append(Entry("step 0", os))
     assert journal.committed == 0
+
+
+def test_any_bit_that_changes_in_memory_is_found_where_it_is_read(new_segment):
+    segment = new_segment(1)
+    journal = Journal(segment)
+    small = [ENTRIES[0], Entry("predict", [1], b"\1\2\3")]
+    for entry in small:
+        journal.append(entry)
+    length = len(journal.packed(2))
+    for place in range(length):
+        (byte,) = os.pread(segment.fd, 1, JOURNAL_BEGIN + place)
+        os.pwrite(segment.fd, bytes([byte ^ 1 << place % 8]), JOURNAL_BEGIN + place)
+        with pytest.raises(WrongError, match="in the journal of this machine are not what was written"):
+            Journal(segment).packed(2)
+        with pytest.raises(WrongError):
+            [Journal(segment).read(number) for number in range(2)]
+        os.pwrite(segment.fd, bytes([byte]), JOURNAL_BEGIN + place)
+    assert [journal.read(number) for number in range(2)] == small
+
+
+def test_and_in_what_was_packed(new_segment):
+    journal = Journal(new_segment(1))
+    journal.append(ENTRIES[0])
+    data = bytearray(journal.packed(1))
+    for place in range(len(data)):
+        data[place] ^= 1
+        with pytest.raises(ValueError, match=r"an entry|of an entry"):
+            Journal.unpack(bytes(data))
+        data[place] ^= 1

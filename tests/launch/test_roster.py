@@ -340,3 +340,40 @@ def test_when_the_run_is_over_on_the_head_nobody_waits_for_it_elsewhere():
     assert decisions == [Signal(4, signal.SIGKILL)]
     roster, decisions = roster.ended(4, KILLED, 9)
     assert (decisions, roster.alive) == ([], [])
+
+
+# ---- workers that compute wrong ----
+
+
+def test_one_that_computed_wrong_is_not_in_the_next_generation_nor_taken_again():
+    roster = working(3).convicts(1)
+    for place in (0, 1):
+        roster, _ = roster.waits(place)
+    roster, decisions = roster.waits(2)
+    assert decisions == [Announce(2, (0, 2), (1,))]
+    roster, decisions = roster.ended(1, 0, 5)
+    assert decisions == []
+    roster, decisions = roster.scale(4, 8)
+    assert decisions == [Start(3, 0.0), Start(4, 0.0)]
+
+
+def test_one_that_dies_before_it_is_dismissed_is_not_replaced():
+    roster, decisions = working(3).convicts(1).ended(1, KILLED, 5)
+    assert decisions == [Lose(1, True, None, 2)]
+    roster, _ = roster.waits(0)
+    assert roster.waits(2)[1] == [Announce(2, (0, 2), ())]
+
+
+def test_if_all_others_die_meanwhile_those_who_replace_them_are_waited_for():
+    roster = working(2).convicts(1)
+    roster, _ = roster.waits(1)
+    roster, decisions = roster.ended(0, KILLED, 5)
+    assert Start(0, 0.0) in decisions
+    roster, decisions = roster.started(0).waits(0)
+    assert decisions == [Announce(2, (0,), (1,))]
+
+
+def test_if_nobody_replaces_them_the_run_is_over():
+    roster = working(2, max_restarts=0).convicts(1)
+    roster, _ = roster.waits(1)
+    assert Fail(1) in roster.ended(0, KILLED, 5)[1]

@@ -32,6 +32,7 @@ _CONV2D: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
     ((1, 128, 28, 28), (256, 128, 1, 1), {}),
     ((2, 256, 7, 7), (256, 256, 3, 3), {"padding": 1}),
     ((3, 5, 9, 11), (7, 5, 3, 3), {}),
+    ((1, 16, 14, 14), (32, 16, 3, 3), {"padding": 1}),
     ((4, 1, 8, 8), (16, 1, 3, 3), {"padding": 1}),
     ((4, 16, 14, 14), (32, 16, 3, 3), {"dilation": 2}),
     ((4, 32, 14, 14), (32, 8, 3, 3), {"padding": 1, "groups": 4}),
@@ -98,7 +99,12 @@ def _attention() -> Iterator[Case]:
         layer = filled(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True))
         return [*with_gradients(layer, of(3, 11, 32)), *gradients(layer)]
 
+    def weights() -> list[Tensor]:
+        layer = filled(nn.MultiheadAttention(32, 4, batch_first=True))
+        return [*with_gradients(lambda x: torch.cat(layer(x, x, x), 2), of(3, 11, 32)), *gradients(layer)]
+
     yield "transformer encoder layer", encoder
+    yield "attention and its weights", weights
 
 
 def _convolutions() -> Iterator[Case]:
@@ -110,9 +116,11 @@ def _convolutions() -> Iterator[Case]:
         yield _case(f"conv2d {name}", convolve, *inputs)
         yield _case(f"conv2d channels last {name}", partial(_channels_last, convolve), *inputs)
     yield _case("conv1d", partial(F.conv1d, padding=1), of(4, 16, 100), of(32, 16, 3, salt=1))
+    yield _case("conv1d wide", partial(F.conv1d, padding=4), of(1, 64, 500), of(128, 64, 9, salt=1))
     yield _case("conv3d", partial(F.conv3d, padding=1), of(2, 8, 6, 6, 6), of(16, 8, 3, 3, 3, salt=1))
     turn = partial(F.conv_transpose2d, stride=2, padding=1)
     yield _case("conv_transpose2d", turn, of(4, 32, 8, 8), of(32, 16, 4, 4, salt=1))
+    yield _case("conv_transpose2d wide", turn, of(1, 256, 7, 7), of(256, 128, 4, 4, salt=1))
     yield _case("conv_transpose1d", partial(F.conv_transpose1d, stride=2), of(2, 8, 20), of(8, 6, 4, salt=1))
     yield _case("unfold", lambda x: F.unfold(x, 3), of(2, 4, 9, 9))
 
@@ -208,6 +216,7 @@ def _pools() -> Iterator[Case]:
         "max_pool2d": lambda a: F.max_pool2d(a, 3, 2, 1),
         "avg_pool2d": lambda a: F.avg_pool2d(a, 3, 2, 1),
         "adaptive_avg_pool2d": lambda a: F.adaptive_avg_pool2d(a, 5),
+        "adaptive_max_pool2d": lambda a: F.adaptive_max_pool2d(a, 5),
         "interpolate nearest": lambda a: F.interpolate(a, scale_factor=2),
         "interpolate bilinear": lambda a: F.interpolate(a, scale_factor=2, mode="bilinear"),
         "pixel_shuffle": lambda a: F.pixel_shuffle(a, 2),
@@ -225,6 +234,10 @@ def _indices() -> Iterator[Case]:
     table = of(500, 64)
     yield _case("embedding", lambda a: F.embedding(rows(), a), table)
     yield _case("embedding_bag", lambda a: F.embedding_bag(rows().view(64, 32), a, mode="mean"), table)
+    weighted = partial(F.embedding_bag, mode="sum")
+    yield _case(
+        "embedding_bag weighted", lambda a, w: weighted(rows().view(64, 32), a, per_sample_weights=w), table, of(64, 32)
+    )
     yield _case("index_select", lambda a: a.index_select(0, rows()), table)
     yield _case("gather", lambda a: a.gather(0, rows()[:1024].view(16, 64)), table)
     yield "index_add", lambda: torch.zeros(500, 64).index_add_(0, rows(), numbers(2048, 64))
@@ -243,15 +256,16 @@ def _recurrent() -> Iterator[Case]:
         with torch.no_grad():
             return module(numbers(8, 20, 32))[0]  # type: ignore[no-any-return]
 
-    def cell() -> list[Tensor]:
-        module = filled(nn.LSTMCell(20, 24))
-        return [*with_gradients(lambda x: torch.cat(module(x)), of(6, 20)), *gradients(module)]
+    def cell(make: Callable[..., nn.Module]) -> list[Tensor]:
+        module = filled(make(20, 24))
+        return [*with_gradients(lambda x: torch.cat(tuple(module(x))), of(6, 20)), *gradients(module)]
 
     for name, make in {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}.items():
         yield name, partial(trained, make, {"num_layers": 2, "batch_first": True})
         yield f"{name} bidirectional", partial(trained, make, {"bidirectional": True})
         yield f"{name} without gradients", partial(asked, make)
-    yield "lstm cell", cell
+        yield f"{name} cell", partial(cell, {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell}[name])
+    yield "lstm projected", partial(trained, nn.LSTM, {"proj_size": 12})
 
 
 def _optimizers() -> Iterator[Case]:
@@ -333,6 +347,7 @@ def _precisions() -> Iterator[Case]:
         yield _case(f"mv {word}", torch.mv, x, of(256, salt=2, dtype=dtype))
         yield _case(f"conv2d {word}", partial(F.conv2d, padding=1), images, kernel)
         yield _case(f"attention {word}", attend, q, k, v)
+        yield _case(f"attention long {word}", attend, *(of(1, 2, 300, 64, salt=n, dtype=dtype) for n in range(3)))
         for name in ("sigmoid", "gelu", "softplus", "pow"):
             yield _case(f"{name} {word}", UNARY[name], spread(4001, dtype))
         yield _case(f"softmax {word}", lambda a: F.softmax(a, 1), x)
@@ -364,6 +379,7 @@ def _algebra() -> Iterator[Case]:
     real = torch.view_as_real
     functions: dict[str, tuple[Callable[..., Any], Input]] = {
         "cholesky": (torch.linalg.cholesky, positive),
+        "cholesky upper": (partial(torch.linalg.cholesky, upper=True), positive),
         "solve": (lambda x: torch.linalg.solve(x, x.roll(1, 0)), square),
         "inv": (torch.linalg.inv, square),
         "det": (torch.linalg.det, square),

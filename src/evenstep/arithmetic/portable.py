@@ -1,8 +1,9 @@
 """Portable arithmetic in this process, from the beginning of a run to its end.
 
 While it is open, torch's own library calls our kernels where it would call MKL's or the system's for matrix products,
-roots and functions of single floats (`native/redirect.h`), whichever operation asks for them; what nothing makes equal
-is refused (`refusals.py`). All else follows from the settings (`settings.py`).
+roots and functions of single floats (`native/redirect.h`), whichever operation asks for them; oneDNN cuts its work for
+caches of fixed sizes, from then on (`native/caches.h`); what nothing makes equal is refused (`refusals.py`). All else
+follows from the settings (`settings.py`).
 """
 
 import warnings
@@ -100,13 +101,17 @@ def _redirect() -> None:
     global _num_open
     if _num_open == 0:
         try:
+            arithmetic.pin_caches(_LIBRARY)
             missed = _NEEDED & set(arithmetic.redirect(_LIBRARY))
         except LookupError as error:
-            raise ConfigError(f"arithmetic='portable' does not know this build of torch: {error}") from error
+            raise ConfigError(
+                f"arithmetic='portable' does not know this build of torch: {error}; install torch from PyPI, or use "
+                "arithmetic='native'"
+            ) from error
         except OSError as error:
             raise ConfigError(
-                f"arithmetic='portable' must redirect calls of {_LIBRARY}, which this system forbids: {error}; "
-                "use arithmetic='native'"
+                f"arithmetic='portable' must read {_LIBRARY} and redirect its calls, which this system forbids: "
+                f"{error}; use arithmetic='native'"
             ) from error
         if missed:
             arithmetic.restore()

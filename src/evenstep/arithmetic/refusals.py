@@ -43,11 +43,18 @@ class Refusals:
                 )
 
     def check(self) -> None:
-        """Say so if something was compiled for this processor since the run began.
+        """Say so if kernels are chosen by the processor, or something was compiled for it since the run began.
 
         Raises:
-            NondeterminismError: It was, and the run was not told to only warn.
+            NondeterminismError: It is so, and the run was not told to only warn.
         """
+        for what, (now, expected) in _choices().items():
+            if now not in expected:
+                self._say(
+                    f"torch.backends.{what} is {now!r}, expected {expected[0]!r} with arithmetic='portable': else "
+                    "the processor's AMX or caches choose kernels; leave it alone, or use arithmetic='native'",
+                    refused=True,
+                )
         if _num_compiled_graphs() > self._graphs:
             self._say(
                 "torch.compile makes kernels for the processor at hand, so their bits may be others on another one; "
@@ -91,6 +98,16 @@ def _is_torchs(name: str) -> bool:
         return True
     where = re.search(r"^debug: registered at (.*)", torch._C._dispatch_dump(name), re.MULTILINE)
     return where is not None and ("/pytorch/" in where[1] or where[1].startswith(_HOME))
+
+
+def _choices() -> dict[str, tuple[object, tuple[object, ...]]]:
+    """What a script may have set that makes kernels depend on the processor: how it is, and how it should be."""
+    onednn: Any = torch.backends.mkldnn
+    precisions = {name: getattr(onednn, name).fp32_precision for name in ("matmul", "conv", "rnn")}
+    return {
+        "mkldnn.enabled": (onednn.enabled, (True,)),
+        **{f"mkldnn.{name}.fp32_precision": (now, ("ieee", "none")) for name, now in precisions.items()},
+    }
 
 
 def _num_compiled_graphs() -> int:

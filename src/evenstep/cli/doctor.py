@@ -53,7 +53,11 @@ def _compare(report: "Report", other: "Report") -> int:
         print(fact)
     if report.arithmetic != other.arithmetic:
         print(f"use --arithmetic {other.arithmetic}, as there")
-    total = len(report.operations)
+    total, alone = len(report.operations.keys() & other.operations), report.operations.keys() ^ other.operations
+    if alone:
+        print(f"{len(alone)} operations were computed on one of the two only; compare the same versions of evenstep")
+    if not total:
+        return 1
     if operations:
         print(f"{len(operations)} of {total} operations differ from {other.host}: {', '.join(operations)}")
         return 1

@@ -108,6 +108,19 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--page", metavar="PORT", type=_port, help="serve a page of the run on this machine (0: any port)")
     run.add_argument("--log-json", metavar="FILE", type=Path, help="append a line of JSON for every step to FILE")
     run.add_argument("--tensorboard", metavar="DIR", type=Path, help="write losses, metrics and what is logged to DIR")
+    run.add_argument(
+        "--recheck",
+        metavar="N",
+        type=int,
+        help="compute one of N steps twice, by different workers, to find one that computes wrong (default: the "
+        "script's, or never)",
+    )
+    run.add_argument(
+        "--tolerate-wrong",
+        metavar="N",
+        type=int,
+        help="how often a worker may compute wrong before it is dismissed (default: the script's, or 0)",
+    )
     groups.add_arguments(run)
     machines.add_arguments(run)
     on.add_arguments(run)
@@ -231,7 +244,8 @@ def _run(options: argparse.Namespace) -> int:
     wanted = (options.workers or "auto") if setup is None else str(setup.workers)
     num_workers = _num_workers(wanted, options.shards)
     weights = _weights(options.weights, num_workers)
-    for name, value in (("--max-restarts", options.max_restarts), ("--grace", options.grace)):
+    counts = (("--recheck", options.recheck), ("--tolerate-wrong", options.tolerate_wrong))
+    for name, value in (("--max-restarts", options.max_restarts), ("--grace", options.grace), *counts):
         if value is not None and value < 0:
             raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
     if options.step_timeout is not None and not options.step_timeout > 0:
@@ -256,6 +270,8 @@ def _run(options: argparse.Namespace) -> int:
         log_json=options.log_json,
         tensorboard=options.tensorboard,
         page=options.page,
+        recheck=options.recheck,
+        tolerate_wrong=options.tolerate_wrong,
         listen=machines.listen_of(options),
     )
     if setup is None or not setup.servers:

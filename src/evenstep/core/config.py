@@ -29,6 +29,8 @@ class RunConfig:
         on_nondeterminism: Whether an operation that torch knows to be non-deterministic raises or only warns.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor.
         graphs: Whether steps on a GPU are replayed from CUDA graphs: "auto" where they can be, True or an error, False.
+        recheck: One of so many steps is computed twice, by different workers; 0: none.
+        tolerate_wrong: How often a worker may be found to compute wrong before it goes.
         image: After how many steps the state on GPUs is copied to the host, where it outlives all workers; "auto": as
             often as costs little; 0: never.
     """
@@ -42,6 +44,8 @@ class RunConfig:
     on_nondeterminism: Literal["error", "warn"]
     arithmetic: Literal["native", "portable"] = "native"
     graphs: Literal["auto"] | bool = "auto"
+    recheck: int = 0
+    tolerate_wrong: int = 0
     image: Literal["auto"] | int = "auto"
 
     @classmethod
@@ -60,7 +64,8 @@ class RunConfig:
 
     def check(self, env: Environment) -> None:
         """Raise ConfigError for a value that makes no sense."""
-        for name, low, high in (("shards", 1, MAX_SHARDS), ("threads", 1, 1024)):
+        counts = (("recheck", 0, 10**9), ("tolerate_wrong", 0, 10**9))
+        for name, low, high in (("shards", 1, MAX_SHARDS), ("threads", 1, 1024), *counts):
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name}={value!r}, expected a whole number from {low} to {high}")

@@ -47,6 +47,8 @@ class Environment:
         faults: Where a test has planted faults for this process.
         standing: Where the group of this worker stands, if there are groups and servers; a text of `plan.groups`.
         job: Tells the job of a launcher from others; None: there is no launcher.
+        recheck: Of how many steps one is computed twice, if the launcher's command line says so.
+        tolerate_wrong: How often a worker may compute wrong, if it says so.
         machines: If workers may be on several machines: on which each of them is; nothing if a supervisor says so.
     """
 
@@ -65,6 +67,8 @@ class Environment:
     faults: Path | None = None
     standing: str | None = None
     job: str | None = None
+    recheck: int | None = None
+    tolerate_wrong: int | None = None
     machines: tuple[int, ...] | None = None
 
 
@@ -107,6 +111,8 @@ def read() -> Environment:
         "faults": Path(faults) if faults else None,
         "standing": os.environ.get("EVENSTEP_STANDING"),
         "job": os.environ.get("EVENSTEP_JOB"),
+        "recheck": _number("EVENSTEP_RECHECK"),
+        "tolerate_wrong": _number("EVENSTEP_TOLERATE_WRONG"),
         "machines": _numbers("EVENSTEP_MACHINES"),
     }
     worker = _number("EVENSTEP_WORKER")
@@ -141,6 +147,8 @@ def worker_variables(
     resume: bool = False,
     standing: str | None = None,
     job: str | None = None,
+    recheck: int | None = None,
+    tolerate_wrong: int | None = None,
     machines: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
@@ -162,6 +170,10 @@ def worker_variables(
         variables["EVENSTEP_JOB"] = job
     if resume:
         variables["EVENSTEP_RESUME"] = "1"
+    if recheck is not None:
+        variables["EVENSTEP_RECHECK"] = str(recheck)
+    if tolerate_wrong is not None:
+        variables["EVENSTEP_TOLERATE_WRONG"] = str(tolerate_wrong)
     if machines is not None:
         variables["EVENSTEP_MACHINES"] = ",".join(map(str, machines))
     return variables

@@ -15,6 +15,7 @@ __all__ = [
     "Stopped",
     "UnreachableError",
     "UnsupportedError",
+    "WrongError",
 ]
 
 
@@ -99,6 +100,12 @@ class UnreachableError(ServerError):
     """There is no server at the address, or it went away and did not come back in time."""
 
     exit_code = 11
+
+
+class WrongError(EvenstepError):
+    """A machine computed wrong, or holds something that is not what it was, and it cannot be made good here."""
+
+    exit_code = 12
 
 
 class Stopped(SystemExit):

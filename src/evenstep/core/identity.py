@@ -4,7 +4,7 @@ import os
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["check_not_a_copy"]
+__all__ = ["check_not_a_copy", "last_core"]
 
 
 def check_not_a_copy(pid: int, who: str) -> None:
@@ -23,3 +23,9 @@ def check_not_a_copy(pid: int, who: str) -> None:
             "with os._exit, or start what it is for as a program of its own (subprocess, or multiprocessing with the "
             "start method spawn)"
         )
+
+
+def last_core() -> int:
+    """The number of the processor core on which this process has run last."""
+    with open("/proc/self/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[36])

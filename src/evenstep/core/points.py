@@ -1,8 +1,9 @@
 """Named points of the code at which a test may let something happen. Outside of tests nothing ever does."""
 
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["POINTS", "arm", "reach"]
+__all__ = ["DATA", "POINTS", "arm", "reach", "touch"]
 
 POINTS = (
     "join",
@@ -21,7 +22,11 @@ POINTS = (
 )
 """All of them, in the order in which a run first comes by."""
 
+DATA = ("gradient", "statistics", "buffer", "parameter", "node", "image")
+"""What passes by where a machine that computes wrong would spoil it."""
+
 _handler: Callable[[str], None] | None = None
+_spoiler: Callable[[str, Any], None] | None = None
 
 
 def reach(point: str) -> None:
@@ -30,7 +35,14 @@ def reach(point: str) -> None:
         _handler(point)
 
 
-def arm(handler: Callable[[str], None] | None) -> None:
-    """Call this at every point from now on; None: nothing."""
-    global _handler
-    _handler = handler
+def touch(what: str, *tensors: Any) -> None:
+    """Tensors pass by, and may be altered in place; they are one of `DATA`."""
+    if _spoiler is not None:
+        for tensor in tensors:
+            _spoiler(what, tensor)
+
+
+def arm(handler: Callable[[str], None] | None, spoiler: Callable[[str, Any], None] | None = None) -> None:
+    """Call these at every point, and with every tensor that passes by, from now on; None: nothing."""
+    global _handler, _spoiler
+    _handler, _spoiler = handler, spoiler

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from evenstep.doctor.facts import Facts, Processor
+from evenstep.arithmetic.processor import Processor
+from evenstep.doctor.facts import Facts
 
 __all__ = ["Finding", "Software", "judge", "judge_software"]
 

@@ -7,35 +7,15 @@ import os
 import platform
 import resource
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from evenstep.core import env
 
-__all__ = ["Facts", "Processor", "read_facts", "read_processor"]
+__all__ = ["Facts", "read_facts"]
 
 T = TypeVar("T")
-_NOTABLE = ("avx2", "fma", "avx512f", "amx_tile")
-
-
-@dataclass(frozen=True)
-class Processor:
-    """Which kind of processor this is.
-
-    Attributes:
-        maker: Such as GenuineIntel or AuthenticAMD.
-        model: Its name, family and number.
-        features: Those of its instruction sets that kernels are chosen by.
-    """
-
-    maker: str
-    model: str
-    features: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.model} ({self.maker}; {' '.join(self.features) or 'no AVX2'})"
 
 
 @dataclass(frozen=True)
@@ -81,20 +61,6 @@ class Facts:
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return asdict(self)
-
-
-def read_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
-    """The processor of this machine."""
-    found = {"vendor_id": platform.machine(), "model name": platform.processor() or "unknown", "flags": ""}
-    with suppress(OSError):
-        for line in cpuinfo.read_text().partition("\n\n")[0].splitlines():
-            key, _, value = line.partition(":")
-            found[key.strip()] = value.strip()
-    which = ", ".join(
-        f"{word} {found[key]}" for key, word in (("cpu family", "family"), ("model", "model")) if key in found
-    )
-    features = tuple(name for name in _NOTABLE if name in found["flags"].split())
-    return Processor(found["vendor_id"], f"{found['model name']}{f', {which}' if which else ''}", features)
 
 
 def read_facts(gpus: tuple[str, ...] = (), proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Facts:

@@ -12,10 +12,11 @@ import torch
 
 from evenstep.arithmetic.portable import Portable
 from evenstep.arithmetic.probe import differing, golden, probe
+from evenstep.arithmetic.processor import Processor, read_processor
 from evenstep.core import env
 from evenstep.core.errors import ConfigError
 from evenstep.doctor.checks import Finding, Software, judge, judge_software
-from evenstep.doctor.facts import Processor, read_facts, read_processor
+from evenstep.doctor.facts import read_facts
 
 __all__ = ["Report", "examine", "read_report"]
 

@@ -5,7 +5,7 @@ and a worker that takes over a shard finds what the one before it left.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,13 @@ class Carries:
         """A step is tried: what an earlier attempt has set is forgotten."""
         for carry in self._slots:
             carry._set.clear()
+
+    def set_here(self) -> Iterator[tuple[int, str, Tensor]]:
+        """What was set here in this step: shards, names and tensors."""
+        for carry in self._slots:
+            for shard, (_, leaves) in sorted(carry._set.items()):
+                for n, leaf in enumerate(leaves):
+                    yield shard, f"{_head(carry._slot)}[{n}]", leaf
 
     def news(self) -> Carried:
         """What was set here in this step."""

@@ -28,6 +28,7 @@ from evenstep.engine.results import ShardResult
 from evenstep.engine.several import Trained
 from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.engine.strangers import Strangers
+from evenstep.engine.witness import Witness
 from evenstep.exchange.surroundings import inside
 
 __all__ = ["Compute", "Samples", "StepFunction", "Work"]
@@ -75,6 +76,8 @@ class Work:
         clipping: What their gradients are limited to.
         scale: What losses are multiplied by before backward; None: nothing.
         keeps: Of buffers that a forward changes, the values of this shard are kept here.
+        witness: Notes what comes of it, if somebody wants to compare.
+        counts: Whether gradients go on to be added up; else only the witness sees them.
     """
 
     version: int
@@ -87,6 +90,8 @@ class Work:
     clipping: Clipping
     scale: float | None = None
     keeps: int | None = None
+    witness: Witness | None = None
+    counts: bool = True
 
     @property
     def where(self) -> str:
@@ -118,7 +123,7 @@ class Compute:
         self._calling = False
         self._strangers = Strangers()
         self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
-        self._arrivals: dict[int, tuple[Trained, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
+        self._arrivals: dict[int, tuple[Work, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
 
     def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
         """Compute the shards of this worker; return how to get what each gave. The optimizer has the gradients then.
@@ -159,13 +164,12 @@ class Compute:
                     loss, metrics = split(value)
                     losses = work.share(shard, loss)
                     self._look_for_strangers(work, losses, [lane])
-                    self._backward(losses, [lane], work.prepared, [shard])
+                    self._backward(losses, [lane], work, [shard])
             except Exception as error:
                 error.add_note(f"in shard {shard} of worker {self.context.worker}, step {work.version}")
                 raise
             lane.pause()
-            if shard == work.keeps:
-                self._models.keep_buffers(lane.buffers_after())
+            self._keep_buffers(work, shard, lane)
             values[shard] = (loss.detached(), metrics)
         return values
 
@@ -189,6 +193,8 @@ class Compute:
         try:
             with self._user_code():
                 crew, rows = self.context.crew(work.sizes), [work.rows(shard) for shard in shards]
+                if work.witness is not None:
+                    crew = work.witness.around(crew, work.where)
                 values = self._lanes.run(shards, lanes, streams, work.where, crew, rows, functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
@@ -197,13 +203,25 @@ class Compute:
             ):  # where no shard here uses a layer's output, other workers still wait for its backward
                 losses.append(token.sum())
             self._look_for_strangers(work, losses, lanes)
-            self._backward(losses, lanes, work.prepared, shards)
+            self._backward(losses, lanes, work, shards)
         except Exception as error:
             error.add_note(f"in worker {self.context.worker}, step {work.version}")
             raise
-        if shards[0] == work.keeps:
-            self._models.keep_buffers(lanes[0].buffers_after())
+        for shard, lane in zip(shards, lanes, strict=True):
+            self._keep_buffers(work, shard, lane)
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
+
+    def _keep_buffers(self, work: Work, shard: int, lane: Lane) -> None:
+        """A shard has left its buffers."""
+        if shard != work.keeps and work.witness is None:
+            return
+        buffers = lane.buffers_after()
+        for buffer in buffers.values():
+            points.touch("buffer", buffer)
+        if work.witness is not None:
+            work.witness.buffers(shard, buffers)
+        if shard == work.keeps:
+            self._models.keep_buffers(buffers)
 
     def _look_for_strangers(self, work: Work, losses: Sequence[Tensor], lanes: Sequence[Lane]) -> None:
         if self._strangers.is_due(work.function):
@@ -219,8 +237,9 @@ class Compute:
         finally:
             self._calling = False
 
-    def _backward(self, losses: list[Tensor], lanes: Sequence[Lane], prepared: Trained, shards: Sequence[int]) -> None:
+    def _backward(self, losses: list[Tensor], lanes: Sequence[Lane], work: Work, shards: Sequence[int]) -> None:
         """One backward for some shards."""
+        prepared = work.prepared
         leaves = [leaf for lane in lanes for name in prepared.names if (leaf := lane.leaves[name]).requires_grad]
         own = [
             p for p in prepared.parameters if p.requires_grad and lanes[0].leaves is not self._models.slots.parameters
@@ -229,7 +248,7 @@ class Compute:
             return
         points.reach("backward")
         index = {name: i for i, name in enumerate(prepared.names)}
-        self._arrivals = {id(lane): (prepared, index, shard) for lane, shard in zip(lanes, shards, strict=True)}
+        self._arrivals = {id(lane): (work, index, shard) for lane, shard in zip(lanes, shards, strict=True)}
         try:
             torch.autograd.backward(losses, inputs=leaves + own)
         finally:
@@ -261,10 +280,15 @@ class Compute:
                     "part, from which run.step goes backward (for smaller micro-batches use more shards)"
                 )
             if found is not None and leaf.grad is not None:
-                prepared, index, shard = found
+                work, index, shard = found
                 gradient, leaf.grad = leaf.grad, None
-                assert not isinstance(prepared.gradients, FlatGradients), "in shared memory gradients come one by one"
-                prepared.gradients.arrive(index[name], shard, gradient)
+                points.touch("gradient", gradient)
+                if work.witness is not None:
+                    work.witness.gradient(shard, name, gradient)
+                if work.counts:
+                    gradients = work.prepared.gradients
+                    assert not isinstance(gradients, FlatGradients), "in shared memory gradients come one by one"
+                    gradients.arrive(index[name], shard, gradient)
 
         requires_grad = leaf.requires_grad
         leaf.requires_grad_(True)  # a hook can be hung on nothing else; it may be unfrozen later

@@ -80,7 +80,9 @@ class Context:
         """How a layer reaches the other workers: only those with samples take part; other shards are rows of zeros."""
         shards = [[k for k in range(first, end) if sizes[k]] for first, end in self.spans]
         shares = [len(theirs) for theirs in shards]
-        present = [k for theirs in shards for k in theirs]
+        present = [k for theirs in shards for k in theirs]  # in the order of the workers
+        active = [rank for rank, theirs in enumerate(shards) if theirs]
+        order = sorted(range(len(active)), key=lambda n: shards[active[n]])  # in that of their shards
         alone = sum(map(bool, shares)) == 1
 
         def gather(tag: str, rows: Tensor) -> Tensor:
@@ -90,15 +92,17 @@ class Context:
                 found = self.meetings.gather(tag, rows, shares)
             else:
                 found = self._group.gather(tag, rows.cpu(), shares).to(rows.device)
-            if len(present) == len(sizes):
+            if present == list(range(len(sizes))):
                 return found
             place, nothing = {k: n for n, k in enumerate(present)}, found.new_zeros(found.shape[1])
             return torch.stack([found[place[k]] if k in place else nothing for k in range(len(sizes))])
 
         def swap(tag: str, mine: Tensor) -> list[Tensor]:
-            return self._group.gather_blobs(tag, mine, [bool(share) for share in shares])
+            found = self._group.gather_blobs(tag, mine, [bool(share) for share in shares])
+            return [found[n] for n in order]
 
-        me = sum(1 for share in shares[: self._group.rank] if share)
+        crew = [active[n] for n in order]
+        me = crew.index(self._group.rank) if self._group.rank in crew else 0
         is_whole = len(present) == sum(map(bool, sizes))
         in_queue = alone or self.meetings is not None
-        return Crew(gather, swap, [theirs for theirs in shards if theirs], me, len(sizes), is_whole, in_queue)
+        return Crew(gather, swap, [shards[rank] for rank in crew], me, len(sizes), is_whole, in_queue)

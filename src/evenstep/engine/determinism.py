@@ -1,6 +1,5 @@
 """What the exactness rests on in this process: set when a run begins, checked at every step, restored at its end."""
 
-import platform
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 
 from evenstep.arithmetic.portable import Portable
+from evenstep.arithmetic.processor import read_processor
 from evenstep.core import env
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError, NondeterminismError
@@ -19,7 +19,7 @@ def profile(config: RunConfig) -> dict[str, Any]:
     """What must be alike on all workers for their bits to agree."""
     cuda = config.device.startswith("cuda")
     portable = config.arithmetic == "portable"
-    here = {**env.kernel_choices(), "processor": torch.backends.cpu.get_cpu_capability() + " " + platform.machine()}
+    here = {**env.kernel_choices(), "processor": f"{read_processor().kind}, {torch.backends.cpu.get_cpu_capability()}"}
     return {
         "shards": config.shards,
         "seed": config.seed,

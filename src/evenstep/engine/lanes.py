@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from evenstep.core import points
 from evenstep.engine.randomness import Stream
 from evenstep.engine.slots import Lane
 from evenstep.exchange.rendezvous import Lead, Participant, Rendezvous
@@ -60,6 +61,7 @@ class LaneSurroundings:
 
     def gather(self, tag: str, rows: Tensor) -> Tensor:
         """See `Surroundings`."""
+        points.touch("statistics", rows)
         return self._crew.gather(self._prefix + tag, rows)
 
     def swap(self, tag: str, mine: Tensor) -> Sequence[Tensor]:

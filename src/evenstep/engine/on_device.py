@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from evenstep.core import points
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.alone import Alone, Meets
 from evenstep.engine.carries import Carries
@@ -55,6 +56,8 @@ class DeviceCompute:
         self._modules = Modules(())
         self._seen: Look | None = None
         self._meetings: Meetings | None = None  # those that graphs have inside
+        device = models.state.memory.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's
 
     def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
         """Launch the shards of this worker; return how to wait for their results. The gradients are on their way then.
@@ -82,13 +85,22 @@ class DeviceCompute:
     def _run_pieces(
         self, work: Work, pieces: Sequence[list[int]], *, spanning: bool
     ) -> Callable[[], dict[int, ShardResult]]:
-        gradients, arrivals = work.prepared.gradients, _Arrivals(self.context.wait)
+        gradients, arrivals = work.prepared.gradients, _Arrivals(self.context.wait, self._stream)
         assert not isinstance(gradients, Gradients), "on a device gradients come all at once"
         for shards in pieces:
             products = self._run(work, shards, arrivals, spanning=spanning)
             for shard, found in zip(shards, products.gradients, strict=True):
-                gradients.take(shard, found)
+                for gradient in found:
+                    points.touch("gradient", gradient)
+                if work.witness is not None:
+                    work.witness.gradients(shard, work.prepared.names, found)
+                if work.counts:
+                    gradients.take(shard, found)
             if products.buffers is not None:
+                for buffer in products.buffers.values():
+                    points.touch("buffer", buffer)
+                if work.witness is not None:
+                    work.witness.buffers(shards[0], products.buffers)
                 self.models.keep_buffers(products.buffers)
         return arrivals.wait
 
@@ -176,18 +188,23 @@ def _as_it_is(mine: bool) -> bool:
 class _Arrivals:
     """The numbers of a step's results on their way to the host."""
 
-    def __init__(self, wait: Callable[[torch.cuda.Event], None]) -> None:
-        self._wait = wait
+    def __init__(self, wait: Callable[[torch.cuda.Event], None], stream: torch.cuda.Stream | None) -> None:
+        self._wait, self._stream = wait, stream
         self._latest: Tensor | None = None
         self._event: torch.cuda.Event | None = None
         self._expected: list[tuple[Tensor, list[int], list[Reading]]] = []
 
     def take(self, numbers: Tensor) -> None:
         """Send numbers to the host; a later call replaces what the same piece has sent before."""
-        on_gpu = numbers.device.type == "cuda"
-        self._latest = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_gpu)
-        self._latest.copy_(numbers, non_blocking=True)
-        if on_gpu:
+        if self._stream is None:
+            self._latest = numbers.clone()
+            return
+        self._latest = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        kept = numbers.clone()  # the next replay writes there
+        self._stream.wait_stream(torch.cuda.current_stream(numbers.device))
+        with torch.cuda.stream(self._stream):  # where an image is on its way to the host, only this waits for it
+            self._latest.copy_(kept, non_blocking=True)
+            kept.record_stream(self._stream)
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._event.record()
 
@@ -321,6 +338,8 @@ class _Joint(_Piece):
         work = self._work
         functions = [lambda shard=shard: self._call(shard) for shard in shards]
         crew = self._compute.context.crew(work.sizes)
+        if work.witness is not None:
+            crew = work.witness.around(crew, work.where)
         rows = [work.rows(shard) for shard in shards]
         values = self._compute.lanes.run(shards, lanes, self._streams, work.where, crew, rows, functions)
         self._conclude(values, lanes[0])

@@ -3,6 +3,7 @@
 How one step goes, on every worker alike:
 
 1. compute (`compute.py`): this worker's shards run forward and backward; gradients flow to their owners meanwhile.
+   Now and then twice, each time by others (`recheck.py`).
 2. result round: everyone's backward is over (so nobody reads version v any more), losses and metrics are shared.
 3. update (`updates.py`): each owner saves version v of what it owns, then lets the optimizer change it.
 4. update round: everyone has updated, and knows what is new in the optimizers' state.
@@ -36,6 +37,7 @@ from evenstep.engine.intake import Intake
 from evenstep.engine.kept import News
 from evenstep.engine.logged import Logged, mean_of_all
 from evenstep.engine.on_device import DeviceCompute
+from evenstep.engine.recheck import Recheck, Trial
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
@@ -99,6 +101,7 @@ class Engine:
         self.context = Context(self.group, self.config.seed)
         self.compute = _compute_for(holdings, self.context)
         self.sharing = Sharing(holdings, updates, self.context)
+        self.recheck = Recheck(holdings, self.sharing, self.compute)
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
         self.determinism = Determinism(self.config)  # last: whatever fails before has changed nothing of the process
@@ -199,15 +202,10 @@ class Engine:
             self.holdings.settle()
             self.holdings.version += 1
             self.logged.settle()
+            self.recheck.committed(self.version)
             return Outcome(torch.tensor(loss, dtype=torch.float64), metrics, norm)
 
-        self.determinism.check()
-        if task.scaling.scale is not None:
-            self.updates.refuse("scaled loss")
-        if not self.ledger.catching_up:
-            self.models.check_versions()
-            for prepared in trained.optimizers:
-                prepared.kept.check_untouched()
+        self._check(task)
         for prepared in trained.optimizers:
             self.intake.take_in_added(prepared)
         operation = Operation(kind, self.version, is_step=True)
@@ -226,8 +224,21 @@ class Engine:
             waited_s, whole_s = self.group.waited_s - waited_s, time.monotonic() - begin
             self.group.board.spend(self.group.worker, Spent(self._compute_s, waited_s, self._update_s, whole_s))
 
+    def _check(self, task: Task) -> None:
+        """See that a step can be done, and that nobody has changed anything since the last."""
+        self.determinism.check()
+        if task.scaling.scale is not None:
+            self.updates.refuse("scaled loss")
+        if self.config.recheck:
+            self.updates.refuse("recheck")
+        if not self.ledger.catching_up:
+            self.models.check_versions()
+            for prepared in task.trained.optimizers:
+                prepared.kept.check_untouched()
+
     def _try(self, kind: str, task: Task) -> Entry:
         points.reach("step begins")
+        points.touch("parameter", *task.trained.parameters)
         self.models.take_buffers()  # of an attempt that came to nothing
         self.holdings.carries.begin()
         self._seconds = []
@@ -238,12 +249,16 @@ class Engine:
         parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
-        keeps = firsts[self.state.sites.members.index(self.state.sites.mine)]
+        keeps = self.state.sites.for_each_rank(firsts)
         work = Work(
             self.version, number, parts, begun.sizes, begun.name, task.function, task.trained, task.clipping,
-            task.scaling.scale, keeps,
+            task.scaling.scale, keeps[self.group.rank],
         )  # fmt: skip
-        report = self._compute(work, task.samples.contents() if self.group.num_workers > 1 else {})
+        contents = task.samples.contents() if self.group.num_workers > 1 else {}
+        if self.recheck.is_due(self.version):
+            report = self.recheck.compute(Trial(work, begun, keeps, lambda work: self._compute(work, contents)))
+        else:
+            report = self._compute(work, contents)
         results, changed = self._share(work, report)
         self.context.check()
         sums = task.trained.gradients.finish()

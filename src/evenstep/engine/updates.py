@@ -36,6 +36,7 @@ Feature = Literal[
     "whole optimizer",
     "scaled loss",
     "carry",
+    "recheck",
 ]
 """What not every kind of run can do: methods of `Run`, and what a script may come with."""
 

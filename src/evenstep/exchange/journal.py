@@ -1,22 +1,26 @@
 """What the workers of a run have done together, in the segment: one entry for every committed operation.
 
 An entry holds what the operation gave to the script (losses, metrics, outputs), so that a worker that starts later can
-run the same script, take the results from here instead of computing them, and come to where the others are.
+run the same script, take the results from here instead of computing them, and come to where the others are. Every entry
+has a checksum, which is verified whenever it is read.
 """
 
 import json
 import os
 import struct
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evenstep.core.errors import WrongError
 from evenstep.exchange.board import Board
 from evenstep.transport.segment import JOURNAL_BEGIN, Segment
 
 __all__ = ["Entry", "Journal"]
 
-_HEAD = struct.Struct("<QQ")  # bytes of the text, bytes of the blob
+_SIZES = struct.Struct("<QQ")  # bytes of the text, bytes of the blob
+_HEAD = struct.Struct("<QQII")  # these, and checksums of them and of both
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,9 @@ class Entry:
     def pack(self) -> bytes:
         """As bytes that say how long they are."""
         text = json.dumps([self.kind, self.value, self.aside]).encode()
-        return _HEAD.pack(len(text), len(self.blob)) + text + self.blob
+        sizes = len(text), len(self.blob)
+        checksums = zlib.crc32(_SIZES.pack(*sizes)), _checksum(text, self.blob)
+        return _HEAD.pack(*sizes, *checksums) + text + self.blob
 
 
 class Journal:
@@ -69,23 +75,43 @@ class Journal:
         self._board.committed = number + count
 
     def read(self, number: int) -> Entry:
-        """The entry of an operation that has been committed."""
+        """The entry of an operation that has been committed.
+
+        Raises:
+            WrongError: It is not what was written.
+        """
         assert number < self.committed, "only what counts is read"
-        begin = self._end_of(number)
-        text_bytes, blob_bytes = _HEAD.unpack(self._pread(_HEAD.size, begin))
-        text = self._pread(text_bytes, begin + _HEAD.size)
-        return _entry(text, self._pread(blob_bytes, begin + _HEAD.size + text_bytes))
+        (entry,) = self.unpack(self._range(number, number + 1))
+        return entry
 
     def packed(self, end: int, begin: int = 0) -> bytes:
-        """The entries from `begin` to `end`, as `unpack` takes them."""
-        first = self._end_of(begin)
-        return self._pread(self._end_of(end) - first, first)
+        """The entries from `begin` to `end`, as `unpack` takes them.
+
+        Raises:
+            WrongError: They are not what was written.
+        """
+        return self._range(begin, end)
+
+    def _range(self, first: int, end: int) -> bytes:
+        """Some entries, as they were written."""
+        try:
+            begin = self._end_of(first)
+            data = self._pread(self._end_of(end) - begin, begin)
+            for _ in _contents(data):
+                pass
+        except ValueError as error:
+            raise WrongError(
+                f"operations {first} to {end - 1} in the journal of this machine are not what was written there "
+                f"({error}): its memory has changed by itself; go on from the last checkpoint, on another (--resume)"
+            ) from None
+        return data
 
     def _end_of(self, number: int) -> int:
         """Where entry `number` begins, which is where the one before it ends."""
         while len(self._ends) <= number:
             begin = self._ends[-1]
-            self._ends.append(begin + _HEAD.size + sum(_HEAD.unpack(self._pread(_HEAD.size, begin))))
+            text_bytes, blob_bytes, _ = _head(self._pread(_HEAD.size, begin), 0)
+            self._ends.append(begin + _HEAD.size + text_bytes + blob_bytes)
         return self._ends[number]
 
     def _pread(self, num_bytes: int, place: int) -> bytes:
@@ -104,18 +130,36 @@ class Journal:
         Raises:
             ValueError: This is no journal.
         """
-        entries, begin = [], 0
-        while begin < len(data):
-            if begin + _HEAD.size > len(data):
-                raise ValueError("it ends in the middle of an entry")
-            text_bytes, blob_bytes = _HEAD.unpack_from(data, begin)
-            begin += _HEAD.size
-            text, begin = data[begin : begin + text_bytes], begin + text_bytes
-            entries.append(_entry(text, data[begin : begin + blob_bytes]))
-            begin += blob_bytes
-        return entries
+        return [_entry(text, blob) for text, blob in _contents(data)]
 
 
 def _entry(text: bytes, blob: bytes) -> Entry:
-    kind, value, *aside = json.loads(text)  # checkpoints of older versions have nothing aside
-    return Entry(kind, value, blob, aside[0] if aside else None)
+    kind, value, aside = json.loads(text)
+    return Entry(kind, value, blob, aside)
+
+
+def _contents(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Texts and blobs, each verified."""
+    begin = 0
+    while begin < len(data):
+        if begin + _HEAD.size > len(data):
+            raise ValueError("it ends in the middle of an entry")
+        text_bytes, blob_bytes, checksum = _head(data, begin)
+        begin += _HEAD.size
+        text, blob = data[begin : begin + text_bytes], data[begin + text_bytes : begin + text_bytes + blob_bytes]
+        if _checksum(text, blob) != checksum:
+            raise ValueError("an entry has another checksum")
+        begin += text_bytes + blob_bytes
+        yield text, blob
+
+
+def _head(data: bytes, begin: int) -> tuple[int, int, int]:
+    """The sizes of an entry, verified, and the checksum of what follows."""
+    text_bytes, blob_bytes, of_sizes, checksum = _HEAD.unpack_from(data, begin)
+    if zlib.crc32(_SIZES.pack(text_bytes, blob_bytes)) != of_sizes:
+        raise ValueError("an entry has another length")
+    return text_bytes, blob_bytes, checksum
+
+
+def _checksum(text: bytes, blob: bytes) -> int:
+    return zlib.crc32(blob, zlib.crc32(text))

@@ -247,4 +247,6 @@ def _job(said: dict[str, Any], num_workers: int) -> Job:
         said["shards"],
         step_timeout_s=said["step_timeout_s"],
         resume=said["resume"],
+        recheck=said["recheck"],
+        tolerate_wrong=said["tolerate_wrong"],
     )

@@ -31,6 +31,8 @@ class Job:
         log_json: Where a line of JSON goes for every step.
         tensorboard: Where event files for TensorBoard go.
         page: The port of the page of the run; 0: any; None: there is none.
+        recheck: Of how many steps one is computed twice; None: the script's.
+        tolerate_wrong: How often a worker may compute wrong before it goes; None: the script's.
         listen: How other machines join; None: none can.
     """
 
@@ -49,4 +51,6 @@ class Job:
     log_json: Path | None = None
     tensorboard: Path | None = None
     page: int | None = None
+    recheck: int | None = None
+    tolerate_wrong: int | None = None
     listen: Listen | None = None

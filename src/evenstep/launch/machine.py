@@ -199,6 +199,8 @@ class Here:
                 standing=job.standing.text() if job.standing is not None else None,
                 job=self._job_name,
                 machines=() if self._machines else None,
+                recheck=job.recheck,
+                tolerate_wrong=job.tolerate_wrong,
             )
             return run_worker(job.script, job.args, variables)
 

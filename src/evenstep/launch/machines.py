@@ -135,6 +135,8 @@ class Machines:
             "arithmetic": self._likeness["arithmetic"],
             "step_timeout_s": job.step_timeout_s,
             "resume": job.resume,
+            "recheck": job.recheck,
+            "tolerate_wrong": job.tolerate_wrong,
             "silence_s": self._listen.silence_s if self._listen is not None else None,
         }
 

@@ -209,6 +209,7 @@ class Roster(NamedTuple):
         stepped: Whether any step has been committed.
         ending: Whether the run is about to end.
         has_stopped: Whether the workers have stopped after a step, as they were asked to.
+        convicted: The places whose workers computed wrong: none of them is taken again.
     """
 
     wanted: int
@@ -222,6 +223,7 @@ class Roster(NamedTuple):
     stepped: bool = False
     ending: Ending = Ending.NONE
     has_stopped: bool = False
+    convicted: tuple[int, ...] = ()
 
     # ---- looking ----
 
@@ -307,6 +309,10 @@ class Roster(NamedTuple):
         roster = self._set(place, given_up=True)
         return roster._set(place, stage=Stage.LEAVES) if leaves else roster
 
+    def convicts(self, place: int) -> "Roster":
+        """A worker computed wrong, as others say, who go on without it: it is not in the next generation, nor later."""
+        return self._replace(convicted=(*self.convicted, place), wanted=max(self.wanted - 1, 1))
+
     def starves(self, place: int) -> "Roster":
         """The system has killed a worker because there was no memory left."""
         return self._set(place, starved=True)
@@ -355,7 +361,7 @@ class Roster(NamedTuple):
         """Go on without a worker, and have another one started in its place."""
         needed = code < 0 and not self.has_stopped and not any(w.is_member for w in self.alive)
         most = 0 if self.ending is Ending.STOPS and not needed else self.max_restarts
-        crowd = len(self.staying) + len(self.starts)
+        crowd = sum(w.place not in self.convicted for w in self.staying) + len(self.starts)
         roster, delay_s, decisions = self, None, []
         if (most is None or self.restarts < most) and crowd < self.wanted:
             failures = self._failures_in(worker.place) + 1
@@ -424,7 +430,7 @@ class Roster(NamedTuple):
     def _is_free(self, place: int) -> bool:
         """Whether nobody is in a place; one that was told to go may still read there."""
         worker = self.of(place)
-        return worker is None or not worker.alive
+        return place not in self.convicted and (worker is None or not worker.alive)
 
     def stop(self) -> Turn:
         """The run shall stop after this step."""
@@ -457,16 +463,17 @@ class Roster(NamedTuple):
         if not self._all_wait():
             asked = any(not w.is_member for w in waiting) or len(self.staying) > self.wanted
             return self, [Regroup(self.generation + 1)] if asked else []
-        home = next((w for w in waiting if w.machine == _HEAD), None)
+        right = [w for w in waiting if w.place not in self.convicted]
+        home = next((w for w in right if w.machine == _HEAD), None)
         if home is None:
             return self._without_head(waiting)
-        waiting = [home, *(w for w in waiting if w is not home)]
-        return self._announce(waiting[: self.wanted], waiting[self.wanted :])
+        chosen = [home, *(w for w in right if w is not home)][: self.wanted]
+        return self._announce(chosen, [w for w in waiting if w not in chosen])
 
     def _without_head(self, waiting: Sequence[Worker]) -> Turn:
         """No worker of the head waits: one may come yet, or the run is over there and so everywhere, or it failed."""
         heads = [worker for worker in self.workers if worker.machine == _HEAD]
-        if self.starts or any(worker.alive for worker in heads):
+        if self.starts or any(worker.alive and worker.place not in self.convicted for worker in heads):
             return self, []
         if not self.is_over:
             return self._fail(heads[-1].place)

@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
@@ -96,6 +97,7 @@ class _Supervisor:
         self._stopped: dict[str, Any] | None = None
         self._checkpoints_asked = 0
         self._deadline: float | None = None
+        self._wrong: Counter[int] = Counter()  # how often the worker of each place computed wrong
         self._events: dict[str, Callable[[Seat, Event], None]] = {
             "progress": lambda _, event: console.progress(Progress(**event["progress"])),
             "made": self._on_made,
@@ -103,6 +105,7 @@ class _Supervisor:
             "waits": self._on_waits,
             "committed": self._on_committed,
             "silent": self._on_silent,
+            "wrong": self._on_wrong,
             "slow": lambda _, event: console.say(event["slow"]),
             "says": lambda _, event: console.say(event["says"]),
             "prints": lambda worker, event: console.print(worker.number, tuple(event["at"]), event["prints"]),
@@ -443,6 +446,16 @@ class _Supervisor:
         culprit = self._seats[event["silent"]]
         if self._of(culprit).alive and not culprit.given_up and not self._of(culprit).waits:
             self._give_up(culprit, "says nothing: " + event["text"])
+
+    def _on_wrong(self, _: Seat, event: Event) -> None:
+        """A worker computed wrong, as the others say. All of them come and wait for the next generation."""
+        place, most = event["wrong"], event["tolerates"]
+        self._wrong[place] += 1
+        if self._wrong[place] > most:
+            self._console.say(f"{event['text']}; it is dismissed, and the others do the step again")
+            self._roster = self._roster.convicts(place)
+        else:
+            self._console.say(f"{event['text']}; tolerated, {self._wrong[place]} of {most}: the step is done again")
 
     def _on_stopped(self, _: Seat, event: Event) -> None:
         self._stopped = event["stopped"]

@@ -23,6 +23,7 @@ from evenstep.core.errors import (
     NondeterminismError,
     PeerError,
     UnsupportedError,
+    WrongError,
 )
 from evenstep.core.events import Event, send
 from evenstep.launch.memory import go_first
@@ -35,7 +36,12 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 """Lets a worker write the stacks of its threads to standard error."""
 
 _OURS = (__file__, run_as_main.__code__.co_filename)
-_MISTAKES = (ConfigError, UnsupportedError, CheckpointError)  # a sentence says it all; a traceback would hide it
+_MISTAKES = (
+    ConfigError,
+    UnsupportedError,
+    CheckpointError,
+    WrongError,
+)  # a sentence says it all; a traceback would hide it
 
 
 def warm_up() -> None:

@@ -3,6 +3,7 @@
 #include <Python.h>
 #include <stdint.h>
 
+#include "caches.h"
 #include "product.h"
 #include "redirect.h"
 
@@ -63,9 +64,22 @@ static PyObject *restore(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static PyObject *pin_caches(PyObject *self, PyObject *args) {
+    const char *library;
+    if (!PyArg_ParseTuple(args, "s", &library)) return NULL;
+    switch (es_pin_caches(library)) {
+        case 0: break;
+        case -1: return PyErr_Format(PyExc_LookupError, "%s is not loaded", library);
+        case -2: return PyErr_SetFromErrno(PyExc_OSError);
+        default: return PyErr_Format(PyExc_LookupError, "%s has no oneDNN whose caches could be pinned", library);
+    }
+    return Py_BuildValue("III", es_cache_bytes(1), es_cache_bytes(2), es_cache_bytes(3));
+}
+
 static PyMethodDef methods[] = {
     {"bits", bits, METH_NOARGS, NULL},
     {"limit_bits", limit_bits, METH_VARARGS, NULL},
+    {"pin_caches", pin_caches, METH_VARARGS, NULL},
     {"product", product, METH_VARARGS, NULL},
     {"redirect", redirect, METH_VARARGS, NULL},
     {"restore", restore, METH_NOARGS, NULL},

@@ -1,7 +1,8 @@
-"""Types of the arithmetic that does not depend on the processor (product.h and redirect.h); addresses are integers."""
+"""Types of the arithmetic of every processor (product.h, caches.h and redirect.h); addresses are integers."""
 
 def bits() -> int: ...
 def limit_bits(most: int, /) -> None: ...
+def pin_caches(library: str, /) -> tuple[int, int, int]: ...
 def product(
     wide: bool,
     m: int,

@@ -1,12 +1,15 @@
 #include "blas.h"
 
 #include <math.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "product.h"
 
 enum { BY_ROWS = 101, PLAIN = 111 }; /* cblas */
 
 #if defined(__x86_64__)
+#include <immintrin.h>
 #define FUSED __attribute__((target("avx2,fma")))
 #else
 #define FUSED
@@ -62,3 +65,55 @@ enum { BY_ROWS = 101, PLAIN = 111 }; /* cblas */
 
 BLAS(float, s, f32, fmaf)
 BLAS(double, d, f64, fma)
+
+void es_spotrf(const char *uplo, const int *n, float *a, const int *lda, int *info) {
+    const int one = 1, size = *n;
+    ptrdiff_t row = (*uplo | 32) == 'l' ? 1 : *lda, column = (*uplo | 32) == 'l' ? *lda : 1;
+    double *l = malloc(((size_t)size * size + 1) * sizeof *l);
+    if (!l) abort();
+    *info = 0;
+    for (int i = 0; i < size && !*info; ++i) {
+        double *mine = l + (ptrdiff_t)i * size;
+        for (int j = 0; j <= i; ++j) {
+            const double *theirs = l + (ptrdiff_t)j * size;
+            double rest = a[i * row + j * column] - es_ddot(&j, mine, &one, theirs, &one);
+            mine[j] = j < i ? rest / theirs[j] : sqrt(rest);
+            if (j == i && !(rest > 0)) *info = i + 1;
+        }
+        for (int j = 0; j <= i; ++j) a[i * row + j * column] = (float)mine[j];
+    }
+    free(l);
+}
+
+#if defined(__x86_64__)
+static inline float widened_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+static inline __attribute__((target("f16c"))) float widened_f16(uint16_t x) { return _cvtsh_ss(x); }
+
+#define HALVES(half, TARGET)                                                                                          \
+    /* The columns, one behind the other. */                                                                          \
+    TARGET static void half##_widen(const uint16_t *from, int rows, int columns, int ld, float *into) {               \
+        for (int j = 0; j < columns; ++j)                                                                             \
+            for (int i = 0; i < rows; ++i) into[(size_t)j * rows + i] = widened_##half(from[(size_t)j * ld + i]);     \
+    }                                                                                                                 \
+                                                                                                                      \
+    void es_gemm_##half(int layout, int transa, int transb, int m, int n, int k, float alpha, const uint16_t *a,      \
+                        int lda, const uint16_t *b, int ldb, float beta, float *c, int ldc) {                         \
+        int rows = layout == BY_ROWS, turn_a = (transa != PLAIN) ^ rows, turn_b = (transb != PLAIN) ^ rows;           \
+        float *left = malloc(((size_t)m * k + (size_t)k * n + 1) * sizeof *left), *right = left + (size_t)m * k;      \
+        if (!left) abort();                                                                                           \
+        half##_widen(a, turn_a ? k : m, turn_a ? m : k, lda, left);                                                   \
+        half##_widen(b, turn_b ? n : k, turn_b ? k : n, ldb, right);                                                  \
+        es_product_f32(m, n, k, alpha, s_matrix(left, turn_a ? k : m, turn_a), s_matrix(right, turn_b ? n : k, turn_b), \
+                       beta, s_matrix(c, ldc, rows));                                                                 \
+        free(left);                                                                                                   \
+    }
+
+HALVES(bf16, FUSED)
+HALVES(f16, __attribute__((target("avx2,f16c"))))
+#endif

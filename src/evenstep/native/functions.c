@@ -3,11 +3,21 @@
 
 #include <math.h>
 
+#define VECTOR(name, mkl)                                                         \
+    void es_vector_##name##f(int count, const float *x, float *y, int64_t mode) { \
+        (void)mode;                                                               \
+        for (int i = 0; i < count; ++i) y[i] = (float)name(x[i]);                 \
+    }                                                                             \
+    void es_vector_##name(int count, const double *x, double *y, int64_t mode) {  \
+        (void)mode;                                                               \
+        for (int i = 0; i < count; ++i) y[i] = name(x[i]);                        \
+    }
+ES_VECTOR(VECTOR)
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 void es_vector_sqrtf(int count, const float *x, float *y, int64_t mode) {
-    (void)mode;
     (void)mode;
     int i = 0;
     for (; i + 4 <= count; i += 4) _mm_storeu_ps(y + i, _mm_sqrt_ps(_mm_loadu_ps(x + i)));
@@ -16,33 +26,17 @@ void es_vector_sqrtf(int count, const float *x, float *y, int64_t mode) {
 
 void es_vector_sqrt(int count, const double *x, double *y, int64_t mode) {
     (void)mode;
-    (void)mode;
     int i = 0;
     for (; i + 2 <= count; i += 2) _mm_storeu_pd(y + i, _mm_sqrt_pd(_mm_loadu_pd(x + i)));
     if (i < count) y[i] = _mm_cvtsd_f64(_mm_sqrt_sd(_mm_setzero_pd(), _mm_set_sd(x[i])));
 }
 #else
-void es_vector_sqrtf(int count, const float *x, float *y, int64_t mode) {
-    (void)mode;
-    (void)mode;
-    for (int i = 0; i < count; ++i) y[i] = sqrtf(x[i]);
-}
-
-void es_vector_sqrt(int count, const double *x, double *y, int64_t mode) {
-    (void)mode;
-    (void)mode;
-    for (int i = 0; i < count; ++i) y[i] = sqrt(x[i]);
-}
+VECTOR(sqrt, Sqrt)
 #endif
 
-void es_vector_atanf(int count, const float *x, float *y, int64_t mode) {
+void es_vector_log(int count, const double *x, double *y, int64_t mode) {
     (void)mode;
-    for (int i = 0; i < count; ++i) y[i] = (float)atan(x[i]);
-}
-
-void es_vector_atan(int count, const double *x, double *y, int64_t mode) {
-    (void)mode;
-    for (int i = 0; i < count; ++i) y[i] = atan(x[i]);
+    for (int i = 0; i < count; ++i) y[i] = log(x[i]);
 }
 
 #define UNARY(name) \

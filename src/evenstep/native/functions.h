@@ -8,11 +8,16 @@
 
 #include <stdint.h>
 
-/* As MKL's functions of vectors; the mode says nothing that would change the result. */
-void es_vector_sqrtf(int count, const float *x, float *y, int64_t mode);
-void es_vector_sqrt(int count, const double *x, double *y, int64_t mode);
-void es_vector_atanf(int count, const float *x, float *y, int64_t mode);
-void es_vector_atan(int count, const double *x, double *y, int64_t mode);
+/* As MKL's functions of vectors, those whose code rests on the processor's approximate reciprocals and roots (of floats,
+ * MKL's logarithm does not); the mode says nothing that would change the result. */
+#define ES_VECTOR(F) F(acos, Acos) F(asin, Asin) F(atan, Atan) F(log10, Log10) F(log2, Log2) F(tan, Tan)
+#define ES_DECLARE(name, mkl)                                                    \
+    void es_vector_##name##f(int count, const float *x, float *y, int64_t mode); \
+    void es_vector_##name(int count, const double *x, double *y, int64_t mode);
+ES_VECTOR(ES_DECLARE)
+ES_DECLARE(sqrt, Sqrt)
+#undef ES_DECLARE
+void es_vector_log(int count, const double *x, double *y, int64_t mode);
 
 /* As in math.h. */
 #define ES_UNARY(F) \

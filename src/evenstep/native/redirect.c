@@ -21,6 +21,7 @@ typedef struct {
     void *ours;
 } function;
 
+#define VECTOR(name, mkl) {"vms" #mkl, (void *)es_vector_##name##f}, {"vmd" #mkl, (void *)es_vector_##name},
 #define FLOAT(name) {#name "f", (void *)es_##name##f},
 static const function functions[] = {
     {"sgemm_", (void *)es_sgemm},
@@ -31,11 +32,12 @@ static const function functions[] = {
     {"ddot_", (void *)es_ddot},
     {"cblas_sgemm_batch", (void *)es_sgemm_batch},
     {"cblas_dgemm_batch", (void *)es_dgemm_batch},
-    {"vmsSqrt", (void *)es_vector_sqrtf},
-    {"vmdSqrt", (void *)es_vector_sqrt},
-    {"vmsAtan", (void *)es_vector_atanf},
-    {"vmdAtan", (void *)es_vector_atan},
-    ES_UNARY(FLOAT) ES_BINARY(FLOAT){"sincosf", (void *)es_sincosf},
+    {"cblas_gemm_bf16bf16f32", (void *)es_gemm_bf16},
+    {"cblas_gemm_f16f16f32", (void *)es_gemm_f16},
+    {"spotrf_", (void *)es_spotrf},
+    {"vmdLn", (void *)es_vector_log},
+    {"vdLn", (void *)es_vector_log}, /* which has no mode */
+    VECTOR(sqrt, Sqrt) ES_VECTOR(VECTOR) ES_UNARY(FLOAT) ES_BINARY(FLOAT){"sincosf", (void *)es_sincosf},
 };
 enum { COUNT = sizeof functions / sizeof functions[0], MAX_SLOTS = 4 * COUNT };
 

@@ -6,8 +6,11 @@ site owners share out the update; every site steps for itself, on the same sums.
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 __all__ = ["Sites"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ class Sites:
     def are_one(self) -> bool:
         """Whether there is only one site."""
         return len(self.members) == 1
+
+    def for_each_rank(self, of_sites: Sequence[T]) -> list[T]:
+        """What each site has, for every worker."""
+        found = {rank: value for ranks, value in zip(self.members, of_sites, strict=True) for rank in ranks}
+        return [found[rank] for rank in range(len(found))]
 
     def takes(self, source: int, only: Collection[int] | None = None) -> bool:
         """Whether this worker takes for its site what a worker of another site has.

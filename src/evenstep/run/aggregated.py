@@ -76,7 +76,7 @@ class AggregatedUpdates:
                 f"run.{what} in a run with a server would need the optimizer's state, which is the server's: it "
                 "keeps and restores it by --directory, --snapshot-every and --durable"
             )
-        if what != "weighted loss":
+        if what not in ("weighted loss", "recheck"):
             refuse(what, WITH_SERVERS)
 
     # ---- the server ----

@@ -76,7 +76,8 @@ def agree(ledger: Ledger, config: RunConfig, worker: int) -> None:
 def _compare(worker: int, mine: dict[str, Any], first: dict[str, Any]) -> None:
     for key, value in mine.items():
         if value != first[key]:
+            unlike = ", or with arithmetic='portable' on unlike processors" if key == "processor" else ""
             raise ConfigError(
                 f"worker {worker} has {key}={value!r} but worker 0 has {first[key]!r}; "
-                "all workers must run the same script on the same kind of machine"
+                f"all workers must run the same script on the same kind of machine{unlike}"
             )

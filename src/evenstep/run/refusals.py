@@ -26,6 +26,10 @@ WITH_SERVERS: Mapping[Feature, str] = {
     "scaled loss": (
         "run.step(scaler=...) in a run with servers, which get gradients and cannot skip a step; train in bfloat16"
     ),
+    "recheck": (
+        "recheck in a run with servers, to which gradients go while they are computed, before anybody could compare "
+        "them; train without servers, or with Server(..., aggregate=True)"
+    ),
     "whole optimizer": "prepare(..., whole=True) in a run with servers, which step what they hold; leave it out",
     "weighted loss": (
         "the step function returned an evenstep.Loss, but in this run gradients leave the workers before the weights "

@@ -75,6 +75,10 @@ class Run:
             changes what the bits rest on; "warn" only says so.
         graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
             makes it an error where they cannot; False never does.
+        recheck: Compute one of so many steps twice before it commits, by different workers, to find a machine that
+            computes wrong; 0: none. See docs/wrong-machines.md. `evenstep run --recheck` goes before it.
+        tolerate_wrong: How often a worker may be found to compute wrong before it is dismissed; such a step is done
+            again in any case.
         image: On a GPU, after how many steps the state is copied to the host, where it outlives all workers; "auto": as
             often as costs at most 2 % of a step; 0: never, and a run that loses all workers goes on from a checkpoint.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
@@ -106,6 +110,8 @@ class Run:
         graphs: Literal["auto"] | bool = "auto",
         image: Literal["auto"] | int = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
+        recheck: int = 0,
+        tolerate_wrong: int = 0,
         server: Server | str | None = None,
     ) -> None:
         self._env = env = environment.read()
@@ -121,6 +127,8 @@ class Run:
             graphs=graphs,
             image=image,
             arithmetic=arithmetic,
+            recheck=recheck if self._env.recheck is None else self._env.recheck,
+            tolerate_wrong=tolerate_wrong if self._env.tolerate_wrong is None else self._env.tolerate_wrong,
         )
         self.grad_norm: float | None = None
         server = Server.of(server)

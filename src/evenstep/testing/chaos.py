@@ -24,7 +24,7 @@ from evenstep.core.points import POINTS
 from evenstep.testing import faults, training
 from evenstep.testing.faults import Fault
 
-__all__ = ["Result", "main", "plan", "under"]
+__all__ = ["Result", "fingerprint_of", "main", "plan", "run", "under"]
 
 _KINDS = {"kill": 10, "kill all": 1, "stop": 1, "slow": 3, "raise": 3, "exit": 2, "scale": 4}
 _RARE = ("join", "recover")  # points that nobody comes by unless somebody else has died or come
@@ -80,13 +80,13 @@ def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, time
         timeout_s: What the run may take.
     """
     script = [training.__file__, name, "--steps", str(steps)]
-    quiet = _run([sys.executable, *script], {}, timeout_s)
+    quiet = run([sys.executable, *script], {}, timeout_s)
     script += ["--checkpoints", str(directory / "checkpoints")]
     begin = time.monotonic()
     launcher = [sys.executable, "-m", "evenstep", "run", "-n", "3", "--step-timeout", "10"]
-    wild = _run([*launcher, *script], faults.plant(planned, directory, in_order=True), timeout_s)
+    wild = run([*launcher, *script], faults.plant(planned, directory, in_order=True), timeout_s)
     return Result(
-        _fingerprint(quiet) == _fingerprint(wild) and wild.returncode == 0,
+        fingerprint_of(quiet) == fingerprint_of(wild) and wild.returncode == 0,
         Counter(planned[number].kind for number in faults.struck(directory)),
         [float(s) for s in re.findall(r"committed, ([\d.]+) s after", wild.stderr)],
         time.monotonic() - begin,
@@ -94,7 +94,8 @@ def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, time
     )
 
 
-def _run(command: Sequence[str], variables: dict[str, str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
+def run(command: Sequence[str], variables: dict[str, str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
+    """Run a command with these variables in addition; whatever it starts is gone when this returns."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -108,7 +109,8 @@ def _run(command: Sequence[str], variables: dict[str, str], timeout_s: float) ->
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _fingerprint(done: "subprocess.CompletedProcess[str]") -> str | None:
+def fingerprint_of(done: "subprocess.CompletedProcess[str]") -> str:
+    """The fingerprint that a command has printed last, or why there is none."""
     lines = [line for line in done.stdout.splitlines() if line.startswith("fingerprint ")]
     return lines[-1] if lines else f"none, exit code {done.returncode}"
 

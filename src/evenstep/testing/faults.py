@@ -11,15 +11,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from evenstep.core import points
 from evenstep.core.control import ask
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Fault", "InjectedError", "arm", "plant", "struck"]
+__all__ = ["Fault", "InjectedError", "arm", "flip", "plant", "struck"]
 
-Kind = Literal["kill", "kill all", "stop", "slow", "raise", "exit", "scale"]
+Kind = Literal["kill", "kill all", "stop", "slow", "raise", "exit", "scale", "flip"]
 VARIABLE = "EVENSTEP_FAULTS"
 
 
@@ -33,13 +33,16 @@ class Fault:
 
     Attributes:
         kind: "kill" (SIGKILL), "kill all" (that for every worker), "stop" (SIGSTOP), "slow" (sleeps), "raise" (an
-            exception), "exit" (exit code 3) or "scale" (asks the supervisor for another number of workers).
-        point: Where; one of `POINTS`.
+            exception), "exit" (exit code 3), "scale" (asks the supervisor for another number of workers) or "flip" (one
+            bit of a tensor that passes by is another one then).
+        point: Where; one of `POINTS`, and for "flip" one of `DATA`.
         visit: At which visit of this point by the worker's process, counted from 1; in a plan that is in order, from
             the fault before.
         worker: To whom; None: whoever comes first.
         seconds: How long "slow" sleeps.
         workers: How many "scale" asks for.
+        bit: Which bit "flip" turns over, counted through the tensor's bytes; beyond its end, from the beginning again.
+        lasting: Whether "flip" does so at every visit from then on, in the process that it has struck.
     """
 
     kind: Kind
@@ -48,6 +51,8 @@ class Fault:
     worker: int | None = None
     seconds: float = 0.2
     workers: int = 1
+    bit: int = 0
+    lasting: bool = False
 
 
 def plant(faults: Sequence[Fault], directory: Path, *, in_order: bool = False) -> dict[str, str]:
@@ -62,8 +67,9 @@ def plant(faults: Sequence[Fault], directory: Path, *, in_order: bool = False) -
         ConfigError: A fault names a point that there is not.
     """
     for fault in faults:
-        if fault.point not in points.POINTS:
-            raise ConfigError(f"there is no point {fault.point!r}; expected one of {', '.join(points.POINTS)}")
+        known = points.DATA if fault.kind == "flip" else points.POINTS
+        if fault.point not in known:
+            raise ConfigError(f"there is no point {fault.point!r}; expected one of {', '.join(known)}")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "plan.json").write_text(json.dumps([in_order, [asdict(fault) for fault in faults]]))
     return {VARIABLE: str(directory)}
@@ -76,26 +82,66 @@ def struck(directory: Path) -> list[int]:
 
 def arm(directory: Path, worker: int) -> None:
     """Let the faults of a plan strike in this process."""
-    in_order, plan = json.loads((directory / "plan.json").read_text())
-    faults = [Fault(**fault) for fault in plan]
-    visits: dict[str, int] = {}
-    behind = 0  # in order: how many have struck
+    planted = _Planted(directory, worker)
+    points.arm(planted.visit, planted.visit)
 
-    def reached(point: str) -> None:
-        nonlocal behind
-        while in_order and behind < len(faults) and (directory / f"struck.{behind}").exists():
-            behind += 1
-            visits.clear()
-        visits[point] = visits.get(point, 0) + 1
-        for number in [behind] if in_order else range(len(faults)):
-            fault = faults[number] if number < len(faults) else None
-            if fault is None or fault.point != point or fault.worker not in (None, worker):
-                continue
-            now = visits[point] >= fault.visit if in_order else visits[point] == fault.visit
-            if now and _claim(directory / f"struck.{number}"):
-                _strike(fault)
 
-    points.arm(reached)
+class _Planted:
+    """The faults of a plan, as one process meets them."""
+
+    def __init__(self, directory: Path, worker: int) -> None:
+        self._directory, self._worker = directory, worker
+        self._in_order, plan = json.loads((directory / "plan.json").read_text())
+        self._faults = [Fault(**fault) for fault in plan]
+        self._visits: dict[str, int] = {}
+        self._behind = 0  # in order: how many have struck
+        self._lasting: list[Fault] = []
+
+    def visit(self, point: str, tensor: Any = None) -> None:
+        """The process comes by a point, perhaps with a tensor."""
+        if point in points.DATA and (tensor is None or not tensor.numel()):
+            return
+        for fault in self._lasting:
+            if fault.point == point:
+                flip(tensor, fault.bit)
+        self._visits[point] = 1 + self._visits_of(point)
+        for number in [self._behind] if self._in_order else range(len(self._faults)):
+            if number < len(self._faults) and self._is_time(self._faults[number], point):
+                self._strike(number, tensor)
+
+    def _visits_of(self, point: str) -> int:
+        while self._in_order and self._behind < len(self._faults) and self._path(self._behind).exists():
+            self._behind += 1
+            self._visits.clear()
+        return self._visits.get(point, 0)
+
+    def _is_time(self, fault: Fault, point: str) -> bool:
+        if fault.point != point or fault.worker not in (None, self._worker):
+            return False
+        visits = self._visits[point]
+        return visits >= fault.visit if self._in_order else visits == fault.visit
+
+    def _strike(self, number: int, tensor: Any) -> None:
+        if _claim(self._path(number)):
+            fault = self._faults[number]
+            if fault.lasting:
+                self._lasting.append(fault)
+            _strike(fault, tensor)
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"struck.{number}"
+
+
+def flip(tensor: Any, bit: int) -> None:
+    """Turn over one bit of a tensor, wherever it is; beyond its end, counted from the beginning again."""
+    import torch  # here: who plants faults need not have it
+
+    number, within = divmod(bit % (8 * tensor.numel() * tensor.element_size()), 8 * tensor.element_size())
+    data = tensor.data  # torch does not count this as a change, and neither does a machine
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(number), data.shape)) if data.ndim else ()
+    element = data[index].cpu().reshape(1).clone()
+    element.view(torch.uint8)[within // 8] ^= 1 << within % 8
+    data[index] = element[0].to(data.device)
 
 
 def _claim(path: Path) -> bool:
@@ -106,7 +152,7 @@ def _claim(path: Path) -> bool:
     return True
 
 
-def _strike(fault: Fault) -> None:
+def _strike(fault: Fault, tensor: Any = None) -> None:
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "kill all":
@@ -122,5 +168,7 @@ def _strike(fault: Fault) -> None:
         os._exit(3)
     elif fault.kind == "scale":
         ask({"scale": fault.workers}, os.getppid())
+    elif fault.kind == "flip":
+        flip(tensor, fault.bit)
     else:
         raise InjectedError(f"a fault was planted at '{fault.point}'")

@@ -4,6 +4,8 @@ There are two lanes, so that a large range on its way does not hold up what work
 """
 
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -12,7 +14,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from evenstep.core import points
 from evenstep.core.errors import ConfigError
+from evenstep.native import core
 
 __all__ = [
     "BACKENDS",
@@ -22,6 +26,7 @@ __all__ = [
     "GlooLinks",
     "Link",
     "Links",
+    "SealedLinks",
     "address_towards",
     "check_backend",
     "connect",
@@ -31,6 +36,8 @@ __all__ = [
 WORDS, RANGES = 0, 1
 LANES = 2
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
+_SEAL_BYTES = 8
+_TOGETHER_BYTES = 1 << 16  # up to here a message is copied, to go as one with its checksum
 _FOREVER = timedelta(days=365)  # who is lost is not for us to find out
 
 
@@ -154,6 +161,66 @@ class _OtherLinks:
             data.copy_(staged)
 
 
+class SealedLinks:
+    """Links whose messages carry a checksum; see `Links`. What was altered on its way is not taken in.
+
+    Args:
+        links: Those that carry the bytes.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links, self.machine, self.count = links, links.machine, links.count
+
+    def send(self, machine: int, lane: int, data: Tensor) -> Link:
+        """See `Links`."""
+        seal = _seal(data)
+        if data.numel() <= _TOGETHER_BYTES:
+            whole = torch.cat([data, seal])
+            return _Sent([self._links.send(machine, lane, whole)], [whole])
+        return _Sent([self._links.send(machine, lane, each) for each in (data, seal)], [data, seal])
+
+    def receive(self, machine: int, lane: int, data: Tensor) -> None:
+        """See `Links`.
+
+        Raises:
+            RuntimeError: The other machine is lost, or what has come is not what it sent.
+        """
+        if data.numel() <= _TOGETHER_BYTES:
+            whole = torch.empty(data.numel() + _SEAL_BYTES, dtype=torch.uint8)
+            self._links.receive(machine, lane, whole)
+            seal = whole[data.numel() :]
+            data.copy_(whole[: data.numel()])
+        else:
+            seal = torch.empty(_SEAL_BYTES, dtype=torch.uint8)
+            self._links.receive(machine, lane, data)
+            self._links.receive(machine, lane, seal)
+        if lane == RANGES:
+            points.touch("node", data)
+        if not torch.equal(_seal(data), seal):
+            raise RuntimeError(
+                f"{data.numel()} bytes that machine {machine} sent to machine {self.machine} are not what has come: "
+                "their checksums differ, so one of both, or what is between them, alters data"
+            )
+
+
+def _seal(data: Tensor) -> Tensor:
+    number = core.checksum(data.data_ptr(), data.numel())
+    return torch.frombuffer(bytearray(number.to_bytes(_SEAL_BYTES, "little")), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message on its way, and the memory that must stay until it has left."""
+
+    links: Sequence[Link]
+    held: Sequence[Tensor]
+
+    def wait(self) -> None:
+        """See `Link`."""
+        for link in self.links:
+            link.wait()
+
+
 def connect(backend: str, store: Any, machine: int, count: int, address: str | None, timeout_s: float) -> Links:
     """Connect this machine with all others; blocks until all have come.
 
@@ -161,8 +228,8 @@ def connect(backend: str, store: Any, machine: int, count: int, address: str | N
         RuntimeError: They did not come in time.
     """
     if backend == "gloo":
-        return GlooLinks(store, machine, count, address, timeout_s)
-    return _OtherLinks(backend, store, machine, count, timeout_s)
+        return SealedLinks(GlooLinks(store, machine, count, address, timeout_s))
+    return SealedLinks(_OtherLinks(backend, store, machine, count, timeout_s))
 
 
 def check_backend(backend: str) -> None:

@@ -1,0 +1,135 @@
+"""The state at rest: whether it is what the last step left, and the same on all sites.
+
+Digests are made before a step that is computed twice: when the step before it has committed, when it begins, and before
+it updates anything. The workers of a site share out the tensors; one number for all of them is compared, and only if
+that differs the single ones are looked at. A site that differs takes the state anew from one that is right; where there
+is no other the run stops, for nothing doubtful is committed.
+"""
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import xor
+
+import torch
+
+from evenstep.core.checksum import checksums
+from evenstep.core.errors import WrongError
+from evenstep.core.output import say
+from evenstep.engine.elements import first_difference
+from evenstep.engine.holdings import Holdings
+from evenstep.engine.place import place_of
+from evenstep.engine.randomness import derive
+from evenstep.plan.agreement import right_copy
+
+__all__ = ["Custody"]
+
+
+class Custody:
+    """Looks after the state of one site. All workers must call everything here alike, unless it says otherwise.
+
+    Args:
+        holdings: Whose state.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings, self._group, self._state = holdings, holdings.group, holdings.state
+        self._noted: tuple[tuple[int, int], dict[str, int]] | None = None
+
+    def note(self) -> None:
+        """Remember what this worker's share of the state is now: an operation has just been committed. Asks nobody."""
+        self._noted = (self._group.generation, self._state.operation + 1), self._digests()
+
+    def _moment(self) -> tuple[int, int]:
+        """In which operation, and among which workers, this is."""
+        return self._group.generation, self._state.operation
+
+    def _digests(self) -> dict[str, int]:
+        """Of this worker's share of its site's tensors."""
+        mine = self._state.sites.mine
+        names = sorted(self._state.tensors())[mine.index(self._group.rank) :: len(mine)]
+        tensors = [self._state.entries[name].live for name in names]
+        found: dict[str, int] = {}
+        for on_host in (True, False):  # the plain numbers of an optimizer lie on the host
+            there = [n for n, t in enumerate(tensors) if (t.device.type == "cpu") == on_host]
+            if there:
+                numbers = checksums([tensors[n] for n in there])
+                found |= {names[n]: number for n, number in zip(there, numbers, strict=True)}
+        return found
+
+    def check(self, where: str) -> None:
+        """See that the state is what it was, and alike on all sites; make it so where that can be done.
+
+        Args:
+            where: The step, in words.
+
+        Raises:
+            WrongError: It cannot.
+        """
+        now = self._digests()
+        noted = self._noted[1] if self._noted is not None and self._noted[0] == self._moment() else now
+        changed = sorted(name for name, digest in now.items() if noted.get(name) != digest)
+        self._noted = self._moment(), now
+        root = reduce(xor, (derive(name, digest) for name, digest in now.items()), 0)
+        of_all = self._group.gather_json(where + "state", [root, changed])
+        sites = self._state.sites.members
+        roots = [reduce(xor, (of_all[rank][0] for rank in ranks)) for ranks in sites]
+        sound = [not any(of_all[rank][1] for rank in ranks) for ranks in sites]
+        if all(sound) and len(set(roots)) == 1:
+            return
+        right = right_copy(roots, sound)
+        if right is None or len(sites) == 1:
+            raise WrongError(self._sentence(where, [of_all[rank][1] for ranks in sites for rank in ranks]))
+        self._mend(where, now, roots.index(right), [n for n, root in enumerate(roots) if root != right])
+
+    def _sentence(self, where: str, changed: list[list[str]]) -> str:
+        places = self._group.gather_json(where + "places", place_of(self._holdings.memory.device))
+        step = where.removesuffix(": ")
+        for rank, names in enumerate(changed):
+            if names:
+                return (
+                    f"at {step} '{names[0]}' is not what the step before has left, and nobody else has it: the memory "
+                    f"of worker {self._group.members[rank]} ({places[rank]}) has changed by itself. Nothing is "
+                    "committed; go on from the last checkpoint, on another machine (--resume)"
+                )
+        return (
+            f"at {step} the sites hold different states and there is no majority, so one of them has updated wrong and "
+            f"nobody can say which ({'; '.join(places)}). Nothing is committed; go on from the last checkpoint, "
+            "without one of them (--resume)"
+        )
+
+    def _mend(self, where: str, now: Mapping[str, int], source: int, wrong: list[int]) -> None:
+        """Give sites that differ the state of one that is right, and say what differed."""
+        sites = self._state.sites
+        digests: dict[int, dict[str, int]] = {}
+        of_all = self._group.gather_json(where + "digests", dict(now))
+        for n in (source, *wrong):
+            digests[n] = {name: digest for rank in sites.members[n] for name, digest in of_all[rank].items()}
+        places = self._group.gather_json(where + "places", place_of(self._holdings.memory.device))
+        for n in wrong:
+            names = sorted(name for name in digests[source] if digests[n].get(name) != digests[source][name])
+            entries = [self._state.entries[name] for name in names]
+            here, there = sites.members[n][0], sites.members[source][0]
+            tensor = entries[0].live if self._group.rank in (here, there) else None
+            element = first_difference(
+                self._group,
+                where + "difference",
+                tensor if self._group.rank == here else None,
+                tensor if self._group.rank == there else None,
+            )
+            if self._group.rank == here:
+                self._state.save(entries)
+            self._state.spread(where + "state anew", entries, there)
+            if self._group.rank == 0:
+                who = f"worker {self._group.members[here]} ({places[here]})"
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                step = where.removesuffix(": ")
+                self._tell(f"at {step} {who} holds a wrong '{names[0]}'{more}: {element}; it takes the state anew")
+        with torch.no_grad():
+            self._state.pull()
+        self._noted = self._moment(), self._digests()
+
+    def _tell(self, text: str) -> None:
+        if self._group.elastic:
+            self._group.tell({"says": text})
+        else:
+            say(text)

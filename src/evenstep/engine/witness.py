@@ -1,0 +1,131 @@
+"""Notes what a computation of some shards gives, so that another computation of them can be compared with it.
+
+For every shard that is a *trail* (`plan/verdict.py`): digests of its samples, of what it offered to other shards, and
+of its loss, metrics, gradients and buffers. Of what is noted copies are kept, as far as there is room, to show the very
+element that differs.
+"""
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from evenstep.core.checksum import checksums
+from evenstep.engine.lanes import Crew
+from evenstep.engine.results import ShardResult
+from evenstep.plan.verdict import Trail
+
+__all__ = ["Witness"]
+
+_KEPT_BYTES = 1 << 28
+
+
+class Witness:
+    """Of the shards that one worker computes in one pass.
+
+    Args:
+        shards: Which ones.
+        wanted: Of which items, by shard and name, copies are kept in any case; of others as far as there is room.
+    """
+
+    def __init__(self, shards: Sequence[int], wanted: Collection[tuple[int, str]] = ()) -> None:
+        self._shards, self._wanted = list(shards), wanted
+        self._room = _KEPT_BYTES
+        self._last: dict[int, list[tuple[str, int]]] = {shard: [] for shard in self._shards}
+        self._stages: dict[int, list[list[tuple[str, int]]]] = {shard: [] for shard in self._shards}
+        self._copies: dict[tuple[int, str], Tensor] = {}
+
+    # ---- what is noted ----
+
+    def samples(self, shard: int, part: object) -> None:
+        """What a shard is computed of."""
+        tensors = [leaf for leaf in pytree.tree_leaves(part) if isinstance(leaf, Tensor)]
+        self._stages[shard].append([self._item(shard, f"samples[{n}]", leaf) for n, leaf in enumerate(tensors)])
+
+    def around(self, crew: Crew, prefix: str) -> Crew:
+        """A crew that notes what the shards here offer to others.
+
+        Where there are no others nothing is told apart; nor where a CUDA graph offers it, which nobody can see.
+
+        Args:
+            crew: The crew.
+            prefix: What the tags of the step's exchanges begin with.
+        """
+        if crew.alone or crew.in_queue:
+            return crew
+
+        def gather(tag: str, rows: Tensor) -> Tensor:
+            for shard, row in zip(self._shards, rows, strict=True):
+                self._stages[shard].append([self._item(shard, f"statistics of '{tag.removeprefix(prefix)}'", row)])
+            return crew.gather(tag, rows)
+
+        def swap(tag: str, mine: Tensor) -> Sequence[Tensor]:
+            for shard in self._shards:
+                self._stages[shard].append([self._item(shard, f"what '{tag.removeprefix(prefix)}' sends", mine)])
+            return crew.swap(tag, mine)
+
+        return replace(crew, gather=gather, swap=swap)
+
+    def gradient(self, shard: int, name: str, gradient: Tensor) -> None:
+        """A gradient of a shard, before it is added to any other; in any order."""
+        self._last[shard].append(self._item(shard, f"gradient of '{name}'", gradient))
+
+    def gradients(self, shard: int, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+        """All gradients of a shard at once: their digests are made together, where they are."""
+        found = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+        if found:
+            for name, number in zip(found, checksums(list(found.values())), strict=True):
+                self._keep(shard, f"gradient of '{name}'", found[name])
+                self._last[shard].append((f"gradient of '{name}'", number))
+
+    def buffers(self, shard: int, buffers: Mapping[str, Tensor]) -> None:
+        """What a shard's forward has left in the buffers."""
+        self._last[shard] += [self._item(shard, f"buffer '{name}'", buffer) for name, buffer in buffers.items()]
+
+    def carried(self, shard: int, name: str, tensor: Tensor) -> None:
+        """What a shard hands on to the next step."""
+        self._last[shard].append(self._item(shard, name, tensor))
+
+    def results(self, results: Mapping[int, ShardResult]) -> None:
+        """What the step function gave."""
+        for shard, result in results.items():
+            means = {"loss": result.loss, **{f"metric '{name}'": mean for name, mean in result.metrics.items()}}
+            for name, mean in means.items():
+                tensor = torch.tensor([mean.total, float(mean.weight)], dtype=torch.float64)
+                self._last[shard].append(self._item(shard, name, tensor))
+            for name, text in result.notes.items():
+                self._last[shard].append((f"note '{name}'", _hash(text)))
+
+    def _item(self, shard: int, name: str, tensor: Tensor) -> tuple[str, int]:
+        self._keep(shard, name, tensor)
+        return name, checksums([tensor])[0]
+
+    def _keep(self, shard: int, name: str, tensor: Tensor) -> None:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes <= self._room or (shard, name) in self._wanted:
+            self._room -= num_bytes
+            self._copies[shard, name] = tensor.detach().to("cpu", copy=True)
+
+    # ---- what it came to ----
+
+    def trails(self) -> dict[int, Trail]:
+        """Of every shard. Gradients come in any order, so what a shard gave is sorted."""
+        return {
+            shard: (*(tuple(stage) for stage in stages), tuple(sorted(self._last[shard])))
+            for shard, stages in self._stages.items()
+        }
+
+    def digests(self) -> dict[int, int]:
+        """One number for the trail of every shard."""
+        return {shard: _hash(repr(trail)) for shard, trail in self.trails().items()}
+
+    def copy(self, shard: int, item: str) -> Tensor | None:
+        """An item as it was, if it was kept."""
+        return self._copies.get((shard, item))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

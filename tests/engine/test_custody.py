@@ -1,0 +1,150 @@
+"""State that changes by itself is found: on one site the run stops, among several the one that differs is mended."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from recorders import FakeRecorder
+from workshop import Batch, Worker, network, samples
+
+import evenstep
+from evenstep.core import points
+from evenstep.core.errors import WrongError
+from evenstep.engine import holdings as holdings_module
+from evenstep.engine import step as step_module
+from evenstep.testing.faults import flip
+from evenstep.transport.memory import DeviceMemory
+from workers import WorkersFailed, run_workers
+
+
+def loss_of(model):
+    return lambda part: torch.nn.functional.cross_entropy(model(part[0]), part[1])
+
+
+@pytest.fixture
+def worker_of(holdings_of):
+    """A worker with batch norm and Adam, so that there is state of every kind, whose steps are all rechecked."""
+    with ExitStack() as stack:
+
+        def make(**changes):
+            model = network(norm=True)
+            (holdings,) = holdings_of(recheck=1, **changes)
+            worker = stack.enter_context(Worker(holdings, model, torch.optim.Adam(model.parameters(), 0.1)))
+            for step in range(2):
+                worker.step(Batch(*samples(seed=step)), loss_of(model))
+            return worker
+
+        yield make
+
+
+def names_of_state():
+    buffers = ["running_mean", "running_var", "num_batches_tracked"]
+    return ["model.0.weight", *(f"model.1.{name}" for name in buffers), "optimizer.model.2.bias.exp_avg_sq"]
+
+
+@pytest.mark.parametrize("name", names_of_state())
+def test_a_bit_that_has_changed_since_the_last_step_is_found_and_named(worker_of, name):
+    worker = worker_of()
+    flip(worker.engine.state.entries[name].live, 3)
+    with pytest.raises(WrongError, match=f"at step 2 '{name}' is not what the step before has left.*worker 0 .machine"):
+        worker.step(Batch(*samples()), loss_of(worker.model))
+    assert worker.engine.version == 2
+
+
+@pytest.mark.parametrize("visit", [1, 5, 8])
+def test_and_so_is_one_that_changes_while_the_step_is_computed(worker_of, visit):
+    worker, visits = worker_of(), []
+
+    def strike(point):
+        visits.append(point)
+        if visits.count("forward") == visit and point == "forward":
+            flip(worker.engine.state.entries["model.0.weight"].live, 50)
+
+    points.arm(strike)
+    try:
+        with pytest.raises(WrongError, match=r"at step 2 'model\.0\.weight' is not what the step before has left"):
+            worker.step(Batch(*samples()), loss_of(worker.model))
+    finally:
+        points.arm(None)
+
+
+def test_what_is_changed_as_it_should_be_is_no_fault(worker_of):
+    worker = worker_of()
+    worker.engine.edit(lambda: worker.model[0].weight.zero_(), 1)
+    worker.step(Batch(*samples()), loss_of(worker.model))
+    assert worker.engine.version == 3
+
+
+# ---- several sites: each with the whole state ----
+
+
+def several(num_workers, spoil, steps=4):
+    """Train on sites of one worker each; `spoil(site, version, engine)` is called before every step."""
+
+    def body(worker):
+        with evenstep.Run(shards=4, seed=1, quiet=True, timeout_s=10.0, recheck=1) as run:
+            model, _ = run.prepare(model := network(norm=True), torch.optim.Adam(model.parameters(), 0.1))
+            for step in range(steps):
+                spoil(worker, step, run._engine)
+                run.step(samples(8, seed=step), lambda part: loss_of(model)(part))
+            return run.fingerprint()
+
+    return run_workers(num_workers, body)
+
+
+@pytest.fixture
+def sites(monkeypatch):
+    """Every worker has a memory of its own, as if it were a GPU."""
+    monkeypatch.setattr(holdings_module, "_memory_of", lambda device, segment: DeviceMemory(torch.device("cpu")))
+    monkeypatch.setattr(step_module, "CudaRecorder", lambda device: FakeRecorder())
+
+
+@pytest.mark.parametrize(("num_workers", "culprit"), [(2, 1), (3, 0), (3, 2)])
+def test_a_site_that_differs_takes_the_state_anew(sites, capfd, num_workers, culprit):
+    expected = several(num_workers, lambda *_: None)
+    assert len(set(expected)) == 1
+    assert capfd.readouterr().err == ""
+
+    def spoil(worker, version, engine):
+        if (worker, version) == (culprit, 2):
+            flip(engine.state.entries["optimizer.model.0.weight.exp_avg"].live, 77)
+            flip(engine.state.entries["model.2.bias"].live, 3)
+
+    assert several(num_workers, spoil) == expected
+    said = capfd.readouterr().err
+    assert f"at step 2 worker {culprit} (machine" in said
+    assert "holds a wrong 'model.2.bias' and 1 more: element [0] is " in said
+    assert "it takes the state anew" in said
+
+
+def test_one_that_has_updated_wrong_is_outvoted_by_two(sites, capfd):
+    expected = several(3, lambda *_: None)
+
+    def spoil(worker, version, engine):
+        if (worker, version) == (1, 2):
+            flip(engine.state.entries["model.0.bias"].live, 3)
+            engine.recheck._custody._noted = None
+
+    assert several(3, spoil) == expected
+    assert "worker 1 (machine" in capfd.readouterr().err
+
+
+def test_of_two_that_have_updated_differently_nobody_can_say(sites):
+    def spoil(worker, version, engine):
+        if (worker, version) == (1, 2):
+            flip(engine.state.entries["model.0.bias"].live, 3)
+            engine.recheck._custody._noted = None
+
+    with pytest.raises(WorkersFailed, match="the sites hold different states and there is no majority"):
+        several(2, spoil)
+
+
+def test_a_site_that_computes_a_gradient_wrong_is_named_as_any_worker_is(sites):
+    def spoil(worker, version, engine):
+        del engine
+        if (worker, version) == (1, 2):
+            strikes = iter(range(10_000))
+            points.arm(None, lambda what, tensor: flip(tensor, 9) if what == "gradient" and not next(strikes) else None)
+
+    with pytest.raises(WorkersFailed, match=r"worker 1 \(machine .* computed wrong in step 2, shard \d, gradient of"):
+        several(3, spoil)

@@ -1,0 +1,65 @@
+"""What is altered on its way is noticed by whoever receives it, and named; what is not goes through as it is."""
+
+import pytest
+import torch
+from fake_links import Network
+
+from evenstep.core import points
+from evenstep.testing.faults import flip
+from evenstep.transport.links import LANES, RANGES, WORDS, SealedLinks
+
+SIZES = (0, 1, 7, 4096, 1 << 16, (1 << 16) + 1, 300_000)
+
+
+def ends():
+    network = Network(2)
+    return network, [SealedLinks(links) for links in network.links]
+
+
+@pytest.mark.parametrize("lane", range(LANES))
+def test_messages_of_any_size_arrive_as_they_were_in_their_order(lane):
+    network, (here, there) = ends()
+    assert (here.machine, there.machine, here.count) == (0, 1, 2)
+    sent = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in SIZES]
+    for each in sent:
+        here.send(1, lane, each).wait()
+    for each in sent:
+        found = torch.zeros_like(each)
+        there.receive(0, lane, found)
+        assert torch.equal(found, each)
+    assert sum(network.sent.values()) == len(SIZES) + 2, "only long ones take two messages"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_bit_is_enough_also_of_the_checksum(size):
+    for place in {0, size // 2, max(size - 1, 0), size + 3}:
+        network, (here, there) = ends()
+        here.send(1, WORDS, torch.zeros(size, dtype=torch.uint8)).wait()
+        messages = network.queues[0, 1, WORDS]
+        parts = [messages.get() for _ in range(messages.qsize())]
+        part, at = (parts[-1], place - len(parts[0])) if place >= len(parts[0]) else (parts[0], place)
+        part[at] ^= 4
+        for each in parts:
+            messages.put(each)
+        with pytest.raises(RuntimeError, match=f"{size} bytes that machine 0 sent to machine 1 are not what has come"):
+            there.receive(0, WORDS, torch.empty(size, dtype=torch.uint8))
+
+
+def test_a_fault_that_is_planted_in_a_node_on_its_way_is_found():
+    _, (here, there) = ends()
+    for lane in (WORDS, RANGES):
+        here.send(1, lane, torch.zeros(100_000, dtype=torch.uint8)).wait()
+    points.arm(None, lambda what, tensor: flip(tensor, 999) if what == "node" else None)
+    try:
+        there.receive(0, WORDS, torch.empty(100_000, dtype=torch.uint8))
+        with pytest.raises(RuntimeError, match="are not what has come"):
+            there.receive(0, RANGES, torch.empty(100_000, dtype=torch.uint8))
+    finally:
+        points.arm(None)
+
+
+def test_a_machine_that_is_lost_is_lost():
+    network, (_, there) = ends()
+    network.cut.set()
+    with pytest.raises(RuntimeError, match="the network is cut"):
+        there.receive(0, WORDS, torch.empty(8, dtype=torch.uint8))
