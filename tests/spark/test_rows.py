@@ -73,7 +73,7 @@ def test_what_cannot_be_trained_on_is_one_sentence(spark, tmp_path):
     assert missing == "ConfigError: there is no column 'y' in the DataFrame, which has x"
     assert null.startswith("ConfigError: column 'x' of the DataFrame has no value in row ")
     assert no_vector.startswith("ConfigError: column 'features' of the DataFrame has no value in row 0")
-    assert ragged.startswith("ConfigError: column 'x' of the DataFrame has ")
+    assert ragged.startswith("ConfigError: column 'x' of the data has ")
     assert (
         other == "ConfigError: column 'x' is map<string,int>; expected numbers, a vector, an array of numbers or text"
     )

@@ -237,6 +237,11 @@ def mps_directory() -> Path:
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
 
 
+def lightning_seed() -> int:
+    """What `lightning.seed_everything` was given; 0 if it was not called."""
+    return _number("PL_GLOBAL_SEED") or 0
+
+
 def num_gpus() -> int:
     """How many NVIDIA GPUs this process may use, found without touching them: a process that has cannot fork."""
     there = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]

@@ -76,9 +76,14 @@ def write_file(table: pa.Table, directory: str, number: int) -> int:
         table: All rows that `keyed` has given the number, in any order.
         directory: Where it goes.
         number: Of the file.
+
+    Raises:
+        ConfigError: The lists of a column are not equally long.
     """
     table = table.combine_chunks()
     columns = [name for name in table.column_names if name not in (KEY, FILE)]
+    for name in columns:
+        column_of(name, table[name], "the data")  # lists may be as long as others of their part, and not of another
     keys = table[KEY].to_numpy()
     order = np.argsort(keys, kind="stable")
     order = _untie(table.select(columns), keys, order)

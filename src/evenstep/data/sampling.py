@@ -1,6 +1,6 @@
 """A sampler of the user's: which samples an epoch has, the same on every worker and whenever it is asked again."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Sampling:
                 f"sampler is a {type(sampler).__name__}; expected indices, a sampler, or a function of the epoch that "
                 "returns either"
             )
-        if isinstance(sampler, Iterator):
+        if isinstance(sampler, Iterator) and not isinstance(sampler, Sized):
             raise ConfigError(
                 f"sampler is a {type(sampler).__name__}, which is used up after one epoch; pass a list, or a function "
                 "of the epoch that returns a new one"

@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -111,21 +112,16 @@ class Parquet(Tabular):
 
     def part(self, indices: Sequence[int]) -> dict[str, Any]:
         """Some samples, collated."""
-        rows: dict[int, tuple[list[int], list[int]]] = {}  # by block: rows of it, and where they go
-        for position, index in enumerate(indices):
-            number, row = self._find(index)
-            own, places = rows.setdefault(number, ([], []))
-            own.append(row)
-            places.append(position)
-        if len(rows) == 1:
-            ((number, (own, _)),) = rows.items()
-            chosen = torch.tensor(own)
-            return {name: _take(column, own, chosen) for name, column in self._decode(number).items()}
+        chosen = torch.from_numpy(np.array(indices, np.int64))
+        if len(self._blocks) == 1:
+            return {name: _take(column, chosen) for name, column in self._decode(0).items()}
+        numbers = torch.searchsorted(torch.tensor(self._firsts), chosen, right=True) - 1
         part: dict[str, Any] = {}
-        for number, (own, places) in rows.items():
-            chosen, into = torch.tensor(own), torch.tensor(places)
+        for number in sorted(set(numbers.tolist())):
+            places = (numbers == number).nonzero().flatten()
+            rows = chosen[places] - self._firsts[number]
             for name, column in self._decode(number).items():
-                _put(part, name, len(indices), places, into, _take(column, own, chosen))
+                _put(part, name, len(indices), places, _take(column, rows))
         return part
 
     def __getstate__(self) -> dict[str, Any]:
@@ -229,15 +225,17 @@ def _chosen(schema: pa.Schema, columns: Sequence[str] | None, file: str) -> list
     return list(columns)
 
 
-def _take(column: Column, rows: list[int], chosen: Tensor) -> Column:
-    return column[chosen] if isinstance(column, Tensor) else [column[row] for row in rows]  # type: ignore[return-value]
+def _take(column: Column, rows: Tensor) -> Column:
+    if isinstance(column, Tensor):
+        return column.index_select(0, rows)
+    return [column[row] for row in rows.tolist()]
 
 
-def _put(part: dict[str, Any], name: str, size: int, places: list[int], into: Tensor, values: Column) -> None:
+def _put(part: dict[str, Any], name: str, size: int, places: Tensor, values: Column) -> None:
     """Put the values of some rows of a part where they belong."""
     if isinstance(values, Tensor):
-        part.setdefault(name, values.new_empty(size, *values.shape[1:]))[into] = values
+        part.setdefault(name, values.new_empty(size, *values.shape[1:]))[places] = values
     else:
         whole = part.setdefault(name, [""] * size)
-        for place, value in zip(places, values, strict=True):
+        for place, value in zip(places.tolist(), values, strict=True):
             whole[place] = value

@@ -1,1 +1,1 @@
-"""Starting and watching the workers of one machine."""
+"""Starting and watching the workers of one machine, or of several."""

@@ -10,6 +10,8 @@ The agent decides nothing. When it hears nothing of the head any more it ends it
 never two runs that both go on.
 """
 
+import hmac
+import secrets
 import signal
 import socket
 import ssl
@@ -213,11 +215,11 @@ def _take_part(connection: Connection, num_workers: int, token: str) -> int:
     greeting, _ = connection.wait(_ANSWER_S)
     if greeting.get("protocol") != PROTOCOL:
         raise ConfigError(f"the head speaks protocol {greeting.get('protocol')}, not {PROTOCOL}: install one version")
-    nonce = connection.here + str(time.time_ns())
+    nonce = secrets.token_hex(16)
     proof = proof_of(token, "join", str(greeting["nonce"]))
     connection.send({"protocol": PROTOCOL, "proof": proof, "nonce": nonce})
     answer = _answer(connection)
-    if answer["proof"] != proof_of(token, "head", nonce):
+    if not hmac.compare_digest(str(answer["proof"]).encode(), proof_of(token, "head", nonce).encode()):
         raise ConfigError("whoever listens there does not know the token: it is not the head")
     connection.trust()
     said = answer["job"]

@@ -24,6 +24,7 @@ __all__ = ["meet"]
 
 _FAREWELL_S = 10.0  # how long a machine that is done waits for the others to be
 _GENERATION = 1  # nobody is ever replaced
+_stores: list[Any] = []  # kept open: one that torchrun has not made is worker 0's, and others may still ask
 
 
 def meet(environment: Environment, timeout_s: float) -> Group:
@@ -35,6 +36,7 @@ def meet(environment: Environment, timeout_s: float) -> Group:
     """
     worker, count = environment.worker, environment.num_workers
     store = _store(worker, count, timeout_s)
+    _stores.append(store)
     with Meeting(PrefixStore("evenstep/workers", store), worker, range(count), timeout_s) as meeting:
         machines = meeting.machines()
         for ranks in machines:

@@ -144,7 +144,8 @@ class Run:
             else:  # another run of this process may go on in it
                 self._ledger = join(env, self.config.timeout_s)
             self.worker = env.worker if apart else self._ledger.group.worker
-            self._speaks = self.group == 0 and not (apart and self.worker > 0)
+            self._shows = not (apart and self.worker > 0)  # the progress of every group is shown, as one
+            self._speaks = self.group == 0 and self._shows
             self._operations = Operations(self._ledger, self.worker)
             with self._operations.alike():
                 self._engine, self._others = open_engine(self.config, self._ledger, server, standing, env)
@@ -175,7 +176,7 @@ class Run:
         group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
         points.reach("join")
         agree(self._ledger, self.config, self.worker)
-        if progress and not self.config.quiet and self._speaks:
+        if progress and not self.config.quiet and self._shows:
             self._meter.display = Display() if events_fd is None else Pipe(events_fd)
         if not self.config.quiet and self.worker == 0:
             unclosed.opened(self, self._voice.say)

@@ -1,0 +1,148 @@
+"""Loaders as the loops of transformers go through them, which give batches of a run."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NoReturn
+
+from accelerate.data_loader import DataLoaderShard, DataLoaderStateMixin
+from torch.utils.data import IterableDataset, default_collate
+
+from evenstep.core.errors import UnsupportedError
+from evenstep.data.batch import Batch
+from evenstep.run.feed import Batches
+from evenstep.run.run import Run
+
+__all__ = ["GlobalBatch", "Loader", "Pending", "loader_of"]
+
+
+class GlobalBatch:
+    """A batch on its way through the loops, which must not look into it: its parts lie on different workers.
+
+    Attributes:
+        batch: The batch.
+        known: What of it has been gathered from all parts, by name.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.known: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        """How many samples it has."""
+        return len(self.batch)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether something of it has been gathered."""
+        return name in self.known
+
+    def __getitem__(self, name: str) -> Any:
+        """What has been gathered.
+
+        Raises:
+            UnsupportedError: It has not.
+        """
+        if name not in self.known:
+            self._refuse(name)
+        return self.known[name]
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise UnsupportedError(
+            f"the inputs are asked for {name!r}, but they are a whole batch, whose parts lie on different workers; "
+            "look at them in compute_loss, which gets one part after the other. len(inputs) is the number of samples"
+        )
+
+
+class Pending:
+    """In the place of a batch whose gradients are to be accumulated: its samples come with the last one's."""
+
+
+class Grouped:
+    """Puts several batches of a batch sampler together, so that gradients that accumulate are those of one batch.
+
+    Args:
+        sampler: The batch sampler.
+        times: How many.
+    """
+
+    def __init__(self, sampler: Iterable[list[int]], times: int) -> None:
+        self.sampler, self._times = sampler, times
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = iter(self.sampler)
+        while group := list(islice(batches, self._times)):
+            yield [index for batch in group for index in batch]
+
+
+class Loader(DataLoaderStateMixin):
+    """Goes through the batches of a loader, epoch by epoch, and can begin in the middle of one.
+
+    Args:
+        batches: Its batches; each is as many of the loader's as are accumulated.
+        source: The loader.
+        times: How many that is.
+        first: How many of the loader's batches to leave out.
+    """
+
+    def __init__(self, batches: Batches, source: Any, times: int, first: int = 0) -> None:
+        self._batches, self._source, self._times, self._first = batches, source, times, first
+        self.dataset, self.batch_sampler = source.dataset, source.batch_sampler
+        self.total_batch_size, self._drop_last = source.total_batch_size, source._drop_last
+        self.gradient_state = source.gradient_state
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch to go through next."""
+        self._epoch = epoch
+
+    def after(self, first: int) -> "Loader":
+        """The same without its first batches."""
+        return Loader(self._batches, self._source, self._times, first)
+
+    def __len__(self) -> int:
+        """How many batches of the loader there are."""
+        return len(self.batch_sampler) - self._first
+
+    def __iter__(self) -> Iterator[GlobalBatch | Pending]:
+        self.begin()
+        left = len(self)
+        try:
+            for batch in self._batches.at(self._epoch, self._first // self._times):
+                together = min(self._times, left)
+                left -= together
+                yield from (Pending() for _ in range(together - 1))
+                self.end_of_dataloader = not left
+                yield GlobalBatch(batch)
+        finally:
+            self.end()
+
+
+def loader_of(run: Run, source: Any, *, train: bool, times: int = 1) -> Any:
+    """What the loops go through in the place of a loader.
+
+    It is the loader itself where that has no index: then every worker goes through it, and its batches are whole ones.
+
+    Args:
+        run: The run.
+        source: A loader that Accelerate has made.
+        train: Whether steps train on its batches.
+        times: How many of its batches a step has.
+
+    Raises:
+        UnsupportedError: Batches without an index cannot be put together.
+    """
+    if not isinstance(source, DataLoaderShard) or isinstance(source.dataset, IterableDataset):
+        if times > 1:
+            raise UnsupportedError(
+                f"gradient_accumulation_steps={times} with data that have no index; expected 1: make "
+                "per_device_train_batch_size as many times as large"
+            )
+        return source
+    batches = run.batches(
+        source.dataset,
+        sampler=Grouped(source.batch_sampler, times) if times > 1 else source.batch_sampler,
+        collate_fn=None if source.collate_fn is default_collate else source.collate_fn,
+        loaders=source.num_workers,
+        prefetch=source.prefetch_factor or 2,
+        train=train,
+    )
+    return Loader(batches, source, times)

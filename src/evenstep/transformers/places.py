@@ -1,0 +1,41 @@
+"""Which process of several Accelerate takes this one for, and other things that are so for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.state import AcceleratorState, PartialState
+
+__all__ = ["Acting", "changed"]
+
+
+class Acting:
+    """Being one worker, from now on; or, as a context manager, as long as it is open.
+
+    Args:
+        worker: Which one. There is still one world, of one process: only who writes files and logs depends on it.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self._states = [state._shared_state for state in (PartialState, AcceleratorState) if state._shared_state]
+        self._before = [dict(state) for state in self._states]
+        for state in self._states:
+            state.update(process_index=worker, local_process_index=worker)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        for state, before in zip(self._states, self._before, strict=True):
+            state.update({name: before[name] for name in ("process_index", "local_process_index") if name in before})
+
+
+@contextmanager
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While this is open, an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,66 @@
+"""What of transformers cannot be had exactly: found before anything is trained, and refused with a sentence."""
+
+from collections.abc import Iterator
+
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+
+from evenstep.core.errors import UnsupportedError
+
+__all__ = ["refuse_arguments", "refuse_parts"]
+
+_OPTIMIZERS = ("lomo", "adalomo", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd")
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """See that what was asked for can be had exactly.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    for sentence in _found(args):
+        raise UnsupportedError(sentence)
+
+
+def _found(args: TrainingArguments) -> Iterator[str]:
+    if args.world_size > 1:
+        yield (
+            f"{args.world_size} processes were started as for DDP; expected `evenstep run -n {args.world_size} "
+            "script.py`, whose workers are one world"
+        )
+    if args.n_gpu > 1:
+        yield (
+            f"TrainingArguments sees {args.n_gpu} GPUs, over which it would replicate the model; expected one: set "
+            "CUDA_VISIBLE_DEVICES to one of them"
+        )
+    if args.deepspeed or args.fsdp:
+        yield "TrainingArguments(deepspeed=... or fsdp=...): they share out the model themselves; leave them out"
+    if args.fp16:
+        yield "TrainingArguments(fp16=True); expected bf16=True, which needs no scaling of the loss"
+    if args.fp16_full_eval or args.bf16_full_eval:
+        yield "TrainingArguments(fp16_full_eval or bf16_full_eval) casts the model; cast it before: model.bfloat16()"
+    if args.auto_find_batch_size:
+        yield "TrainingArguments(auto_find_batch_size=True) tries and takes back; if memory is short, use more shards"
+    if args.enable_jit_checkpoint:
+        yield "TrainingArguments(enable_jit_checkpoint=True) waits for a signal; save_steps=... saves by counting"
+    if str(getattr(args.optim, "value", args.optim)) in _OPTIMIZERS:
+        yield f"TrainingArguments(optim={str(args.optim)!r}) changes parameters outside of steps; take another one"
+
+
+def refuse_parts(trainer: transformers.Trainer) -> None:
+    """See that what the trainer was given can be had exactly.
+
+    Raises:
+        UnsupportedError: A callback wants to be called in the middle of a step, or the collator has a state.
+    """
+    if getattr(trainer.data_collator, "seed", None) is not None:
+        raise UnsupportedError(
+            f"{type(trainer.data_collator).__name__}(seed={trainer.data_collator.seed}) draws from a generator of its "
+            "own, which each worker would move by its own parts; leave seed out: parts are seeded by the run"
+        )
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+            raise UnsupportedError(
+                f"{type(callback).__name__} has an on_pre_optimizer_step, which would be called in the middle of a "
+                "step, but that is one transaction of all workers; take on_optimizer_step, and trainer.run.grad_norm"
+            )

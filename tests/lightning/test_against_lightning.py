@@ -1,0 +1,182 @@
+"""Against plain Lightning: the same bits with one shard, and the same up to rounding with several."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from modules import Classifier, L, loader, samples, trainer, weights
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from evenstep.lightning import Exact
+
+
+@pytest.fixture(autouse=True)
+def theirs():
+    """What Lightning warns of is its own."""
+    with warnings.catch_warnings(action="ignore"):
+        yield
+
+
+class ByStep(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        return [optimizer], [{"scheduler": StepLR(optimizer, 3, 0.5), "interval": "step"}]
+
+
+class OnPlateau(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = Adam(self.parameters(), lr=0.3)
+        scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class Warmed(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr / (1 + self.trainer.global_step)
+
+
+class Keeping(Classifier):
+    """Uses hooks, lists and what steps return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+        self.ends: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        self.kept.append(logits.detach())
+        self.log("least", logits.min(), on_step=False, on_epoch=True, reduce_fx="min")
+        self.log_dict({"most": logits.max()}, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("in all", logits.detach().abs().sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+        return {"loss": self.loss(batch), "mean": logits.detach().mean()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ends += [float(outputs["loss"]), float(outputs["mean"])]
+        self.log("batches", float(batch_idx), on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("spread", torch.cat(self.kept).std())
+        self.kept.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        super().validation_step(batch, batch_idx)
+        return {"logits": self(batch[0]), "loss": self.loss(batch)}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.ends += [float(outputs["logits"].sum()), float(outputs["loss"])]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 0.5, batch[1]]
+
+
+CASES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
+    "plain": (Classifier, {}),
+    "a scheduler by step": (ByStep, {}),
+    "a scheduler on a plateau": (OnPlateau, {"max_epochs": 3}),
+    "clipping by norm": (Classifier, {"gradient_clip_val": 0.05}),
+    "clipping by value": (Classifier, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "mixed precision": (Classifier, {"precision": "bf16-mixed"}),
+    "half precision": (Classifier, {"precision": "bf16-true"}),
+    "double precision": (Classifier, {"precision": "64-true"}),
+    "an optimizer_step of its own": (Warmed, {}),
+    "hooks, lists and outputs": (Keeping, {}),
+    "few batches": (Classifier, {"limit_train_batches": 3, "val_check_interval": 2, "max_steps": 5}),
+    "a fast run": (Classifier, {"fast_dev_run": 2}),
+}
+
+
+def fit(case: str, folder: Any, strategy: Any) -> tuple[Classifier, dict[str, float]]:
+    make, options = CASES[case]
+    module, worker = make(), trainer(folder, strategy=strategy, **options)
+    worker.fit(module, loader(), loader())
+    return module, {name: float(value) for name, value in worker.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_lightning_does_alone_it_does_with_one_shard(case, tmp_path):
+    plain, metrics = fit(case, tmp_path, "auto")
+    exact, merged = fit(case, tmp_path, Exact(shards=1))
+    assert weights(exact) == weights(plain)
+    assert merged == metrics
+    assert getattr(exact, "ends", None) == getattr(plain, "ends", None)
+    several, merged = fit(case, tmp_path, Exact(shards=5))
+    rough = 0.05 if "bf16" in str(CASES[case][1].get("precision")) else 1e-4
+    assert getattr(several, "ends", []) == pytest.approx(getattr(plain, "ends", []), rel=rough, abs=rough)
+    assert merged == pytest.approx(metrics, rel=rough, abs=rough)
+    for name, value in several.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=rough, atol=rough)
+
+
+def test_validating_testing_and_predicting_see_every_sample_once(tmp_path):
+    module = Classifier()
+    plain, exact = trainer(tmp_path), trainer(tmp_path, strategy=Exact(shards=8))
+    for name in ("validate", "test"):
+        (expected,), (found,) = (getattr(each, name)(module, loader(), verbose=False) for each in (plain, exact))
+        assert found == pytest.approx(expected, rel=1e-6)
+    expected, found = (torch.cat(each.predict(module, loader())) for each in (plain, exact))
+    torch.testing.assert_close(found, expected)
+    assert len(found) == len(samples())
+
+
+def test_several_loaders_are_validated_one_after_the_other(tmp_path):
+    class Twice(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("loss", self.loss(batch))
+
+    loaders = [loader(), loader(batch_size=5)]
+    module = Twice()
+    expected = trainer(tmp_path).validate(module, loaders, verbose=False)
+    assert trainer(tmp_path, strategy=Exact(shards=1)).validate(module, loaders, verbose=False) == expected
+    assert len(expected) == 2
+
+
+def test_batch_norm_spans_all_shards_as_it_spans_the_batch_elsewhere(tmp_path):
+    def normed() -> Classifier:
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+        return ByStep(net=nn.Sequential(*layers))
+
+    plain, exact = normed(), normed()
+    trainer(tmp_path).fit(plain, loader())
+    trainer(tmp_path, strategy=Exact(shards=4)).fit(exact, loader())
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(exact.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_an_iterable_data_set_is_cut_like_any_other(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter([samples()[i] for i in range(len(samples()))])
+
+    streamed, indexed = Classifier(), Classifier()
+    source = torch.utils.data.DataLoader(Stream(), batch_size=12)
+    trainer(tmp_path, strategy=Exact(shards=8)).fit(streamed, source, source)
+    trainer(tmp_path, strategy=Exact(shards=8)).fit(indexed, loader(), loader())
+    assert weights(streamed) == weights(indexed)
+
+
+def test_one_checkpoint_goes_on_anywhere(tmp_path):
+    def made(strategy: Any, epochs: int, **options: Any) -> L.Trainer:
+        return trainer(tmp_path, strategy=strategy, max_epochs=epochs, **options)
+
+    straight, module = Classifier(), Classifier()
+    made(Exact(shards=1), 3).fit(straight, loader(), loader())
+    first = made(Exact(shards=1), 2)
+    first.fit(module, loader(), loader())
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    for strategy in (Exact(shards=1), "auto"):
+        resumed = Classifier()
+        made(strategy, 3).fit(resumed, loader(), loader(), ckpt_path=tmp_path / "two.ckpt")
+        assert weights(resumed) == weights(straight)
+    plainly = made("auto", 2)
+    plainly.fit(Classifier(), loader(), loader())
+    plainly.save_checkpoint(tmp_path / "plain.ckpt")
+    resumed = Classifier()
+    made(Exact(shards=1), 3).fit(resumed, loader(), loader(), ckpt_path=tmp_path / "plain.ckpt")
+    assert weights(resumed) == weights(straight)

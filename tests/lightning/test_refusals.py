@@ -1,0 +1,181 @@
+"""What cannot be had exactly is refused with a sentence, before it is trained or where it is met."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from modules import Classifier, loader, trainer
+from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import Metric
+
+from evenstep.core.errors import ConfigError, UnsupportedError
+from evenstep.lightning import Exact
+
+
+class Manual(Classifier):
+    automatic_optimization = False
+
+
+class Silent(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        return None
+
+
+class Counting(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += len(batch[0])
+        return self.loss(batch)
+
+
+class Popping(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [1, 2]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept.pop()
+        return self.loss(batch)
+
+
+class Fickle(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch[0]) == 2:
+            self.log("two", 2.0)
+        return self.loss(batch)
+
+
+class Gathering(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.all_gather(self.loss(batch)).mean()
+
+
+class Drawing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.log_metrics({"size": len(batch[0])})
+        return self.loss(batch)
+
+
+class Looking(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        print(batch[0].shape)
+
+
+class Asking(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "logits": self(batch[0])}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        outputs["logits"].sum()
+
+
+class Impatient(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class Clipping(Classifier):
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class Watching(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        pass
+
+
+class Averaged(Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, x: torch.Tensor) -> None:
+        self.mean = x.mean()
+
+    def compute(self) -> torch.Tensor:
+        return self.mean
+
+
+class Measuring(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = Averaged()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean.update(batch[0])
+        return self.loss(batch)
+
+
+MODULES: dict[type[Classifier], str] = {
+    Manual: "has automatic_optimization=False.* return the loss",
+    Silent: "returned a NoneType; expected the loss",
+    Counting: r"changes self.seen \(from 0 to 3\), which other workers would not see",
+    Popping: "changes the list self.kept otherwise than by appending",
+    Fickle: r"logs \['two'\] in one part of a batch and \[\] in another",
+    Gathering: "all_gather inside of a step.* use self.trainer.strategy.run.gather",
+    Looking: "a hook looks into the batch.* len\\(batch\\)",
+    Asking: "'logits' of what training_step returned was asked for its sum",
+    Impatient: "called its closure by itself.* expected optimizer.step",
+    Clipping: "Clipping has a configure_gradient_clipping.* instead: Trainer",
+    Measuring: r"metric self.mean \(Averaged\) has a state 'mean' that is neither",
+}
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2.* expected 1: make the DataLoader's batch_size"),
+    ({"val_check_interval": {"minutes": 1}}, "which each worker has by its own clock"),
+    ({"num_nodes": 2}, "num_nodes=2.* use `evenstep run`"),
+    ({"callbacks": StochasticWeightAveraging(0.1)}, "StochasticWeightAveraging cannot be had exactly.* run.edit"),
+    ({"callbacks": GradientAccumulationScheduler({1: 2})}, "GradientAccumulationScheduler cannot be had.* batch_size"),
+    ({"callbacks": LearningRateFinder()}, "LearningRateFinder cannot be had exactly"),
+    ({"callbacks": Watching()}, "Watching has a on_after_backward.* in the middle of a step"),
+]
+
+
+@pytest.fixture(autouse=True)
+def theirs():
+    """What Lightning warns of is its own."""
+    with warnings.catch_warnings(action="ignore"):
+        yield
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_that_cannot_be_had_exactly_is_refused(module, tmp_path):
+    with pytest.raises(UnsupportedError, match=f"(?s){MODULES[module]}"):
+        trainer(tmp_path, strategy=Exact(shards=4)).fit(module(), loader(batch_size=11), loader())
+
+
+def test_the_logger_itself_is_refused_inside_of_a_step(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"training_step asks the logger for its log_metrics.* use self\.log"):
+        trainer(tmp_path, strategy=Exact(shards=4), logger=CSVLogger(tmp_path)).fit(Drawing(), loader())
+
+
+@pytest.mark.parametrize(("options", "sentence"), OPTIONS)
+def test_an_option_that_cannot_be_had_exactly_is_refused(options, sentence, tmp_path):
+    with pytest.raises(UnsupportedError, match=f"(?s){sentence}"):
+        trainer(tmp_path, strategy=Exact(shards=4), **options).fit(Classifier(), loader(), loader())
+
+
+def test_loaders_that_cannot_be_had_exactly_are_refused(tmp_path):
+    data = loader().dataset
+    shared = DistributedSampler(data, num_replicas=2, rank=0)
+    with pytest.raises(ConfigError, match="is a BatchSampler, which deals samples to ranks"):
+        trainer(tmp_path, strategy=Exact()).fit(Classifier(), DataLoader(data, 4, sampler=shared))
+    with pytest.raises(UnsupportedError, match="several DataLoaders at once give one batch"):
+        trainer(tmp_path, strategy=Exact()).fit(Classifier(), {"a": loader(), "b": loader()})
+    with pytest.raises(UnsupportedError, match="has a worker_init_fn; expected none"):
+        trainer(tmp_path, strategy=Exact()).fit(Classifier(), loader(num_workers=1, worker_init_fn=print))
+
+
+def test_a_failed_module_is_an_ordinary_one_again(tmp_path):
+    module = Counting()
+    with pytest.raises(UnsupportedError):
+        trainer(tmp_path, strategy=Exact(shards=4)).fit(module, loader())
+    trainer(tmp_path).fit(module, loader())
+    assert module.seen > 0
