@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -257,6 +258,12 @@ def test_an_aborted_group_fails_at_once_for_everyone():
     assert time.monotonic() - begun < 20
 
 
+def ran_ns(pid):
+    """How long the threads of a process have run on a processor."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+
+
 def test_a_collective_may_take_longer_than_the_timeout_as_long_as_it_moves():
     def body(rank):
         pids = [None] * 2
@@ -267,8 +274,11 @@ def test_a_collective_may_take_longer_than_the_timeout_as_long_as_it_moves():
         for _ in range(5 if rank == 0 else 0):  # slow, not silent
             os.kill(pids[1], signal.SIGSTOP)
             time.sleep(0.2)
+            ran = ran_ns(pids[1])
             os.kill(pids[1], signal.SIGCONT)
-            time.sleep(0.0005)
+            deadline = time.monotonic() + 5
+            while ran_ns(pids[1]) < ran + 500_000 and time.monotonic() < deadline:
+                pass
         work.wait()
 
     run_ranks(2, body)
