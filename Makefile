@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup browser demo test test-gpu check bench chaos soak conformance clean
+.PHONY: setup browser demo quick test test-gpu check bench chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# Checks, and the tests that start no process.
+quick: check
+	$(BIN)/python -m pytest --quick
 
 test: check browser
 	$(BIN)/python -m pytest

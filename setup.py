@@ -4,6 +4,21 @@ from glob import glob
 
 from setuptools import Extension, setup
 
+CORE = [
+    "core",
+    "copy",
+    "checksum",
+    "reduce",
+    "ways",
+    "collective",
+    "mail",
+    "norm",
+    "parallel",
+    "team",
+    "sums",
+    "module",
+]
+
 
 def extension(module: str, *sources: str) -> Extension:
     """A module of evenstep.native and the C files that it is made of."""
@@ -18,9 +33,7 @@ def extension(module: str, *sources: str) -> Extension:
 
 setup(
     ext_modules=[
-        extension(
-            "core", "core", "copy", "checksum", "reduce", "ways", "collective", "mail", "norm", "parallel", "module"
-        ),
+        extension("core", *CORE),
         extension("arithmetic", "product", "blas", "functions", "caches", "redirect", "arithmetic"),
     ]
 )

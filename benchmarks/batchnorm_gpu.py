@@ -115,7 +115,7 @@ def company_times(
     def meet(rows: list[Tensor]) -> Tensor:
         return rows[0] if joint else torch.cat(rows)
 
-    def forward() -> gpu.Found:
+    def forward() -> gpu.JointStatistics:
         shards = [gpu.Shards(group) for group, _ in groups]
         found = gpu.finish(meet([s.statistics() for s in shards]), weight, bias, 1e-5, "plus")
         for s in shards:

@@ -24,7 +24,8 @@ def train(num_workers, victim=None):
     lost = f", of which worker {victim} is killed half-way" if victim is not None else ""
     print(f"--- {SCRIPT.name} on {num_workers} worker{'s' if num_workers > 1 else ''}{lost}", flush=True)
     begin = time.monotonic()
-    command = [sys.executable, "-m", "evenstep", "run", "-n", str(num_workers), "--arithmetic", ARITHMETIC, str(SCRIPT)]
+    options = ["-n", str(num_workers), "--arithmetic", ARITHMETIC, "--page"]  # says where its page is
+    command = [sys.executable, "-m", "evenstep", "run", *options, str(SCRIPT)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         if victim is not None:
             kill(process, victim)

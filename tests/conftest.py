@@ -18,12 +18,27 @@ import torch
 
 import leaks
 import processes
+import quick
 from evenstep.cli import verify
+from evenstep.transport.segment import Segment
 from workers import cli_run
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(False)  # imports torch._inductor, which takes a second: now, and not in every fork
 processes.adopt_orphans()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--quick`: only what starts no process and takes no time."""
+    parser.addoption("--quick", action="store_true", help="only tests in one process, and no long ones")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not quick, if that is wanted."""
+    if config.getoption("quick"):
+        chosen = [item for item in items if quick.is_quick(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
 
 def pytest_collection_finish() -> None:
@@ -69,3 +84,18 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
         return subprocess.CompletedProcess(command, done.code, done.stdout, done.stderr)
 
     monkeypatch.setattr(verify.subprocess, "run", run)
+
+
+@pytest.fixture
+def new_segment():
+    """Makes a segment for so many workers. Keep it in the test itself: it is mapped for as long as anybody has it."""
+    fds = []
+
+    def make(num_workers):
+        segment = Segment.create(num_workers)
+        fds.append(segment.fd)
+        return segment
+
+    yield make
+    for fd in fds:
+        os.close(fd)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from evenstep.cli.main import main
+from evenstep.cli.main import _FLAGS, _parser, _with_port, main
 from workers import cli_run
 
 
@@ -100,3 +100,28 @@ def test_an_option_behind_the_script_is_the_scripts_and_a_line_says_so(script):
     assert done.stdout == "[0] ['--shards=3', '--lr', '0.1']\n"
     assert done.stderr.startswith("evenstep: --shards comes after ")
     assert done.stderr.endswith("so it goes to the script; if it is meant for evenstep, put it before\n")
+
+
+def test_the_options_of_a_run_without_a_value_are_known():
+    (commands,) = (action for action in _parser()._actions if isinstance(action.choices, dict))
+    flags = {name for action in commands.choices["run"]._actions if action.nargs == 0 for name in action.option_strings}
+    assert flags == _FLAGS
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("run --page train.py -x", "run --page 0 train.py -x"),
+        ("run --page 80 train.py", "run --page 80 train.py"),
+        ("run -n 2 --page train.py", "run -n 2 --page 0 train.py"),
+        ("run --resume --page -n 2 train.py", "run --resume --page 0 -n 2 train.py"),
+        ("run train.py --page x", "run train.py --page x"),
+        ("run --resume train.py --page x", "run --resume train.py --page x"),
+        ("run -m train --page x", "run -m train --page x"),
+        ("run --shards=4 --page", "run --shards=4 --page 0"),
+        ("run -n 2 train.py --page", "run -n 2 train.py --page"),
+        ("status --page", "status --page"),
+    ],
+)
+def test_a_page_without_a_port_takes_any_and_leaves_the_script_alone(given, meant):
+    assert _with_port(given.split()) == meant.split()

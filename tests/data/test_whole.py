@@ -1,5 +1,6 @@
 """A whole batch is cut into its samples, or refused: never along another dimension, and nothing is lost."""
 
+import re
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from evenstep.core.errors import ConfigError
-from evenstep.data.whole import Whole
+from evenstep.data.whole import WholeBatch
 
 Point = namedtuple("Point", "x y")
 
@@ -42,7 +43,7 @@ def test_whatever_has_rows_is_cut_and_keeps_its_type():
         "e": UserDict(f=np.arange(6)),
         "g": (),
     }
-    whole = Whole(value)
+    whole = WholeBatch(value)
     part = whole.part(2, 4)
     assert whole.num_rows == 6
     assert part["a"].tolist() == [2, 3]
@@ -70,7 +71,7 @@ def test_whatever_has_rows_is_cut_and_keeps_its_type():
     ],
 )
 def test_lists_as_long_as_there_are_rows_are_samples(batch, expected):
-    whole = Whole(batch)
+    whole = WholeBatch(batch)
     assert whole.num_rows == 5
     part = whole.part(1, 3)
     assert plain(list(part.values()) if isinstance(part, dict) else list(part)) == plain(expected)
@@ -85,20 +86,20 @@ def plain(value):
 
 
 def test_a_bare_list_of_strings_is_cut():
-    assert Whole(list("abcde")).part(1, 3) == ["b", "c"]
+    assert WholeBatch(list("abcde")).part(1, 3) == ["b", "c"]
 
 
 def test_what_collating_gives_is_several_tensors():
     samples = [((torch.ones(3) * n, torch.ones(3)), n) for n in range(4)]
-    (x, _), y = Whole(default_collate(samples)).part(1, 3)
+    (x, _), y = WholeBatch(default_collate(samples)).part(1, 3)
     assert (x[:, 0].tolist(), y.tolist()) == ([1.0, 2.0], [1, 2])
     views = {"views": [torch.arange(8.0).reshape(4, 2), torch.zeros(4, 2)]}
-    assert Whole(views).part(3, 4)["views"][0].tolist() == [[6.0, 7.0]]
+    assert WholeBatch(views).part(3, 4)["views"][0].tolist() == [[6.0, 7.0]]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_as_many_tensors_as_rows_are_still_tensors(rows):
-    x, y = Whole([torch.zeros(rows, 7), torch.arange(rows)]).part(rows - 1, rows)
+    x, y = WholeBatch([torch.zeros(rows, 7), torch.arange(rows)]).part(rows - 1, rows)
     assert x.shape == (1, 7)
     assert y.tolist() == [rows - 1]
 
@@ -128,4 +129,13 @@ def test_as_many_tensors_as_rows_are_still_tensors(rows):
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_with_the_reason(batch, said):
     with pytest.raises(ConfigError, match=said):
-        Whole(batch)
+        WholeBatch(batch)
+
+
+def test_samples_of_different_sizes_are_cut_where_something_says_how_many_they_are():
+    images = [torch.zeros(3, 4, 4 + n) for n in range(5)]
+    with pytest.raises(ConfigError, match=re.escape("(samples, torch.arange(5))")):
+        WholeBatch(images)
+    found, numbers = WholeBatch((images, torch.arange(5))).part(1, 3)
+    assert [image.shape[2] for image in found] == [5, 6]
+    assert numbers.tolist() == [1, 2]

@@ -1,16 +1,16 @@
 """Groups come and go: sub-groups, several at once, again in one process, in forks and spawns, two jobs at a time."""
 
-import os
-import subprocess
-import sys
+import socket
 import threading
 from datetime import timedelta
-from textwrap import dedent
+from multiprocessing import resource_tracker
 
 import pytest
 import torch
 from ranks import run_ranks, same, values
+from spawned import sum_many_times
 from torch import distributed as dist
+from torch import multiprocessing
 
 import leaks
 import processes
@@ -94,44 +94,21 @@ def test_a_store_in_one_process_serves_threads_as_ranks():
     assert all(same(found[rank], torch.full((50_000,), 3.0)) for rank in range(2))
 
 
-SCRIPT = """
-    import os, sys
-    import torch
-    import torch.distributed as dist
-    import torch.multiprocessing as multiprocessing
-    import evenstep.distributed
-
-    def body(rank, port):
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        dist.init_process_group("evenstep")
-        assert dist.get_backend() == "evenstep"
-        for _ in range(200):
-            mine = torch.ones(3000)
-            dist.all_reduce(mine)
-        sys.stdout.write(f"{os.getpid() if mine.sum() == 6000 else 'wrong'}\\n")
-        sys.stdout.flush()
-        dist.destroy_process_group()
-
-    if __name__ == "__main__":
-        from socket import socket
-        with socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        multiprocessing.start_processes(body, (port,), 2, start_method=sys.argv[1])
-"""
-
-
 def test_spawned_and_forked_ranks_of_two_jobs_at_a_time(tmp_path):
-    path = tmp_path / "job.py"
-    path.write_text(dedent(SCRIPT))
-    jobs = [
-        subprocess.Popen([sys.executable, path, method], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for method in ("fork", "spawn")
-    ]
-    for job in jobs:
-        out, err = job.communicate(timeout=100)
-        assert job.returncode == 0, err
-        assert len({int(line) for line in out.split()}) == 2
+    """The spawned ones are fresh, so they see what importing the backend does: register it, and nothing else."""
+    jobs = {}
+    for method in ("spawn", "fork"):
+        (tmp_path / method).mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            where = (free.getsockname()[1], tmp_path / method)
+        jobs[method] = multiprocessing.start_processes(sum_many_times, where, 2, join=False, start_method=method)
+    for job in jobs.values():
+        while not job.join(timeout=100):
+            pass
+    said = {method: [path.read_text() for path in (tmp_path / method).iterdir()] for method in jobs}
+    assert said == {"spawn": ["fresh"] * 2, "fork": ["forked"] * 2}
+    resource_tracker._resource_tracker._stop()  # that of the spawned ones
 
 
 def test_a_rank_that_does_not_come_to_a_new_group_is_named(tmp_path):
@@ -142,16 +119,3 @@ def test_a_rank_that_does_not_come_to_a_new_group_is_named(tmp_path):
         assert processes.memfds() == before
 
     run_workers(1, body)
-
-
-def test_importing_registers_the_backend_and_does_nothing_else():
-    text = """
-        import os, sys, threading
-        import torch
-        before = (set(os.listdir("/proc/self/fd")), threading.active_count(), dict(os.environ))
-        import evenstep.distributed
-        assert (set(os.listdir("/proc/self/fd")), threading.active_count(), dict(os.environ)) == before
-        assert "evenstep" in torch.distributed.Backend.backend_list
-        assert not torch.distributed.is_initialized()
-    """
-    subprocess.run([sys.executable, "-c", dedent(text)], check=True, timeout=60, env={**os.environ})

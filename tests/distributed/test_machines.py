@@ -1,16 +1,16 @@
 """Ranks that share no memory: failure between them, and two network namespaces as two machines."""
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
+import traceback
 from collections.abc import Iterator
 from datetime import timedelta
-from textwrap import dedent
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from torch import distributed as dist
 
 import processes
 from evenstep.core.errors import MismatchError, PeerError, SilenceError
-from workers import run_outcomes
+from evenstep.distributed.machines import Machines
+from workers import run_outcomes, run_workers
 
 
 def two_and_two(rank: int) -> int:
@@ -158,16 +159,19 @@ def machine() -> Iterator[int]:
         holder.wait()
 
 
-SCRIPT = """
-    import os, sys
-    import torch
-    import torch.distributed as dist
-    import evenstep.distributed
-    torch.set_num_threads(1)
-    second = os.fork()
-    os.environ["RANK"] = str(2 * int(sys.argv[1]) + (second == 0))
+def enter(process: int) -> None:
+    """Go into the namespaces of a process: into that of its processes, the children of this one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with contextlib.ExitStack() as undo:
+        places = [undo.enter_context(open(f"/proc/{process}/ns/{kind}")) for kind in ("net", "pid", "mnt")]
+        for place in places:
+            assert libc.setns(place.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+
+
+def be_one_of_four(rank: int) -> None:
+    """Take part in a group of two machines."""
+    os.environ["RANK"] = str(rank)
     dist.init_process_group("evenstep")
-    rank = dist.get_rank()
     mine = torch.arange(50_000.0) / 7 + rank / 3
     dist.all_reduce(mine)
     parts = [torch.arange(50_000.0) / 7 + other / 3 for other in range(4)]
@@ -176,43 +180,38 @@ SCRIPT = """
     dist.all_gather_object(found, rank)
     assert found == [0, 1, 2, 3]
     ranks = dist.group.WORLD._ranks
-    sys.stdout.write(f"{type(ranks).__name__} {len(ranks._team.members)}\\n")
-    sys.stdout.flush()
+    assert isinstance(ranks, Machines)
+    assert len(ranks._team.members) == 2
     dist.destroy_process_group()
-    if second:
-        assert os.waitpid(second, 0)[1] == 0
-"""
 
 
 @pytest.mark.skipif(not namespaces_can_be_made(), reason="namespaces can be made by root only")
-def test_two_network_namespaces_are_two_machines(tmp_path):
+def test_two_network_namespaces_are_two_machines():
     """They have process namespaces of their own too: else they would share memory, and find out that they do."""
-    script = tmp_path / "job.py"
-    script.write_text(dedent(SCRIPT))
     names = [f"es{os.getpid()}{end}" for end in "ab"]  # until they are moved they are everybody's
 
-    @contextlib.contextmanager
-    def two_ranks(number: int, inside: int) -> Iterator[subprocess.Popen]:
-        variables = {"WORLD_SIZE": "4", "MASTER_ADDR": "10.77.31.1", "MASTER_PORT": "29417"}
-        variables["GLOO_SOCKET_IFNAME"] = names[number]
-        command = ["nsenter", "-t", str(inside), "-n", "-p", "-m", sys.executable, str(script), str(number)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(command, env={**os.environ, **variables}, text=True, **pipes) as started:
+    def body(rank):
+        number = rank // 2
+        os.environ.update(WORLD_SIZE="4", MASTER_ADDR="10.77.31.1", MASTER_PORT="29417")
+        os.environ["GLOO_SOCKET_IFNAME"] = names[number]
+        enter(inside[number])
+        child = os.fork()
+        if child == 0:
             try:
-                yield started
-            finally:
-                processes.kill_tree(started.pid)
+                be_one_of_four(rank)
+            except BaseException:  # noqa: BLE001  # the border of a process
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
-    with machine() as first, machine() as second, contextlib.ExitStack() as undo:
+    with machine() as first, machine() as second:
+        inside = (first, second)
         subprocess.run(["ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1]], check=True)
-        for number, inside in enumerate((first, second)):
-            subprocess.run(["ip", "link", "set", names[number], "netns", str(inside)], check=True)
-            enter = ["nsenter", "-t", str(inside), "-n", "ip"]
-            subprocess.run([*enter, "addr", "add", f"10.77.31.{number + 1}/24", "dev", names[number]], check=True)
-            subprocess.run([*enter, "link", "set", names[number], "up"], check=True)
-            subprocess.run([*enter, "link", "set", "lo", "up"], check=True)
-        ranks = [undo.enter_context(two_ranks(*place)) for place in enumerate((first, second))]
-        for each in ranks:
-            out, err = each.communicate(timeout=100)
-            assert each.returncode == 0, err
-            assert out == 2 * "Machines 2\n", out
+        for number, process in enumerate(inside):
+            subprocess.run(["ip", "link", "set", names[number], "netns", str(process)], check=True)
+            within = ["nsenter", "-t", str(process), "-n", "ip"]
+            subprocess.run([*within, "addr", "add", f"10.77.31.{number + 1}/24", "dev", names[number]], check=True)
+            subprocess.run([*within, "link", "set", names[number], "up"], check=True)
+            subprocess.run([*within, "link", "set", "lo", "up"], check=True)
+        run_workers(4, body)

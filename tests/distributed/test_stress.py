@@ -7,7 +7,7 @@ import torch
 from ranks import reduced, run_ranks, same, values
 from torch import distributed as dist
 
-SECONDS = 8.0
+SECONDS = 4.0
 NUM_RANKS = 4
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.uint8]
 KINDS = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "send"]

@@ -12,10 +12,10 @@ from evenstep.cli import doctor
 from evenstep.cli.main import main
 from evenstep.core.errors import ConfigError
 from evenstep.doctor.checks import Finding, Software
-from evenstep.doctor.report import Report, read_report
+from evenstep.doctor.report import Diagnosis, read_report
 
 SOFTWARE = Software(f"{golden().torch}+cpu", golden().torch, "2024.2", "3.12.0", "AVX2", "glibc 2.36", "Linux 6.1")
-HERE = Report(
+HERE = Diagnosis(
     "here",
     "portable",
     Processor("AuthenticAMD", "AMD EPYC", "family 25, model 17", ("avx2", "fma")),

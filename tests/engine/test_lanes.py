@@ -8,7 +8,7 @@ from torch import nn
 
 from evenstep.engine.lanes import Crew, Lanes
 from evenstep.engine.randomness import Stream, preserved
-from evenstep.engine.slots import Lane, Slots
+from evenstep.engine.slots import Lane, ModelSlots
 from evenstep.exchange.surroundings import current
 
 CREW = Crew(lambda tag, rows: rows, lambda tag, mine: [mine], [[4, 5, 6]], 0, 7, False)
@@ -19,7 +19,7 @@ class Rig:
 
     def __init__(self):
         torch.manual_seed(1)
-        self.model, self.slots = nn.Linear(2, 1), Slots()
+        self.model, self.slots = nn.Linear(2, 1), ModelSlots()
         self.slots.add(self.model, "model")
         self.lanes = [Lane(self.slots, own=True) for _ in range(3)]
         self.running = Lanes(timeout_s=10.0)

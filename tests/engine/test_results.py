@@ -69,3 +69,12 @@ def test_a_metric_with_another_number_of_values_is_refused():
 def test_a_weight_that_is_none_is_refused(weight):
     with pytest.raises(ConfigError, match=r"Loss\(weight=.*expected a finite number of at least 0"):
         result(Loss(torch.ones(()), weight=weight), 1)
+
+
+def test_a_shard_without_a_mean_is_found_where_others_have_one():
+    number, none = torch.tensor(1.0), torch.tensor(math.nan)
+    assert merge({0: result(number, 1), 1: result(none, 1), 2: result(none, 1)}, [1, 1, 1]).without_mean == 1
+    assert merge({0: result(none, 1), 1: result(none, 1)}, [1, 1]).without_mean is None, "all went astray"
+    assert merge({0: result(number, 1), 1: result(torch.tensor(math.inf), 1)}, [1, 1]).without_mean is None
+    weighted = {0: result(Loss(number, weight=1), 1), 1: result(Loss(none, weight=2), 1)}
+    assert merge(weighted, [1, 1]).without_mean is None, "it has said how many"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from evenstep.core.errors import UnsupportedError
-from evenstep.engine.slots import Lane, Slots, copy_into, spanning_layers
+from evenstep.engine.slots import Lane, ModelSlots, copy_into, spanning_layers
 
 
 class Counting(nn.Module):
@@ -32,7 +32,7 @@ def model():
 
 @pytest.fixture
 def slots(model):
-    made = Slots()
+    made = ModelSlots()
     made.add(model, "model")
     return made
 
@@ -84,7 +84,7 @@ def test_a_lane_begins_with_the_committed_buffers_and_what_is_frozen_by_then(mod
 
 
 def test_a_recurrent_layer_computes_with_what_hangs_there():
-    model, slots = nn.LSTM(2, 3), Slots()
+    model, slots = nn.LSTM(2, 3), ModelSlots()
     slots.add(model, "model")
     lane = Lane(slots, own=True)
     lane.begin({})
@@ -141,7 +141,7 @@ def test_models_that_are_made_of_something_else_by_now_are_refused(model, slots)
 
 
 def test_a_recurrent_layer_does_not_take_the_weights_of_a_lane_for_new_ones():
-    slots, model = Slots(), nn.LSTM(3, 4)
+    slots, model = ModelSlots(), nn.LSTM(3, 4)
     slots.add(model, "model")
     for lane in [Lane(slots, own=True) for _ in range(2)]:
         lane.begin({})
@@ -151,7 +151,7 @@ def test_a_recurrent_layer_does_not_take_the_weights_of_a_lane_for_new_ones():
 
 
 def test_a_leaf_that_was_moved_comes_back_to_what_is_trained():
-    slots, model = Slots(), nn.Linear(3, 4)
+    slots, model = ModelSlots(), nn.Linear(3, 4)
     slots.add(model, "model")
     lane = Lane(slots, own=True)
     leaf = lane.leaves["model.weight"]

@@ -6,7 +6,7 @@ from torch import nn
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Work
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.step import Engine, Task
+from evenstep.engine.step import Engine, StepTask
 from evenstep.engine.updates import OwnUpdates
 
 
@@ -48,7 +48,7 @@ class Worker:
 
     def task(self, batch, function, **options):
         clipping = Clipping(options.get("clip_norm"), options.get("clip_value"))
-        return Task(batch, function, self.prepared, clipping, Scaling())
+        return StepTask(batch, function, self.prepared, clipping, Scaling())
 
     def step(self, batch, function, **options):
         return self.engine.step(self.task(batch, function, **options))

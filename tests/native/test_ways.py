@@ -28,7 +28,8 @@ def choices(library: ctypes.CDLL, ways: Ways, count: int, cost_ns: Callable[[int
     found = []
     for time in range(count):
         way = library.es_ways_next(ctypes.byref(ways))
-        library.es_ways_learn(ctypes.byref(ways), way, ctypes.c_int64(cost_ns(time, way)))
+        taken_ns = cost_ns(time, way) if library.es_ways_looks(ctypes.byref(ways)) else -1
+        library.es_ways_learn(ctypes.byref(ways), way, ctypes.c_int64(taken_ns))
         ways.faster = library.es_ways_faster(ctypes.byref(ways))
         found.append(way)
     return found
@@ -38,20 +39,28 @@ def choices(library: ctypes.CDLL, ways: Ways, count: int, cost_ns: Callable[[int
 def test_the_faster_way_is_taken_and_the_other_one_now_and_then(ways_library, faster):
     found = choices(ways_library, Ways(), 160, lambda _, way: 100 if way == faster else 400)
     assert found[:6] == [0, 1] * 3
-    assert 4 <= found[6:].count(1 - faster) <= 10
+    assert found[6:].count(1 - faster) == 9
 
 
 def test_the_other_way_is_found_when_it_has_become_the_faster_one(ways_library):
     ways = Ways()
-    choices(ways_library, ways, 100, lambda _, way: (50, 100)[way])
-    after = choices(ways_library, ways, 60, lambda _, way: (400, 100)[way])
-    assert after[-30:].count(1) >= 28
-    again = choices(ways_library, ways, 60, lambda _, way: (50, 100)[way])
-    assert again[-30:].count(0) >= 28
+    choices(ways_library, ways, 96, lambda _, way: (50, 100)[way])
+    after = choices(ways_library, ways, 96, lambda _, way: (400, 100)[way])
+    assert after[-48:].count(1) == 45
+    again = choices(ways_library, ways, 96, lambda _, way: (50, 100)[way])
+    assert again[-48:].count(0) == 45
 
 
 def test_a_single_time_that_was_held_up_changes_nothing(ways_library):
     ways = Ways()
-    choices(ways_library, ways, 100, lambda _, way: (50, 100)[way])
-    after = choices(ways_library, ways, 30, lambda time, way: 10**9 if time == 3 else (50, 100)[way])
-    assert after.count(0) >= 28
+    choices(ways_library, ways, 96, lambda _, way: (50, 100)[way])
+    after = choices(ways_library, ways, 96, lambda time, way: 10**9 if time == 4 else (50, 100)[way])
+    assert after.count(1) == 6
+
+
+def test_few_are_timed(ways_library):
+    ways, looked = Ways(), []
+    for _ in range(64):
+        looked.append(ways_library.es_ways_looks(ctypes.byref(ways)))
+        ways_library.es_ways_learn(ctypes.byref(ways), 0, ctypes.c_int64(1))
+    assert sum(looked[6:]) == 14

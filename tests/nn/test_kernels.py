@@ -39,7 +39,7 @@ def small_whole(shape, outer, inputs):
     tile = small_tile(shape)
     walk = tiles.walk(shape, outer, tile)
     parts = tiles.parts_of(shape, walk)
-    return tiles.Whole(tile, tile.positions, walk, 2, parts, (2, 4))
+    return tiles.WholeLaunch(tile, tile.positions, walk, 2, parts, (2, 4))
 
 
 def own_channels(shape, outer, inputs):
@@ -47,10 +47,10 @@ def own_channels(shape, outer, inputs):
     if shape.flat:
         tile = tiles.Tile(tiles.power(2 * shape.inner), 1, 1, 2)
         walk = tiles.Walk(1, -(-shape.channels // 2), 1)
-        return tiles.Whole(tile, 2 * shape.inner, walk, 0, shape.inner, (4, 2))
+        return tiles.WholeLaunch(tile, 2 * shape.inner, walk, 0, shape.inner, (4, 2))
     tile = tiles.Tile(16, 2, 1, 2, 1)
     walk = tiles.walk(shape, outer, tile)
-    return tiles.Whole(tile, 16, walk, 0, walk.columns, (2, 2))
+    return tiles.WholeLaunch(tile, 16, walk, 0, walk.columns, (2, 2))
 
 
 def draw(shape, dtype=torch.float32, rows=False, seed=0, mean=0.0, std=1.0):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.core.errors import ConfigError
-from evenstep.plan.groups import FRAMEWORKS, MAX_PARTS, Setup, Standing, choose, parts_of
+from evenstep.plan.groups import FRAMEWORKS, MAX_BUNDLES, Setup, Standing, bundles_of, choose
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_what_makes_no_sense_is_one_sentence(options, says):
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=100), st.integers(1, 4))
 def test_parts_are_layers_or_neighbours_and_every_server_has_its_share(layers, num_servers):
-    parts, servers = parts_of(layers, num_servers)
+    parts, servers = bundles_of(layers, num_servers)
     assert [k for part in parts for k in part] == list(range(len(layers)))
-    assert len(parts) <= MAX_PARTS
+    assert len(parts) <= MAX_BUNDLES
     assert all(parts)
-    if len(layers) <= MAX_PARTS:
+    if len(layers) <= MAX_BUNDLES:
         assert len(parts) == len(layers)
     assert set(servers) == set(range(min(num_servers, len(parts))))
 

@@ -218,7 +218,7 @@ def test_awaited_parameters_are_a_dict_like_any_other():
     model = nn.Linear(2, 2)
     Awaited.hang(model)
     needed = []
-    model._parameters.part_of, model._parameters.need = {"weight": 7, "bias": 8}, needed.append
+    model._parameters.bundle_of, model._parameters.need = {"weight": 7, "bias": 8}, needed.append
     assert model.weight is not None
     assert list(model.state_dict()) == ["weight", "bias"]
     assert needed == [7, 7, 8]

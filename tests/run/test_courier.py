@@ -1,4 +1,4 @@
-"""The courier: updates go first, parts come in the order of need, and are put in place once they are committed."""
+"""The courier: updates go first, bundles come in the order of need, and are put in place once they are committed."""
 
 import threading
 
@@ -20,22 +20,22 @@ class Servers:
     def line(self):
         return Line(self.send, self.fetch, self.write, self.closed.set)
 
-    def send(self, part, version, update):
-        self.happened.append(("send", part))
+    def send(self, bundle, version, update):
+        self.happened.append(("send", bundle))
         self.pass_gate()
 
-    def fetch(self, part):
-        self.happened.append(("fetch", part))
+    def fetch(self, bundle):
+        self.happened.append(("fetch", bundle))
         self.pass_gate()
-        return {"value": torch.tensor(float(part))}
+        return {"value": torch.tensor(float(bundle))}
 
     def pass_gate(self):
         assert self.gate.wait(5.0)
         if self.fails is not None:
             raise self.fails
 
-    def write(self, part, values, version):
-        self.written[part] = (version, float(values["value"]))
+    def write(self, bundle, values, version):
+        self.written[bundle] = (version, float(values["value"]))
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def test_what_is_committed_already_is_put_in_place_at_once(courier, servers):
 def test_updates_go_before_fetches_and_the_first_part_is_fetched_first(courier, servers):
     servers.gate.clear()
     courier.send(2, 0, {})
-    for part in (1, 0):
-        courier.send(part, 0, {})
+    for bundle in (1, 0):
+        courier.send(bundle, 0, {})
     servers.gate.set()
     courier.finish()
     assert servers.happened == [("send", 2), ("send", 1), ("send", 0), ("fetch", 0), ("fetch", 1), ("fetch", 2)]

@@ -94,6 +94,13 @@ def _of_rows(model, part):
     return model(part[0]).square().mean()
 
 
+def test_a_bare_mean_over_no_labels_says_what_to_do_once():
+    with pytest.warns(UserWarning, match=r"in step 0 the loss of shard 0 is not a number.*evenstep\.Loss") as said:
+        losses = trained(mean_loss, 8)[0]
+    assert all(loss != loss for loss in losses)
+    assert len(said) == 1
+
+
 def test_a_batch_without_any_label_changes_nothing():
     with evenstep.Run(shards=4, quiet=True) as run:
         model = language_model()

@@ -10,7 +10,7 @@ import pytest
 import processes
 from evenstep.testing.soak import grouped, watch
 from evenstep.testing.soak.__main__ import soak, table
-from evenstep.testing.soak.burden import Outcome, end, start
+from evenstep.testing.soak.burden import SoakResult, end, start
 from evenstep.testing.soak.trained import Trained
 from evenstep.testing.soak.watch import Usage, Watch, usage
 
@@ -94,7 +94,7 @@ class Fake:
 
     def finish(self):
         end(self._process)
-        return Outcome(self._good, f"{self.turns} turns", "well" if self._good else "BADLY")
+        return SoakResult(self._good, f"{self.turns} turns", "well" if self._good else "BADLY")
 
 
 @pytest.mark.parametrize("good", [True, False])

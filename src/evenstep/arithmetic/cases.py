@@ -1,6 +1,6 @@
 """The operations that the probe computes: every kind that training uses, forward and backward, by name.
 
-Naming the cases costs nothing; all of them together take half a second to compute. Their names are those of the golden
+Naming the cases costs nothing; all of them together take two seconds to compute. Their names are those of the golden
 table.
 """
 

@@ -8,7 +8,7 @@ from evenstep.arithmetic import settings
 from evenstep.core.config import ARITHMETICS
 
 if TYPE_CHECKING:
-    from evenstep.doctor.report import Report
+    from evenstep.doctor.report import Diagnosis
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -47,7 +47,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0 if report.healthy else 1
 
 
-def _compare(report: "Report", other: "Report") -> int:
+def _compare(report: "Diagnosis", other: "Diagnosis") -> int:
     facts, operations = report.compare(other)
     for fact in facts:
         print(fact)

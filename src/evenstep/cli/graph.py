@@ -96,7 +96,7 @@ def _example(words: str) -> "Tensor":
 
 
 class _Enough(BaseException):
-    """A script has prepared its model. No Exception: a script's own `except` shall not stop it."""
+    """A script has prepared its model. Not an Exception, so that a script's own `except` does not stop it."""
 
     def __init__(self, shards: int) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ import os
 from evenstep.core.errors import ConfigError
 from evenstep.plan.groups import FRAMEWORKS, Setup, choose
 
-__all__ = ["add_arguments", "setup_of"]
+__all__ = ["add_arguments", "refuse_figures", "setup_of"]
 
 
 def add_arguments(run: argparse.ArgumentParser) -> None:
@@ -36,6 +36,22 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--framework", metavar="NAME", help=f"a classic set-up by name: {', '.join(FRAMEWORKS)}; see docs/groups.md"
     )
+
+
+def refuse_figures(options: argparse.Namespace) -> None:
+    """Say which options are for runs whose workers all step together on this machine.
+
+    Raises:
+        ConfigError: One of them was given.
+    """
+    given = [name for name in ("page", "log_json", "tensorboard") if getattr(options, name) is not None]
+    beside = ("on", "listen", "groups", "servers", "framework")
+    elsewhere = [name for name in beside if getattr(options, name) is not None]
+    if given and elsewhere:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} with --{elsewhere[0]}, expected one of them: it shows steps of workers "
+            "that step together on one machine so far; servers have pages of their own"
+        )
 
 
 def setup_of(options: argparse.Namespace) -> Setup | None:

@@ -18,11 +18,13 @@ from evenstep.core.output import complete_streams, say
 
 __all__ = ["main"]
 
+_FLAGS = frozenset({"-h", "--help", "--no-replace", "--resume", "-m", "--module"})  # options of `run` without a value
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     complete_streams()
-    options = _parser().parse_args(argv)
+    options = _parser().parse_args(_with_port(list(sys.argv[1:] if argv is None else argv)))
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # a terminal without the lines of a tree shows question marks
     try:
@@ -36,6 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read our output is gone: what is buffered goes nowhere
         return 128 + signal.SIGPIPE
+
+
+def _with_port(argv: list[str]) -> list[str]:
+    """`run --page SCRIPT` means any port, though argparse would take the script for one."""
+    place = 1
+    while argv[:1] == ["run"] and place < len(argv) and argv[place].startswith("-"):
+        word, place = argv[place], place + 1
+        if word == "--page" and not (place < len(argv) and argv[place].isdigit()):
+            return [*argv[:place], "0", *argv[place:]]
+        place += word not in _FLAGS and "=" not in word  # the option's value
+    return argv
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; expected a number from 0 to 65535")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         help="give up and replace a worker that is stuck for so long (default: the script's, or 300)",
     )
     run.add_argument(
-        "--weights", metavar="W,W,...", help="how much each worker shall do, such as 2,1,1 (default: measured)"
+        "--weights", metavar="W,W,...", help="how much each worker does, such as 2,1,1 (default: measured)"
     )
     run.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint of the script's")
     run.add_argument(
@@ -99,6 +118,9 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="how often a worker may compute wrong before it is dismissed (default: the script's, or 0)",
     )
+    run.add_argument("--page", metavar="PORT", type=_port, help="serve a page of the run on this machine (0: any port)")
+    run.add_argument("--log-json", metavar="FILE", type=Path, help="append a line of JSON for every step to FILE")
+    run.add_argument("--tensorboard", metavar="DIR", type=Path, help="write losses, metrics and what is logged to DIR")
     groups.add_arguments(run)
     machines.add_arguments(run)
     on.add_arguments(run)
@@ -215,6 +237,7 @@ def _server(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     script = _script(options)
     _note_misplaced(options)
+    groups.refuse_figures(options)
     if options.on is not None:
         return on.run_on(options, script, options.workers)
     setup = groups.setup_of(options)
@@ -246,6 +269,9 @@ def _run(options: argparse.Namespace) -> int:
         options.resume,
         recheck=options.recheck,
         tolerate_wrong=options.tolerate_wrong,
+        log_json=options.log_json,
+        tensorboard=options.tensorboard,
+        page=options.page,
         listen=machines.listen_of(options),
     )
     if setup is None or not setup.servers:

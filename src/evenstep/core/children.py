@@ -68,7 +68,7 @@ class Child:
         """Wait for its end and, unless it went well, end what it started; its number is free only then."""
         if self.code is None:
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            assert end is not None, "waitid waits"
+            assert end is not None, "without WNOHANG waitid returns only when the child has ended"
             if end.si_code != os.CLD_EXITED or end.si_status != 0:
                 with suppress(ProcessLookupError, PermissionError):  # no group of its own yet, or another user's by now
                     os.killpg(self.pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ class Child:
 
     def describe_end(self) -> str:
         """How it ended, in words that follow its name."""
-        assert self.code is not None, "it was reaped"
+        assert self.code is not None, "the exit code is there once the child is reaped"
         return f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
 
 

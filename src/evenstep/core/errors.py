@@ -127,7 +127,7 @@ class BeginsAgain(SystemExit):
 
 
 class Dismissed(SystemExit):
-    """There are to be fewer workers, and this one goes. No error, as above."""
+    """There are to be fewer workers, and this one goes. Not an error of the script's."""
 
     def __init__(self) -> None:
         super().__init__(0)

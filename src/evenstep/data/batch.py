@@ -44,7 +44,7 @@ class Batch:
         sizes: The number of samples of every shard.
         load: Loads the samples of any shard: a worker may have to take over the shards of another.
         parts: The collated samples of the shards that were loaded so far.
-        device: Where the samples shall be.
+        device: Where the samples go.
         position: Where in the data it stands; None: the script brought it.
         whole: All samples, if every worker came with all of them.
         sent: Gives the parts that are on their way to the device, if any are.

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
 from evenstep.data.batch import Batch
 from evenstep.data.drawing import drawing
-from evenstep.data.order import Request
+from evenstep.data.order import BatchRequest
 from evenstep.data.sending import sent
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.native import core
@@ -43,7 +43,7 @@ class _Parts(Dataset[dict[int, Any]]):
         self._collate: Collate = collate or default_collate
         self._rows = _rows_of(dataset) if collate is None else None
 
-    def __getitem__(self, request: Request) -> dict[int, Any]:
+    def __getitem__(self, request: BatchRequest) -> dict[int, Any]:
         return {k: self._part(request.position.epoch, request.shards[k]) for k in self._span if request.shards[k]}
 
     def _part(self, epoch: int, indices: tuple[int, ...]) -> Any:
@@ -103,7 +103,7 @@ class Loader:
         span: Says which shards are this worker's now: that may change while batches are loaded.
         seed: The run's seed.
         purpose: Separates the random streams of training and evaluation.
-        device: Where the samples shall be.
+        device: Where the samples go.
         collate: Makes a part from a list of samples; torch's `default_collate` if None.
         loaders: How many loader processes; 0 loads inline.
         prefetch: How many batches each loader process holds ready.
@@ -132,7 +132,7 @@ class Loader:
         self._parts_of: Callable[[range], _Parts] = lambda shards: _Parts(dataset, shards, seed, purpose, collate)
         self._loaders, self._prefetch, self._timeout_s = loaders, prefetch, timeout_s
 
-    def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
+    def load(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """The batches, in order, on their way to the device if that is a GPU.
 
         Loader processes start at the first and end with the iterator, or with us. What they load is sent one batch
@@ -145,8 +145,8 @@ class Loader:
         batches, device = self._load(requests), torch.device(self._device)
         return batches if device.type == "cpu" else sent(batches, device, ahead=1 if self._loaders else 0)
 
-    def _load(self, requests: Iterable[Request]) -> Iterator[Batch]:
-        coming, waiting = iter(requests), deque[Request]()
+    def _load(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
+        coming, waiting = iter(requests), deque[BatchRequest]()
         while True:
             if not waiting:
                 request = next(coming, None)
@@ -161,18 +161,18 @@ class Loader:
             else:
                 yield from self._through_processes(waiting, coming)
 
-    def _batch(self, request: Request, parts: dict[int, Any]) -> Batch:
+    def _batch(self, request: BatchRequest, parts: dict[int, Any]) -> Batch:
         def load(shard: int) -> Any:
             return self._inline(request, range(shard, shard + 1))[shard]
 
         return Batch(request.name, request.sizes, load, parts, self._device, request.position)
 
-    def _inline(self, request: Request, shards: range) -> dict[int, Any]:
+    def _inline(self, request: BatchRequest, shards: range) -> dict[int, Any]:
         """Load some shards in this process."""
         with drawing():
             return self._parts_of(shards)[request]
 
-    def _through_processes(self, waiting: deque[Request], coming: Iterator[Request]) -> Iterator[Batch]:
+    def _through_processes(self, waiting: deque[BatchRequest], coming: Iterator[BatchRequest]) -> Iterator[Batch]:
         """Batches from loader processes, for as long as they load the right shards.
 
         Args:
@@ -181,7 +181,7 @@ class Loader:
         """
         span, again = self._span(), list(waiting)
 
-        def asked() -> Iterator[Request]:
+        def asked() -> Iterator[BatchRequest]:
             yield from again
             for request in coming:
                 waiting.append(request)

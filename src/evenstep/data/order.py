@@ -13,14 +13,14 @@ from evenstep.data.sampling import Sampling
 from evenstep.engine.randomness import derive
 from evenstep.plan.placement import cut
 
-__all__ = ["Deal", "Order", "Request"]
+__all__ = ["BatchRequest", "Deal", "Order"]
 
 Deal = Literal["position", "round-robin"]
 """How the samples of a batch are dealt to its shards: neighbours together, or sample r to shard r mod K."""
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """One global batch: the samples of every shard.
 
     Attributes:
@@ -139,7 +139,7 @@ class Order:
         """Batches of this group in an epoch, from number `first` on. Raises as `num_batches`."""
         return sum(number >= first for number in range(self.group, self.num_batches, self.groups))
 
-    def requests(self, epoch: int, first: int = 0) -> Iterator[Request]:
+    def requests(self, epoch: int, first: int = 0) -> Iterator[BatchRequest]:
         """The batches of this group in an epoch, from number `first` on."""
         batches, order = self._batches(epoch)
         numbers = range(self.group, len(batches), self.groups)
@@ -148,7 +148,7 @@ class Order:
                 is_last = number == numbers[-1]
                 after = {"epoch": epoch + is_last, "batch": 0 if is_last else number + 1}
                 position = Position(epoch, number, before, len(numbers), after)
-                yield Request(position, self._deal(batches[number]), order)
+                yield BatchRequest(position, self._deal(batches[number]), order)
 
     def _batches(self, epoch: int) -> tuple[Sequence[Sequence[int]], str]:
         """The samples of every batch of an epoch, and what their order is, in a few letters."""

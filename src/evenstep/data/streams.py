@@ -15,7 +15,7 @@ from evenstep.core.errors import CheckpointError, ConfigError
 from evenstep.data.batch import Batch, Position
 from evenstep.data.drawing import drawing
 from evenstep.data.loader import Collate
-from evenstep.data.whole import Whole
+from evenstep.data.whole import WholeBatch
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.plan.placement import cut
 
@@ -114,7 +114,7 @@ class StreamLoader:
         num_shards: Parts of every batch.
         seed: Of the run.
         collate: Makes a part from a list of samples; torch's `default_collate` if None.
-        device: Where the samples shall be.
+        device: Where the samples go.
         span: Says which shards are this worker's now.
         share: Given a function that reads the parts of this worker's shards and returns the number of samples of each
             shard, returns those of all shards, the same on all workers. The function may be called again, or not at
@@ -172,7 +172,7 @@ class StreamLoader:
             if not len(batch):
                 break
             yield batch
-            assert batch.position is not None, "it has one"
+            assert batch.position is not None, "every batch of a stream knows where it stands"
             number, read = number + 1, batch.position.after["read"]
         if number == 0:
             raise ConfigError(f"no stream gave a sample in epoch {epoch}; expected at least one")
@@ -210,7 +210,7 @@ class StreamLoader:
 
     def _size(self, items: list[Any]) -> int:
         """The number of samples of a part."""
-        return sum(Whole(item).num_rows for item in items) if self._ready else len(items)
+        return sum(WholeBatch(item).num_rows for item in items) if self._ready else len(items)
 
 
 def _as_it_is(items: list[Any]) -> Any:

@@ -25,14 +25,14 @@ from evenstep.data.batch import Batch
 from evenstep.data.nested import children, is_sequence, rebuild
 from evenstep.plan.placement import cut
 
-__all__ = ["Whole", "cut_whole"]
+__all__ = ["WholeBatch", "cut_whole"]
 
 _PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum, np.generic, torch.dtype, torch.device)
 
 Named = tuple[str, Any]  # how a value is written, such as batch['x'][0], and the value
 
 
-class Whole:
+class WholeBatch:
     """A batch, and how it is cut.
 
     Args:
@@ -117,7 +117,7 @@ def cut_whole(batch: Any, name: str, shards: int, device: str) -> Batch:
     """A whole batch as shards compute it, cut by position.
 
     Args:
-        batch: Any structure, see `Whole`.
+        batch: Any structure, see `WholeBatch`.
         name: What messages call it.
         shards: How many there are.
         device: Where parts go.
@@ -125,7 +125,7 @@ def cut_whole(batch: Any, name: str, shards: int, device: str) -> Batch:
     Raises:
         ConfigError: It cannot be told how.
     """
-    whole = Whole(batch)
+    whole = WholeBatch(batch)
     spans = cut(whole.num_rows, shards)
     return Batch(name, [end - first for first, end in spans], lambda k: whole.part(*spans[k]), {}, device, whole=batch)
 
@@ -185,5 +185,6 @@ def _refuse_either(name: str, value: Sequence[Any], num_rows: int) -> NoReturn:
     count = len(value)
     raise ConfigError(
         f"{name} is a {type(value).__name__} of {count} values of one kind: it may hold {count} samples, or {count} "
-        f"columns with {num_rows} samples each; stack the samples (torch.stack), or name the columns in a dict"
+        f"columns with {num_rows} samples each; name the columns in a dict, stack the samples (torch.stack), or if "
+        f"their sizes differ pass something with one row for each beside them: (samples, torch.arange({count}))"
     )

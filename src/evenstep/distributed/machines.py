@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, Work
 
 from evenstep.core.errors import EvenstepError, MismatchError, PeerError, SilenceError, UnsupportedError
-from evenstep.distributed.between import DirectWork, Word
 from evenstep.distributed.errors import kind_of
+from evenstep.distributed.machine_messages import DirectWork, Word
 from evenstep.distributed.members import Member
 from evenstep.distributed.reductions import ITEM_BYTES
 from evenstep.distributed.team import ANY, Call, Pieces, Team
@@ -55,6 +55,7 @@ class Machines:
         timeout_s: float,
     ) -> None:
         self._word = Word(store)
+        self.team: Team | None = None
         self._team = team
         self._members = members
         self._rank = rank

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from evenstep.distributed.progress import Progress
+from evenstep.distributed.progress import Jobs
 from evenstep.distributed.ranks import Ranks
 from evenstep.distributed.reductions import Reduction, reduction
 from evenstep.distributed.tensors import check_dense, copy_back
@@ -39,7 +39,7 @@ class Operations(_Base):  # type: ignore[misc]  # see _Base
         self._size = size
         self._timeout_s = timeout_s
         self._names = ("", "")
-        self._progress = Progress("evenstep-collectives", ranks.in_background)
+        self._progress = Jobs("evenstep-collectives", ranks.in_background)
         self._tags: dict[tuple[object, ...], bytes] = {}
         self._end = weakref.finalize(self, _end, self._progress, ranks)
         self._end.atexit = False  # the end of the process ends it all, without waiting for what is still open
@@ -103,7 +103,7 @@ class Operations(_Base):  # type: ignore[misc]  # see _Base
     def _start(
         self, name: str, job: Callable[[], None], inputs: Sequence[Tensor], result: list[Any], asynchronous: bool
     ) -> Work:
-        """Start an operation; see `Progress.start`. Its inputs are what a profiler shows of it."""
+        """Start an operation; see `Jobs.start`. Its inputs are what a profiler shows of it."""
         return self._progress.start(name, job, result, asynchronous, begin_record(name, inputs))
 
     def _timeout(self, opts: Any) -> float:
@@ -135,7 +135,7 @@ class Operations(_Base):  # type: ignore[misc]  # see _Base
         copy_back(tensor, target)
 
 
-def _end(progress: Progress, ranks: Ranks) -> None:
+def _end(progress: Jobs, ranks: Ranks) -> None:
     progress.close()
     ranks.close()
 

@@ -10,18 +10,22 @@ from torch._C._distributed_c10d import Work
 
 from evenstep.core.identity import check_not_a_copy
 from evenstep.distributed.work import DONE, PendingWork
+from evenstep.native import core
 
-__all__ = ["Progress"]
+__all__ = ["Jobs"]
 
 Job = Callable[[], None]
 
 
-class Progress:
+class Jobs:
     """Runs jobs one after the other: on the caller's thread where it would wait anyway, else on a thread of its own.
 
     Args:
         name: The name of the thread.
         in_background: Told before and after each job that the thread does.
+
+    Attributes:
+        turn: Held while a job is done; who takes it does one here and now, if no other is open.
     """
 
     def __init__(self, name: str, in_background: Callable[[bool], None]) -> None:
@@ -29,9 +33,7 @@ class Progress:
         self._pid = os.getpid()
         self._in_background = in_background
         self._lock = threading.Lock()
-        self._num_open = 0  # started and not over
-        self._turn = threading.Lock()  # held while a job is done
-        self.leave = self._turn.release  # gives back the turn that `enter` took
+        self.turn = core.Turn()
         self._jobs: queue.SimpleQueue[tuple[PendingWork, Job] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -49,14 +51,14 @@ class Progress:
             EvenstepError: What the job raised, if it was done here.
         """
         self.check_process()
-        if not asynchronous and record is None and self.enter():
+        if not asynchronous and record is None and self.turn.take():
             try:
                 job()
             finally:
-                self.leave()
+                self.turn.leave()
             return DONE
         with self._lock:
-            self._num_open += 1
+            self.turn.opened()
             work = PendingWork(name, result, record)
             self._jobs.put((work, job))
             if self._thread is None:
@@ -72,26 +74,14 @@ class Progress:
         """
         check_not_a_copy(self._pid, "a rank of torch.distributed")
 
-    def enter(self) -> bool:
-        """Take the turn for a job that is done here and now, if no other is open. Then `leave` must follow.
-
-        Raises:
-            ConfigError: This process is a copy of the rank.
-        """
-        self.check_process()
-        return self._num_open == 0 and self._turn.acquire(blocking=False)
-
-    def _over(self) -> None:
-        with self._lock:
-            self._num_open -= 1
-
     def _serve(self) -> None:
         while (item := self._jobs.get()) is not None:
             work, job = item
-            with self._turn:
-                self._in_background(True)
-                work.run(job, self._over)
-                self._in_background(False)
+            self.turn.wait()
+            self._in_background(True)
+            work.run(job, self.turn.over)
+            self._in_background(False)
+            self.turn.leave()
             del item, work, job  # the tensors must not live until the next job comes
 
     def close(self) -> None:

@@ -17,7 +17,13 @@ __all__ = ["Ranks", "meet"]
 
 
 class Ranks(Protocol):
-    """All ranks of a group. Memory is given by address; it must stay until the call returns."""
+    """All ranks of a group. Memory is given by address; it must stay until the call returns.
+
+    Attributes:
+        team: They as one team, if they all share memory.
+    """
+
+    team: Team | None
 
     def call(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
         """Take part in an operation. All ranks must, in one order; blocks.
@@ -67,6 +73,7 @@ class OneMachine:
         self.check = team.check
         self.abort = team.abort
         self.in_background = team.in_background
+        self.team: Team | None = team
         self._team = team
         self._mail = Mail(team)
         self.send = self._mail.send

@@ -1,6 +1,7 @@
 """The reductions of a process group, in torch's names, on tensors."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, ReduceOptions
 from evenstep.core.errors import UnsupportedError
 from evenstep.distributed.operations import Operations, one_after_the_other
 from evenstep.distributed.reductions import Reduction
-from evenstep.distributed.team import Call
+from evenstep.distributed.team import Call, Team
 from evenstep.distributed.tensors import check_same_size, contiguous, num_bytes, parts
 from evenstep.distributed.work import DONE, is_recording
 from evenstep.native import core
@@ -19,8 +20,6 @@ from evenstep.plan import tree
 __all__ = ["Reducing"]
 
 _SUM: Any = ReduceOp.SUM
-_UNSET = AllreduceOptions().timeout
-_MOST_KNOWN = 4096
 
 
 class Reducing(Operations):
@@ -28,36 +27,28 @@ class Reducing(Operations):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._sums: dict[tuple[torch.dtype, torch.Size], Call] = {}
+        self._sums = _sums(self._ranks.team, self._progress.turn)
+        self._sum_at_once: Callable[[list[Tensor], Any], Work | None] = self._sums.all_reduce if self._sums else _never
+        self.set_timeout(timedelta(seconds=self._timeout_s))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations from now on wait for a rank."""
+        super().set_timeout(timeout)
+        if self._sums:
+            self._sums.timeout_s = self._timeout_s
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """Reduce a tensor over all ranks, in place."""
-        opts = AllreduceOptions() if opts is None else opts
-        # A small sum that is waited for takes a few microseconds, most of which are Python's: so it has a short way.
-        if not opts.asyncOp and len(tensors) == 1 and opts.reduceOp == _SUM and not is_recording():
-            tensor = tensors[0]
-            known = self._sums.get((tensor.dtype, tensor.shape))
-            if known is None:
-                self._learn_sum(opts.reduceOp, tensor)
-            elif tensor.is_cpu and tensor.is_contiguous() and opts.timeout == _UNSET and self._progress.enter():
-                address = tensor.data_ptr()
-                try:
-                    self._ranks.call(known, address, address, self._timeout_s)
-                finally:
-                    self._progress.leave()
-                return DONE
+        return self._sum_at_once(tensors, opts) or self._reduce_for_all(tensors, opts or AllreduceOptions())
+
+    def _reduce_for_all(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work:
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
             return self._all_reduce_sparse(tensors[0], opts)
+        if self._sums and len(tensors) == 1 and opts.reduceOp == _SUM and not opts.asyncOp:
+            (tensor,) = tensors
+            how, tag = self._reduction("all_reduce", opts.reduceOp, tensor)
+            self._sums.learn(tensor.dtype, tensor.shape, tag, how.dtype, how.op, tensor.numel() * how.width)
         return self._all_reduce("all_reduce", tensors, opts)
-
-    def _learn_sum(self, op: Any, tensor: Tensor) -> None:
-        if tensor.layout is not torch.strided:
-            return
-        how, tag = self._reduction("all_reduce", op, tensor)
-        count = tensor.numel() * how.width
-        if len(self._sums) >= _MOST_KNOWN:
-            self._sums.clear()
-        self._sums[tensor.dtype, tensor.shape] = Call(core.ES_ALL_REDUCE, tag, how.dtype, how.op, num_items=count)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """Reduce several tensors over all ranks, in place."""
@@ -176,6 +167,18 @@ class Reducing(Operations):
             self._finish(how, output, target)
 
         return job
+
+
+def _sums(team: Team | None, turn: core.Turn) -> core.Sums | None:
+    """The sums that are waited for, which take less time than Python would to look at their arguments."""
+    if team is None:
+        return None
+    usual = (_SUM, AllreduceOptions().timeout)
+    return core.Sums(team.core, turn, is_recording, usual, torch.strided, DONE, team.sum_failed)
+
+
+def _never(tensors: list[Tensor], opts: Any) -> None:
+    """Nothing is summed at once where ranks share no memory."""
 
 
 def _premultiplied(tensor: Tensor, op: Any, how: Reduction) -> Tensor:

@@ -31,7 +31,7 @@ Pieces: TypeAlias = "int | tuple[int, ...] | None"
 _AT_ONCE_BYTES = 1 << 17  # up to here a second meeting costs more than reducing everything on every rank
 _STEP_BYTES = 1 << 18  # what is on its way stays in the cache
 _LONG_STEP_BYTES = 1 << 19  # beside a computation every meeting takes long, so there are fewer
-_RING_BYTES = 1 << 21  # see collective.h
+_RING_BYTES = (1 << 21) + (1 << 15)  # see collective.h
 SLOT_BYTES = 1 << 13
 BACKGROUND_SPIN = 16
 _AWAITED = 0  # the word on the board that says for whose message a rank waits
@@ -63,7 +63,7 @@ class Team:
     Attributes:
         index: The number of this rank among them.
         members: All of them, by that number.
-        number: How many operations were started so far.
+        core: They as the C core has them.
     """
 
     def __init__(self, segment: Segment, members: Sequence[Member], index: int) -> None:
@@ -71,15 +71,15 @@ class Team:
         self.base = segment.base
         self.members = members
         self.index = index
-        self.number = 0
-        self._manner = self._eager = (spin_count(len(members)), _STEP_BYTES)
+        self._closed = False
+        self._eager_spin = spin_count(len(members))
         self._liveness = Liveness()
         for member in members:
             self._liveness.watch(member.pid)  # before its number could come to mean another process
         at_once = _AT_ONCE_BYTES if len(members) > 2 else sys.maxsize  # two ranks share nothing by taking parts
         size = len(members) * _RING_BYTES
         self._rings = segment.memory.reserve(size).tensor(torch.Size([size]), torch.uint8)
-        self._team: object | None = core.team(
+        self.core = core.Team(
             self.base,
             index,
             tree.leaf_program(len(members)),
@@ -88,6 +88,16 @@ class Team:
             _RING_BYTES,
             self.has_ended,
         )
+        self.in_background(False)
+
+    @property
+    def number(self) -> int:
+        """How many operations were started so far."""
+        return self.core.number
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self.core.number = number
 
     def call(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float) -> None:
         """Take part in an operation. Blocks until this rank has what it is to get.
@@ -97,10 +107,8 @@ class Team:
             PeerError: A rank failed, ended, or left the group.
             SilenceError: A rank did not come within the timeout.
         """
-        self.number += 1
-        timeout_ns = int(timeout_s * 1e9)
         try:
-            rc = core.collective(self._team, self.number, *call, ins, outs, timeout_ns, *self._manner)
+            rc = self.core.collective(*call, ins, outs, int(timeout_s * 1e9))
         except BaseException as error:
             self._interrupted(call.tag, error)
             raise
@@ -117,27 +125,31 @@ class Team:
         timeout_s: float,
     ) -> None:
         """Give each rank a piece and get one from each. Raises as `call` does."""
-        self.number += 1
-        timeout_ns = int(timeout_s * 1e9)
         try:
-            rc = core.all_to_all(
-                self._team, tag, self.number, ins, in_bytes, outs, out_bytes, timeout_ns, *self._manner
-            )
+            rc = self.core.all_to_all(tag, ins, in_bytes, outs, out_bytes, int(timeout_s * 1e9))
         except BaseException as error:
             self._interrupted(tag, error)
             raise
         if rc:
             self._fail(rc & 0xFF, rc >> 8, tag, timeout_s)
 
+    def sum_failed(self, code: int, about: int | BaseException, tag: bytes, timeout_s: float) -> None:
+        """Deal with a sum that the core did by itself: fail because of a rank, or say that this one was interrupted."""
+        if isinstance(about, BaseException):
+            self._interrupted(tag, about)
+        else:
+            self._fail(code, about, tag, timeout_s)
+
     def _interrupted(self, tag: bytes, error: BaseException) -> None:
         me = self.members[self.index]
-        if self._team is None:
+        if self._closed:
             raise ConfigError(f"{me} destroyed this process group before it started {tag.decode()}") from error
         self.fail(PeerError, self.index, f"{me} was interrupted in {self._at(tag)}: {error!r}")
 
     def in_background(self, yes: bool) -> None:
         """Whether the operations that follow wait beside a computation, from which they must not take the core."""
-        self._manner = (BACKGROUND_SPIN, _LONG_STEP_BYTES) if yes else self._eager
+        self.core.spin = BACKGROUND_SPIN if yes else self._eager_spin
+        self.core.step_bytes = _LONG_STEP_BYTES if yes else _STEP_BYTES
 
     def has_ended(self, index: int) -> bool:
         """Whether a rank will never come again: its process has ended or it has left the group."""
@@ -153,7 +165,7 @@ class Team:
     def abort(self) -> None:
         """Fail on behalf of the user, who wants nobody to wait any longer."""
         me = self.members[self.index]
-        if self._team is not None and os.getpid() == me.pid:
+        if not self._closed and os.getpid() == me.pid:
             self.fail(PeerError, self.index, f"{me} aborted the group")
 
     def check(self) -> None:
@@ -245,6 +257,7 @@ class Team:
         """Leave. Whoever waits for this rank from now on gets an error."""
         if os.getpid() == self.members[self.index].pid:  # a fork of this process does not leave for it
             core.set_pid(self.base, self.index, 0)
-        self._team = None  # it refers to us
+        self._closed = True
+        self.core.close()
         self._liveness.close()
         self.segment.close()

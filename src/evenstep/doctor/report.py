@@ -18,11 +18,11 @@ from evenstep.core.errors import ConfigError
 from evenstep.doctor.checks import Finding, Software, judge, judge_software
 from evenstep.doctor.facts import read_facts
 
-__all__ = ["Report", "examine", "read_report"]
+__all__ = ["Diagnosis", "examine", "read_report"]
 
 
 @dataclass(frozen=True)
-class Report:
+class Diagnosis:
     """What the doctor says of a machine.
 
     Attributes:
@@ -84,7 +84,7 @@ class Report:
         else:
             yield f"{len(differ)} of {count} operations differ from the golden table: {', '.join(differ)}"
 
-    def compare(self, other: "Report") -> tuple[list[str], list[str]]:
+    def compare(self, other: "Diagnosis") -> tuple[list[str], list[str]]:
         """What differs from another machine: facts that choose kernels, as sentences; and operations, by name."""
         mine, theirs = (
             {**asdict(r.software), "processor": str(r.processor), "arithmetic": r.arithmetic, **r.settings}
@@ -94,7 +94,7 @@ class Report:
         return facts, differing(self.operations, other.operations)
 
 
-def examine(arithmetic: str) -> Report:
+def examine(arithmetic: str) -> Diagnosis:
     """Examine this machine. The arithmetic must have been chosen before torch was loaded.
 
     Where it cannot be had, no operation is computed, and a finding says why.
@@ -112,7 +112,7 @@ def examine(arithmetic: str) -> Report:
         operations = _probe_portably() if arithmetic == "portable" else probe()
     except ConfigError as error:
         findings.append(Finding("arithmetic", "note", "not portable", str(error)))
-    return Report(platform.node(), arithmetic, processor, software, env.kernel_choices(), findings, operations)
+    return Diagnosis(platform.node(), arithmetic, processor, software, env.kernel_choices(), findings, operations)
 
 
 def _probe_portably() -> dict[str, str]:
@@ -123,8 +123,8 @@ def _probe_portably() -> dict[str, str]:
         portable.close()
 
 
-def read_report(path: Path) -> Report:
-    """A report that `Report.to_json` has written.
+def read_report(path: Path) -> Diagnosis:
+    """A report that `Diagnosis.to_json` has written.
 
     Raises:
         ConfigError: There is none.
@@ -135,7 +135,7 @@ def read_report(path: Path) -> Report:
         found["processor"] = Processor(**{**found["processor"], "features": tuple(found["processor"]["features"])})
         found["software"] = Software(**found["software"])
         found["findings"] = [Finding(**finding) for finding in found["findings"]]
-        return Report(**found)
+        return Diagnosis(**found)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{path} is no report of a machine ({error}); write one there with `evenstep doctor --json > {path.name}`"

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.engine.form import Form
-from evenstep.engine.state import Entry, State
+from evenstep.engine.state import State, StateEntry
 from evenstep.engine.structure import describe, fill, specs
 from evenstep.exchange.journal import Entry as JournalEntry
 from evenstep.exchange.ledger import Ledger, Operation
@@ -33,7 +33,7 @@ class _Held:
 
     description: Any
     forms: list[Form]
-    entries: list[Entry]
+    entries: list[StateEntry]
     counts: bool = False  # whether a committed step has set it, and nobody has reset it since
 
 

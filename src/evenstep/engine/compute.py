@@ -23,9 +23,9 @@ from evenstep.engine.flat import FlatGradients
 from evenstep.engine.lanes import Lanes
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
+from evenstep.engine.optimizer_set import Trained
 from evenstep.engine.randomness import Stream, preserved
 from evenstep.engine.results import ShardResult
-from evenstep.engine.several import Trained
 from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.engine.strangers import Strangers
 from evenstep.engine.witness import Witness

@@ -21,7 +21,7 @@ class Counter:
         leaves: How shards become nodes.
         num_parameters: How many parameters there are.
         shards: The shards that have samples.
-        place: Where a finished node of a parameter shall lie; None: anywhere.
+        place: Where to put a finished node of a parameter; None: anywhere.
     """
 
     def __init__(

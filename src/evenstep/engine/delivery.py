@@ -25,7 +25,7 @@ class Delivery(Protocol):
         """
 
     def place(self, i: int, node: int) -> Tensor | None:
-        """Where this worker's node of parameter i shall lie; None: anywhere, nobody else reads it."""
+        """Where to put this worker's node of parameter i; None: anywhere, nobody else reads it."""
 
     def give(self, bucket: int, nodes: Sequence[Sequence[Tensor | None]]) -> None:
         """This worker's nodes of all parameters of a bucket are in place."""

@@ -15,7 +15,7 @@ from evenstep.engine.counter import Counter
 from evenstep.engine.delivery import Delivery
 from evenstep.plan.summing import Summing
 
-__all__ = ["AddsUp", "Buffer", "Connect", "FlatGradients", "Node"]
+__all__ = ["AddsUp", "Buffer", "Connect", "FlatGradients", "NodeSums"]
 
 _ALIGNMENT = 128  # elements; whole cache lines of every type
 
@@ -51,7 +51,7 @@ class Buffer:
         return self
 
 
-class Node(NamedTuple):
+class NodeSums(NamedTuple):
     """The sums over one tree node.
 
     Attributes:
@@ -66,7 +66,7 @@ class Node(NamedTuple):
 class AddsUp(Protocol):
     """Adds up the nodes of several sites."""
 
-    def add_up(self, nodes: Sequence[Node]) -> list[Tensor | None]:
+    def add_up(self, nodes: Sequence[NodeSums]) -> list[Tensor | None]:
         """The sum of every parameter over all sites, given this one's nodes; meets the others."""
 
     def close(self) -> None:
@@ -219,18 +219,18 @@ class FlatGradients:
         present = self._present or (False,) * len(self._names)
         return {i: root.views[i] if root is not None and here else None for i, here in enumerate(present)}
 
-    def _nodes(self) -> list[Node]:
+    def _nodes(self) -> list[NodeSums]:
         none = (False,) * len(self._names)
         if self._singly is None:
             present = self._present or none
-            return [Node(buffer, none if buffer is None else present) for buffer in self._held]
+            return [NodeSums(buffer, none if buffer is None else present) for buffer in self._held]
         found = []
         for n in range(len(self.plan.leaves.nodes)):
             sums = [self._singly.nodes(i)[n] for i in range(len(self._names))]
             buffer = self._free.pop() if self._free else Buffer(self._like)
             self._each(torch._foreach_copy_, buffer, sums)
             self._lent.append(buffer)
-            found.append(Node(buffer, [total is not None for total in sums]))
+            found.append(NodeSums(buffer, [total is not None for total in sums]))
         return found
 
     def nodes(self) -> list[tuple[tuple[int, int], dict[int, Tensor]]]:

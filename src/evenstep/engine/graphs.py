@@ -21,7 +21,7 @@ from evenstep.core.errors import NondeterminismError, UnsupportedError
 from evenstep.engine.guards import Look, difference
 from evenstep.engine.results import Reading
 
-__all__ = ["Graphs", "Mode", "Piece", "Products", "Recorder", "Recording", "Task"]
+__all__ = ["Capturable", "Graphs", "Mode", "Products", "Recorder", "Recording", "Task"]
 
 Mode = Literal["auto"] | bool
 _WARM = 2  # how often a piece is computed before it is captured: kernels are chosen and compiled then
@@ -47,7 +47,7 @@ class Products:
     buffers: dict[str, Tensor] | None = None
 
 
-class Piece(Protocol):
+class Capturable(Protocol):
     """Forward and backward of some shards on given tensors.
 
     Attributes:
@@ -91,7 +91,7 @@ class Task:
     inputs: Sequence[Tensor]
     seeds: Sequence[int]
     look: Callable[[bool], Look]
-    piece: Callable[[Sequence[Tensor], Sequence[int], Sequence[torch.Generator] | None], Piece]
+    piece: Callable[[Sequence[Tensor], Sequence[int], Sequence[torch.Generator] | None], Capturable]
     between: Callable[[Tensor], None]
     agree: Callable[[bool], bool] = bool
 
@@ -185,7 +185,7 @@ class Graphs:
         """Let go of all graphs."""
         self._signatures.clear()
 
-    def compute(self, task: Task) -> Piece:
+    def compute(self, task: Task) -> Capturable:
         """Compute a piece."""
         piece = task.piece(task.inputs, task.seeds, None)
         piece.forward()

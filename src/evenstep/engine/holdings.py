@@ -18,8 +18,8 @@ from evenstep.engine.carrying import BetweenMachines
 from evenstep.engine.image import Image
 from evenstep.engine.kept import News
 from evenstep.engine.models import Models
+from evenstep.engine.optimizer_set import OptimizerSet, Trained
 from evenstep.engine.prepared import PreparedOptimizer
-from evenstep.engine.several import SeveralOptimizers, Trained
 from evenstep.engine.spreading import Spreading, ThroughHost
 from evenstep.exchange.group import Group
 from evenstep.exchange.ledger import Ledger
@@ -52,7 +52,7 @@ class Holdings:
         self.memory = _memory_of(config.device, self.group.segment)
         self.models = Models(config, self.group, self.memory)
         self.optimizers: list[PreparedOptimizer] = []
-        self._several: dict[tuple[int, ...], SeveralOptimizers] = {}
+        self._several: dict[tuple[int, ...], OptimizerSet] = {}
         self.state = self.models.state
         self.state.spreading = _spreading(self.group, self.memory)
         ledger.volatile = not self.memory.shared
@@ -88,7 +88,7 @@ class Holdings:
             return optimizers[0]
         key = tuple(map(id, optimizers))
         if key not in self._several:
-            self._several[key] = SeveralOptimizers(optimizers)
+            self._several[key] = OptimizerSet(optimizers)
         return self._several[key]
 
     def replace(self, values: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from evenstep.core.errors import NondeterminismError, UnsupportedError
 from evenstep.engine.form import Form
-from evenstep.engine.state import Entry, State
+from evenstep.engine.state import State, StateEntry
 
 __all__ = ["OPTIONS", "Kept", "News"]
 
@@ -40,7 +40,7 @@ class Kept:
     ) -> None:
         self._state, self._optimizer, self._prefix = state, optimizer, prefix
         self._parameters, self._names = parameters, names
-        self._entries: dict[int, dict[str, Entry]] = {}
+        self._entries: dict[int, dict[str, StateEntry]] = {}
         self._values: dict[int, dict[str, Any]] = {}
         self._undo: dict[int, dict[str, Any]] = {}
         self._left: list[tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]] = []  # as the last step left it
@@ -58,15 +58,15 @@ class Kept:
         """What is kept for these parameters is about to be changed."""
         self._undo = {i: dict(self._held(i)) for i in indices}
 
-    def entries(self, indices: Iterable[int]) -> list[Entry]:
+    def entries(self, indices: Iterable[int]) -> list[StateEntry]:
         """All tensors that are kept for these parameters and shared already."""
         return [entry for i in indices for entry in self._entries.get(i, {}).values()]
 
-    def entries_of(self, news: News) -> list[Entry]:
+    def entries_of(self, news: News) -> list[StateEntry]:
         """Where the tensors of some news lie."""
         return [self._entries[i][key] for i, tensors, _ in news for key in sorted(tensors)]
 
-    def committed(self) -> list[Entry]:
+    def committed(self) -> list[StateEntry]:
         """Everything that is committed."""
         return [entry for entry in self.entries(self._entries) if entry.counts]
 

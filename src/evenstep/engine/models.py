@@ -17,8 +17,8 @@ from evenstep.core.fingerprint import fingerprint
 from evenstep.engine.form import Form
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import preserved, seed_all
-from evenstep.engine.slots import Slots, copy_into
-from evenstep.engine.state import Entry, State
+from evenstep.engine.slots import ModelSlots, copy_into
+from evenstep.engine.state import State, StateEntry
 from evenstep.exchange.group import Group
 from evenstep.transport.memory import Memory
 
@@ -33,7 +33,7 @@ class Added:
 
     prefix: str
     tensors: dict[str, Tensor]
-    entries: list[Entry]
+    entries: list[StateEntry]
 
 
 class Models:
@@ -42,7 +42,7 @@ class Models:
     def __init__(self, config: RunConfig, group: Group, memory: Memory) -> None:
         self._config, self._group = config, group
         self.state = State(memory)
-        self.slots = Slots()
+        self.slots = ModelSlots()
         self._roots: list[nn.Module] = []
         self._kept: dict[str, Tensor] | None = None
         self._versions: dict[str, tuple[int, int]] = {}
@@ -130,7 +130,7 @@ class Models:
             return [name for name, _ in found]
         return [name for name, buffer in found if not _same_bits(buffer, entries[name].live)]
 
-    def buffers_to_spread(self, changed: Collection[str], *, everywhere: bool) -> list[Entry]:
+    def buffers_to_spread(self, changed: Collection[str], *, everywhere: bool) -> list[StateEntry]:
         """The buffers of which sites may have different values after a step.
 
         Every site has those of its own first shard. Layers that span shards leave the same ones in each of them; of any
@@ -142,7 +142,7 @@ class Models:
         """
         return [self.state.entries[name] for name in self.slots.buffers if not everywhere or name in changed]
 
-    def publish_buffers(self, tag: str, owner: int, others: list[Entry], *, idle: bool) -> None:
+    def publish_buffers(self, tag: str, owner: int, others: list[StateEntry], *, idle: bool) -> None:
         """Save version v of the buffers and put in what the first shard with samples left.
 
         Args:
@@ -197,7 +197,7 @@ class Models:
         self.slots.bind_base()
         self.pull()
 
-    def editable(self) -> list[Entry]:
+    def editable(self) -> list[StateEntry]:
         """What user code may change."""
         return [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
 

@@ -23,8 +23,8 @@ class Pace:
     """The times of the workers of one generation.
 
     Attributes:
-        share_out: Gives each worker its shards, by how much it shall do.
-        weights: How much each worker shall do, by what was measured so far.
+        share_out: Gives each worker its shards, by how much it should do.
+        weights: How much each worker should do, by what was measured so far.
     """
 
     num_workers: int

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from evenstep.engine.flat import Buffer, Node
+from evenstep.engine.flat import Buffer, NodeSums
 from evenstep.exchange.group import Group
 from evenstep.exchange.sites import open_windows
 from evenstep.plan import tree
@@ -54,7 +54,7 @@ class Peers:
         self._num_nodes = [sum(1 for rank, _ in plan.nodes if rank == r) for r in range(group.num_workers)]
 
     @torch.no_grad()
-    def add_up(self, nodes: Sequence[Node]) -> list[Tensor | None]:
+    def add_up(self, nodes: Sequence[NodeSums]) -> list[Tensor | None]:
         """The sum of every parameter over all sites. All workers must call this alike; blocks until all have.
 
         Args:
@@ -80,7 +80,7 @@ class Peers:
     def _in_shares(self, present: Sequence[bool]) -> None:
         """Every node has the same parameters: each site adds up a share of all elements."""
         windows, me, place = self._windows, self._group.rank, self._num_nodes
-        assert windows is not None, "they are open"
+        assert windows is not None, "windows are opened before anything is delivered"
         num_workers = self._group.num_workers
         for dtype, flat in self._sums.flats.items():
             first, end = cut(flat.numel(), num_workers)[me]
@@ -110,12 +110,12 @@ class Peers:
         return found
 
     def _windows_flush(self) -> None:
-        assert self._windows is not None, "they are open"
+        assert self._windows is not None, "windows are opened before anything is delivered"
         self._windows.flush()
 
     def _add(self, dtype: torch.dtype, first: int, count: int, present: Sequence[bool]) -> Tensor:
         """The sum of some elements over the nodes that are present, in the order of the tree."""
-        assert self._windows is not None, "they are open"
+        assert self._windows is not None, "windows are opened before anything is delivered"
         at, num_bytes = self._offsets[dtype] + first * dtype.itemsize, count * dtype.itemsize
         program = iter(tree.present_program(self._plan.program, tuple(present)))
         stack: list[tuple[Tensor, bool]] = []  # with whether it is ours to change

@@ -1,7 +1,8 @@
 """What workers tell each other of a step when their backward is over: what each has done, and what came of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from evenstep.core.errors import MismatchError
@@ -21,6 +22,7 @@ class Report:
         results: What its shards gave.
         busy_s: How long it computed, without its waits.
         buffers: With several sites: which buffers the shard has changed that it keeps for its own, if it does.
+        logged: What its script has logged since the last step, by name.
     """
 
     worker: int
@@ -29,18 +31,21 @@ class Report:
     results: dict[int, ShardResult]
     busy_s: float
     buffers: Sequence[str] = ()
+    logged: dict[str, list[float]] = field(default_factory=dict)
 
     def pack(self) -> list[Any]:
         """As JSON."""
         results = {str(shard): result.pack() for shard, result in self.results.items()}
-        return [self.worker, self.facts, self.contents, results, self.busy_s, list(self.buffers)]
+        logged = {name: [v if isfinite(v) else repr(v) for v in values] for name, values in self.logged.items()}
+        return [self.worker, self.facts, self.contents, results, self.busy_s, list(self.buffers), logged]
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> "Report":
         """The inverse of `pack`."""
-        worker, facts, contents, results, busy_s, buffers = packed
+        worker, facts, contents, results, busy_s, buffers, logged = packed
         by_shard = {int(shard): ShardResult.unpack(result) for shard, result in results.items()}
-        return cls(worker, facts, contents, by_shard, busy_s, tuple(buffers))
+        values = {name: [float(value) for value in logged[name]] for name in logged}
+        return cls(worker, facts, contents, by_shard, busy_s, tuple(buffers), values)
 
 
 def compare(version: int, reports: Sequence[Report]) -> None:

@@ -5,6 +5,7 @@ so the mean does not depend on who computed which shard.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,11 +179,13 @@ class Results:
         loss: The mean loss.
         metrics: The mean of each metric, or the list of what the parts noted.
         scale: What the summed gradients have to be multiplied by; None: nothing; 0: there are none to be used.
+        without_mean: A shard whose loss, a plain mean, is not a number although that of another is.
     """
 
     loss: float
     metrics: dict[str, Any]
     scale: float | None
+    without_mean: int | None = None
 
     def scale_gradients(self, sums: dict[int, Tensor | None]) -> None:
         """Bring gradients of a loss that is weighted by something else than rows to the mean over that, in place."""
@@ -223,7 +226,9 @@ def merge(by_shard: Mapping[int, ShardResult], sizes: Sequence[int]) -> Results:
     }
     for name in sorted(like.notes):
         metrics[name] = [json.loads(by_shard[k].notes[name]) for k in sorted(by_shard)]
-    return Results(loss.value, metrics, _scale(loss, sizes) if like.weighted else None)
+    missing = [] if like.weighted else [k for k, result in sorted(by_shard.items()) if math.isnan(result.loss.total)]
+    odd = missing[0] if 0 < len(missing) < len(by_shard) else None
+    return Results(loss.value, metrics, _scale(loss, sizes) if like.weighted else None, odd)
 
 
 def _names(result: ShardResult) -> list[str]:

@@ -37,7 +37,7 @@ class Scaling:
 
     def unscale(self, gradients: Iterable[Tensor]) -> bool:
         """Divide gradients by the scale, in place; return whether all of them are finite."""
-        assert self.scale is not None, "only what was scaled is"
+        assert self.scale is not None, "only scaled gradients are unscaled"
         inverse = torch.tensor(self.scale, dtype=torch.float64).reciprocal().float()
         finite = True
         for gradient in gradients:

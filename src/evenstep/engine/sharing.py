@@ -59,6 +59,7 @@ class Sharing:
             spans = self._share_out(self._holdings.config.shards, self._group.weights or self._pace.weights)
         self.spans = spans if self._updates.shards is None else [self._updates.shards]
         self._context.spans = self.spans
+        self._group.board.has(self._group.worker, self.mine)
         for prepared in self._holdings.optimizers:
             self.lay_out(prepared)
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from evenstep.core.errors import UnsupportedError
 
-__all__ = ["Lane", "Slots"]
+__all__ = ["Lane", "ModelSlots"]
 
 
-class Slots:
+class ModelSlots:
     """Where the parameters and buffers of some models hang. A shared (tied) tensor has several places."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def _say_children(path: str, module: nn.Module, before: list[nn.Module | None]) 
 class Lane:
     """One shard's own leaves and buffers, or (`own` false) the model's, for shards that run one after the other."""
 
-    def __init__(self, slots: Slots, *, own: bool) -> None:
+    def __init__(self, slots: ModelSlots, *, own: bool) -> None:
         self._slots = slots
         self.leaves: dict[str, nn.Parameter] = slots.parameters
         self._buffers = slots.buffers

@@ -1,8 +1,8 @@
 """The state of a site: parameters, buffers and optimizer state, once for all workers around its memory.
 
-Every tensor is an `Entry` with a *live* image in the memory, a *backup* image beside it, and the *working* tensor that
-the model or the optimizer holds. That of a parameter or of optimizer state is the live image itself, so it exists once
-however many workers there are; buffers are private copies that are published and pulled.
+Every tensor is a `StateEntry` with a *live* image in the memory, a *backup* image beside it, and the *working* tensor
+that the model or the optimizer holds. That of a parameter or of optimizer state is the live image itself, so it exists
+once however many workers there are; buffers are private copies that are published and pulled.
 
 Between operations the live images are what is committed. Whoever is about to change an entry saves it first and marks
 it with the number of the operation. If that is committed, the mark is of no meaning any more; if not, `rollback` brings
@@ -25,13 +25,13 @@ from evenstep.native import core
 from evenstep.plan.sites import Sites
 from evenstep.transport.memory import ALIGNMENT, FlatRegion, Memory, aligned
 
-__all__ = ["Entry", "State"]
+__all__ = ["State", "StateEntry"]
 
 _MAX_ENTRIES = 1 << 16
 
 
 @dataclass
-class Entry:
+class StateEntry:
     """One tensor of the state."""
 
     name: str
@@ -69,17 +69,17 @@ class State:
     spreading: Spreading | None = None
     operation: int = 0
     image: Image | None = None
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, StateEntry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._marks = self.memory.words(_MAX_ENTRIES)
 
-    def _mark(self, entry: Entry) -> int:
+    def _mark(self, entry: StateEntry) -> int:
         """The address of an entry's mark: 1 + the number of the operation before which it was saved last."""
         return self._marks.data_ptr() + 8 * entry.index
 
-    def add(self, forms: Mapping[str, Form], working: Mapping[str, Tensor] | None = None) -> list[Entry]:
+    def add(self, forms: Mapping[str, Form], working: Mapping[str, Tensor] | None = None) -> list[StateEntry]:
         """Make entries for new tensors. All workers must call this alike; no value is copied yet.
 
         Args:
@@ -91,14 +91,14 @@ class State:
         added = []
         for name, form in forms.items():
             first, second = (r.tensor(form.shape, form.dtype, form.stride, form.on_host) for r in (live, backup))
-            entry = Entry(name, len(self.entries), first, second, first if working is None else working[name])
+            entry = StateEntry(name, len(self.entries), first, second, first if working is None else working[name])
             self.entries[name] = entry
             added.append(entry)
         if self.image is not None and isinstance(live, FlatRegion):
             self.image.cover(live)
         return added
 
-    def save(self, entries: list[Entry]) -> None:
+    def save(self, entries: list[StateEntry]) -> None:
         """Keep the committed version of what is about to be changed by this worker."""
         if self.image is not None:
             self.image.settle()
@@ -113,7 +113,7 @@ class State:
         if self.image is not None:
             self.image.take(operations)
 
-    def spread(self, tag: str, entries: Sequence[Entry], source: int, only: Collection[int] | None = None) -> None:
+    def spread(self, tag: str, entries: Sequence[StateEntry], source: int, only: Collection[int] | None = None) -> None:
         """Give all sites the values that one worker has. All workers must call this alike, inside of an operation.
 
         Args:
@@ -125,7 +125,7 @@ class State:
         if self.spreading is not None and not self.sites.are_one and entries:
             self.spreading.spread(tag, [entry.live for entry in entries], source, self.sites, only)
 
-    def change_of(self, entry: Entry) -> Tensor | None:
+    def change_of(self, entry: StateEntry) -> Tensor | None:
         """What the last operation, which is committed, subtracted from an entry; None if it left it alone."""
         if core.load(self._mark(entry)) != 1 + self.operation:
             return None

@@ -14,7 +14,8 @@ Whatever happens before the end of 5, version v can be had back.
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -34,19 +35,21 @@ from evenstep.engine.graphs import Graphs
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.intake import Intake
 from evenstep.engine.kept import News
+from evenstep.engine.logged import Logged, mean_of_all
 from evenstep.engine.on_device import DeviceCompute
+from evenstep.engine.optimizer_set import Trained
 from evenstep.engine.recheck import Recheck, Trial
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.several import Trained
 from evenstep.engine.sharing import Sharing
 from evenstep.engine.updates import Updates
+from evenstep.exchange.board import Spent
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
 from evenstep.native import core
 
-__all__ = ["Engine", "Outcome", "Task"]
+__all__ = ["Engine", "Outcome", "StepTask"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Task:
+class StepTask:
     """What a step is asked to do.
 
     Attributes:
@@ -87,6 +90,7 @@ class Engine:
     Attributes:
         sharing: Which shards each worker has.
         intake: Takes in models and optimizers.
+        logged: What the script logs until the next step.
     """
 
     def __init__(self, holdings: Holdings, updates: Updates) -> None:
@@ -100,7 +104,11 @@ class Engine:
         self.recheck = Recheck(holdings, self.sharing, self.compute)
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
+        self._said_without_mean = False
         self.determinism = Determinism(self.config)  # last: whatever fails before has changed nothing of the process
+        self.logged = Logged()
+        self._compute_s = self._update_s = 0.0  # of the step that is being done
+        self._of_all: dict[str, float] = {}  # what was logged before this step
         self.ledger.holder = self
 
     @property
@@ -174,14 +182,14 @@ class Engine:
             self.state.save([entry for entry in entries if entry.counts])
         self.state.spread("edit", entries, 0)
 
-    def step(self, task: Task) -> Outcome:
+    def step(self, task: StepTask) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed."""
         kind, trained = f"step {self.version}", task.trained
 
         def adopt(entry: Entry, took_part: bool) -> Outcome:
             loss, metrics, norm, news, carried, skipped = entry.value
-            if not took_part and entry.aside:
-                compare_contents(self.version, [(0, entry.aside), (self.group.worker, task.samples.contents())])
+            if not took_part and (contents := entry.aside["contents"]):
+                compare_contents(self.version, [(0, contents), (self.group.worker, task.samples.contents())])
             trained.adopt(news, took_part)
             self.holdings.carries.adopt(carried)
             task.scaling.settle(skipped=skipped)
@@ -195,18 +203,29 @@ class Engine:
             self.holdings.settle()
             self.holdings.version += 1
             self.recheck.committed(self.version)
+            self.logged.settle()
             return Outcome(torch.tensor(loss, dtype=torch.float64), metrics, norm)
 
         self._check(task)
         for prepared in trained.optimizers:
             self.intake.take_in_added(prepared)
         operation = Operation(kind, self.version, is_step=True)
-        with self.holdings.memory.at_work():
+        with self.holdings.memory.at_work(), self._timed():
             outcome = self.ledger.perform(operation, lambda: self._try(kind, task), adopt)
         self.updates.settle(trained, task.samples)
         return outcome
 
-    def _check(self, task: Task) -> None:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Let everyone see where the time of a step goes."""
+        self._compute_s = self._update_s = 0.0
+        begin, waited_s = time.monotonic(), self.group.waited_s
+        yield
+        if self.ledger.took_part:
+            waited_s, whole_s = self.group.waited_s - waited_s, time.monotonic() - begin
+            self.group.board.spend(self.group.worker, Spent(self._compute_s, waited_s, self._update_s, whole_s))
+
+    def _check(self, task: StepTask) -> None:
         """See that a step can be done, and that nobody has changed anything since the last."""
         self.determinism.check()
         if task.scaling.scale is not None:
@@ -218,7 +237,7 @@ class Engine:
             for prepared in task.trained.optimizers:
                 prepared.kept.check_untouched()
 
-    def _try(self, kind: str, task: Task) -> Entry:
+    def _try(self, kind: str, task: StepTask) -> Entry:
         points.reach("step begins")
         points.touch("parameter", *task.trained.parameters)
         self.models.take_buffers()  # of an attempt that came to nothing
@@ -226,7 +245,8 @@ class Engine:
         self._seconds = []
         begun = self.updates.begin(task.samples, task.clipping)
         if isinstance(begun, Results):
-            return Entry(kind, [begun.loss, begun.metrics, None, [], [], False])
+            aside = {"contents": {}, "samples": sum(task.samples.sizes), "logged": {}}
+            return Entry(kind, [begun.loss, begun.metrics, None, [], [], False], aside=aside)
         parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
@@ -250,7 +270,9 @@ class Engine:
             results.scale_gradients(sums)
             norm = self._clip(work, sums)
             points.reach("before update")
+            begin = time.monotonic()
             mine = self.updates.update(work, sums)
+            self._update_s += time.monotonic() - begin
         first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
         others = self.models.buffers_to_spread(changed, everywhere=None not in firsts)
         self.models.publish_buffers(work.where, self.sharing.owner_of(first), others, idle=keeps is None)
@@ -258,7 +280,8 @@ class Engine:
         news, carried = self._share_news(work, mine)
         norm = None if norm is None else float(norm)
         value = [results.loss, results.metrics, norm, news, carried, skipped]
-        return Entry(kind, value, aside=report.contents)
+        aside = {"contents": report.contents, "samples": sum(begun.sizes), "logged": self._of_all}
+        return Entry(kind, value, aside=aside)
 
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
         """Forward and backward of this worker's shards."""
@@ -269,6 +292,7 @@ class Engine:
         results = self.compute.run(work) if work.parts else dict
         gradients.end_backward()
         busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
+        self._compute_s += busy_s
         facts = {
             "batch": list(work.sizes),
             "samples": work.samples,
@@ -278,7 +302,7 @@ class Engine:
             "scale": work.scale,
         }
         changed = [] if self.state.sites.are_one else self.models.changed_buffers()
-        return Report(self.group.worker, facts, contents, results(), busy_s, changed)
+        return Report(self.group.worker, facts, contents, results(), busy_s, changed, self.logged.values)
 
     def _share(self, work: Work, report: Report) -> tuple[Results, set[str]]:
         """Losses and metrics over all shards, and the buffers that any of them changed.
@@ -288,9 +312,13 @@ class Engine:
         reports = self.updates.share(work, report)
         compare(work.version, reports)
         self._seconds = [report.busy_s for report in reports]
+        self._of_all = mean_of_all([report.logged for report in reports])
         results = merge({shard: result for report in reports for shard, result in report.results.items()}, work.sizes)
         if results.scale is not None:
             self.updates.refuse("weighted loss")
+        if results.without_mean is not None and self.group.rank == 0 and not self._said_without_mean:
+            self._said_without_mean = True
+            _warn_without_mean(work.version, results.without_mean)
         return results, {name for each in reports for name in each.buffers}
 
     def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
@@ -353,3 +381,12 @@ def _compute_for(holdings: Holdings, context: Context) -> Compute | DeviceComput
         return Compute(context, holdings.models, config.timeout_s)
     graphs = Graphs(config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
     return DeviceCompute(context, holdings.models, holdings.carries, config.timeout_s, graphs)
+
+
+def _warn_without_mean(version: int, shard: int) -> None:
+    warnings.warn(
+        f"in step {version} the loss of shard {shard} is not a number, although that of others is; if it is a mean "
+        "over something that a part may have none of, such as labelled tokens, say how many it has: return "
+        "evenstep.Loss(mean, weight=count)",
+        stacklevel=3,
+    )

@@ -18,7 +18,7 @@ _SHARE = 0.005  # of the time that steps take
 
 
 class Strangers:
-    """Looks for parameters of nobody's."""
+    """Looks for parameters that belong to no prepared model."""
 
     def __init__(self) -> None:
         self._seen: set[Any] = set()  # the code of step functions
@@ -50,7 +50,7 @@ class Strangers:
         if found is not None:
             raise UnsupportedError(
                 f"the loss depends on a parameter of shape {tuple(found.shape)} that is in no prepared model, so no "
-                "step would train it; make it part of a model that is passed to run.prepare or, if it shall stay as it "
+                "step would train it; make it part of a model that is passed to run.prepare or, if it is to stay as it "
                 "is, call requires_grad_(False)"
             )
         self._seen.add(_code(function))

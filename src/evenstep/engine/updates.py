@@ -15,10 +15,10 @@ from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Samples, Work
 from evenstep.engine.delivery import Delivery
 from evenstep.engine.kept import News
+from evenstep.engine.optimizer_set import Trained
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
-from evenstep.engine.several import Trained
 from evenstep.exchange.group import Group
 from evenstep.plan.summing import Span, Summing
 

@@ -10,7 +10,7 @@ from enum import IntEnum
 from evenstep.native import core
 from evenstep.transport.segment import Segment
 
-__all__ = ["Asked", "Asks", "Board", "Doing"]
+__all__ = ["Asked", "Asks", "Board", "Doing", "Spent"]
 
 
 class _Of(IntEnum):
@@ -21,6 +21,11 @@ class _Of(IntEnum):
     SHARD = 2
     WAITING = 3
     HOLDS = 4
+    SHARDS = 5
+    COMPUTE = 6
+    WAIT = 7
+    UPDATE = 8
+    STEPS = 9
 
 
 class Asks(IntEnum):
@@ -34,7 +39,10 @@ class Asks(IntEnum):
 _COMMITTED = 3  # of the supervisor's row, but written by the first worker: how many operations are in the journal
 _LACKS_STATE = 4  # of the supervisor's row too: whether the memory of this machine has yet to be given the state
 _IMAGE = 5  # 1 + twice the operations that the image of the state has behind it + which of two images it is
+_FINGERPRINT = 7  # how often the supervisor has asked for one
 _AGAIN = 6  # 1 + the operations behind the state, while operations of the journal are done again
+
+_SPENT = (_Of.COMPUTE, _Of.WAIT, _Of.UPDATE, _Of.STEPS)
 
 Asked = tuple[int, int, int]
 
@@ -54,6 +62,23 @@ class Doing:
     step: int
     shard: int | None
     waiting: bool
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Where the time of a worker has gone since it started.
+
+    Attributes:
+        compute_s: In forward and backward, without waits.
+        wait_s: Waiting for other workers, in steps.
+        update_s: In the optimizer.
+        steps_s: In steps, all in all; what is left of it went into exchanges.
+    """
+
+    compute_s: float
+    wait_s: float
+    update_s: float
+    steps_s: float
 
 
 class Board:
@@ -88,6 +113,25 @@ class Board:
         """This worker waits for another, or no longer."""
         self._store(worker, _Of.WAITING, int(waiting))
 
+    def has(self, worker: int, shards: range) -> None:
+        """This worker has these shards from now on."""
+        self._store(worker, _Of.SHARDS, shards.start << 32 | shards.stop)
+
+    def shards(self, worker: int) -> range:
+        """The shards that a worker has."""
+        both = self._load(worker, _Of.SHARDS)
+        return range(both >> 32, both & 0xFFFFFFFF)
+
+    def spend(self, worker: int, spent: Spent) -> None:
+        """A step has taken this worker so long."""
+        seconds = (spent.compute_s, spent.wait_s, spent.update_s, spent.steps_s)
+        for number, more in zip(_SPENT, seconds, strict=True):
+            self._store(worker, number, self._load(worker, number) + int(1e9 * more))
+
+    def spent(self, worker: int) -> Spent:
+        """Where the time of a worker has gone."""
+        return Spent(*(self._load(worker, number) / 1e9 for number in _SPENT))
+
     def doing(self, worker: int) -> Doing:
         """What a worker does now."""
         since = self._load(worker, _Of.BUSY_SINCE)
@@ -110,6 +154,15 @@ class Board:
         """What the supervisor has asked for so far."""
         regroup, checkpoint, stop = (self._load(self._supervisor, what) for what in Asks)
         return regroup, checkpoint, stop
+
+    def ask_fingerprint(self) -> None:
+        """The supervisor asks the first worker for a fingerprint."""
+        self._store(self._supervisor, _FINGERPRINT, self.fingerprints_asked + 1)
+
+    @property
+    def fingerprints_asked(self) -> int:
+        """How often a fingerprint was asked for."""
+        return self._load(self._supervisor, _FINGERPRINT)
 
     @property
     def committed(self) -> int:

@@ -1,11 +1,13 @@
 """What the launcher shows of its workers: their lines with their numbers, one progress, errors, the fingerprint."""
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from io import FileIO, TextIOWrapper
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import TextIO
 
@@ -15,6 +17,8 @@ from evenstep.core.output import unheard
 from evenstep.run.progress import Display, Progress
 
 __all__ = ["Console"]
+
+_SAID = 50
 
 
 class Console:
@@ -28,6 +32,9 @@ class Console:
         num_workers: How many logs to begin with.
         group: Which of several groups these workers are.
         report: Takes progress and fingerprint, where somebody else shows those of all groups.
+
+    Attributes:
+        said: The last sentences of our own, and when.
 
     Raises:
         ConfigError: A log cannot be made.
@@ -51,6 +58,7 @@ class Console:
         self._fingerprint: tuple[int, str] | None = None
         self._printed: set[tuple[int, int]] = set()  # places in the script
         self._warned: set[str] = set()
+        self.said: deque[tuple[float, str]] = deque(maxlen=_SAID)
         if log_dir is not None:
             for number in range(num_workers):
                 self._logs[number] = self._open(log_dir, number)
@@ -143,8 +151,15 @@ class Console:
         if text:
             self._display.write(text.rstrip(), sys.stderr)
 
-    def say(self, sentence: str) -> None:
-        """Say something of our own."""
+    def say(self, sentence: str, *, secret: bool = False) -> None:
+        """Say something of our own.
+
+        Args:
+            sentence: What.
+            secret: It is for whoever started the run alone, and not kept.
+        """
+        if not secret:
+            self.said.append((monotonic(), sentence))
         self._display.write(f"evenstep: {self._name}{sentence}", sys.stderr)
 
     def progress(self, progress: Progress) -> None:

@@ -30,6 +30,9 @@ class Job:
         report: Takes progress and fingerprint of a group.
         recheck: Of how many steps one is computed twice; None: the script's.
         tolerate_wrong: How often a worker may compute wrong before it goes; None: the script's.
+        log_json: Where a line of JSON goes for every step.
+        tensorboard: Where event files for TensorBoard go.
+        page: The port of the page of the run; 0: any; None: there is none.
         listen: How other machines join; None: none can.
     """
 
@@ -47,4 +50,7 @@ class Job:
     report: Callable[[Event], None] | None = None
     recheck: int | None = None
     tolerate_wrong: int | None = None
+    log_json: Path | None = None
+    tensorboard: Path | None = None
+    page: int | None = None
     listen: Listen | None = None

@@ -6,7 +6,7 @@ happens is told to `Hears`. The machine itself decides one thing: a worker of it
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,6 +157,7 @@ class Here:
         self._machines, self._job_name = machines, job_name
         self.board = Board(segment)
         self.children = Children(self._on_lines, self._on_end)
+        self._attended: dict[Child, Callable[[Child], None]] = {}
         self._processes: dict[int, WorkerProcess] = {}  # the present or last one of every place
         self._bridge: tuple[Child, int] | None = None  # with its generation
         self._starvation = Starvation()
@@ -169,6 +170,16 @@ class Here:
         """See `Machine`."""
         slots = range(self._segment.num_workers)
         return max(core.last_post(self._segment.base, place)[0] >> 32 for place in slots)
+
+    def attend(self, child: Child, ended: Callable[[Child], None]) -> None:
+        """Look after a process that is no worker; it ends with the others.
+
+        Args:
+            child: Which.
+            ended: Called with it if it ends before.
+        """
+        self._attended[child] = ended
+        self.children.adopt(child)
 
     def start(self, place: int, num_workers: int) -> None:
         """See `Machine`."""
@@ -318,6 +329,9 @@ class Here:
             generation, self._bridge = self._bridge[1], None
             culprit, text = core.aborted(self._segment.base) or (0, "its bridge " + child.describe_end())
             self._hears.broke(self.number, generation, culprit, text)
+            return
+        if child in self._attended:
+            self._attended[child](child)
             return
         worker = next(p for p in self._processes.values() if p.child is child)
         code = child.reap()

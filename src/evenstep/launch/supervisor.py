@@ -10,6 +10,7 @@ Workers die with their supervisor (the kernel sees to that), and the segment has
 """
 
 import json
+import os
 import secrets
 import signal
 import socket
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from evenstep.core.children import signal_name
+from evenstep.core.children import Child, signal_name
 from evenstep.core.config import MAX_SHARDS
 from evenstep.core.control import Control
 from evenstep.core.errors import ConfigError, PeerError, Stopped
@@ -31,6 +32,7 @@ from evenstep.launch.console import Console
 from evenstep.launch.job import Job
 from evenstep.launch.machine import End, Here, Machine
 from evenstep.launch.machines import Machines
+from evenstep.launch.page_process import PageProcess
 from evenstep.launch.roster import (
     MAX_CRASHES,
     Announce,
@@ -48,7 +50,9 @@ from evenstep.launch.roster import (
     Start,
     Worker,
 )
+from evenstep.launch.scribe import Scribe
 from evenstep.launch.seat import Seat
+from evenstep.launch.seen import Seen
 from evenstep.launch.worker import warm_up
 from evenstep.run.progress import Progress
 from evenstep.transport.segment import Segment
@@ -61,8 +65,18 @@ _LOOK_S = 0.25  # how often to look whether somebody is stopped or stuck
 
 
 class _Supervisor:
-    def __init__(self, job: Job, console: Console, segment: Segment, control: Control) -> None:
+    def __init__(
+        self,
+        job: Job,
+        console: Console,
+        segment: Segment,
+        control: Control,
+        scribe: Scribe,
+        page: PageProcess | None = None,
+    ) -> None:
         self._job, self._console, self._control = job, console, control
+        self._segment, self._scribe, self._page = segment, scribe, page
+        self._seen = Seen()
         machines = job.listen is not None
         name = socket.gethostname()
         self._here = Here(0, name, job, segment, self, machines=machines, job_name=secrets.token_hex(4))
@@ -100,6 +114,8 @@ class _Supervisor:
             "closed": lambda worker, _: self._on_script(worker, Script.CLOSED),
             "ended": lambda worker, _: self._on_script(worker, Script.ENDED),
             "fingerprint": lambda _, event: console.note_fingerprint(event["operation"], event["fingerprint"]),
+            "saved": lambda _, event: self._seen.saved(event["saved"]),
+            "fingerprint now": lambda _, event: self._seen.fingerprint(*event["fingerprint now"]),
             "error": self._on_error,
             "begins again": self._on_begins_again,
             "final": self._on_final,
@@ -113,11 +129,15 @@ class _Supervisor:
         with Signals(self._on_signal, *numbers) as signals, children, self._machines:
             children.watch(signals, signals.deliver)
             children.watch(self._control.socket, lambda: self._control.answer(self._command))
+            if self._page is not None:
+                self._here.attend(self._page.start(self._segment, os.getpid()), self._page_ended)
+                self._console.say(f"page {self._page.url}, its buttons need the token {self._page.token}", secret=True)
             self._begin()
             while self._starts or self._roster.alive or self._awaits_machines:
                 children.turn(self._wait_s())
                 self._machines.turn(time.monotonic())
                 self._look_after()
+                self._scribe.write()
             children.finish(_DRAIN_S)
             code = self._finish()
             self._machines.end(code)
@@ -296,8 +316,7 @@ class _Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
-            self._checkpoints_asked += 1
-            self._here.ask(Asks.CHECKPOINT, self._checkpoints_asked)
+            self._ask_for_checkpoint()
         elif number in (signal.SIGUSR1, signal.SIGUSR2):
             try:
                 self._console.say(self._scale(self._roster.wanted + (1 if number == signal.SIGUSR1 else -1)))
@@ -316,6 +335,10 @@ class _Supervisor:
             self._stop_signal = self._stop_signal or number
             self._stopped = None
             self._stop_all()
+
+    def _ask_for_checkpoint(self) -> None:
+        self._checkpoints_asked += 1
+        self._here.ask(Asks.CHECKPOINT, self._checkpoints_asked)
 
     def _stop_all(self) -> None:
         gently = self._roster.ending is not Ending.KILLED
@@ -340,11 +363,23 @@ class _Supervisor:
                 return {"said": self._scale(int(request["scale"]))}
             except (ConfigError, TypeError) as error:
                 return {"error": str(error)}
+        if "checkpoint" in request:
+            self._ask_for_checkpoint()
+            return {"said": "a checkpoint is written after this step, if the script has said where"}
+        if "stop" in request:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return {"said": "stopping after this step"}
+        if "fingerprint" in request:
+            self._board.ask_fingerprint()
+            return {"said": "the fingerprint is taken after this step"}
         return {
             "generation": self._roster.generation,
             "operations": self._board.committed,
             "wanted": self._roster.wanted,
             "restarts": self._roster.restarts,
+            "num_shards": self._shards,
+            "script": str(self._job.script),
+            **self._seen.described(self._console.said),
             "machines": [
                 {"machine": machine.number, "name": machine.name, "workers": self._machines.places_of(machine)}
                 for machine in self._machines.all.values()
@@ -378,6 +413,9 @@ class _Supervisor:
             for name, handle in self._events.items():
                 if name in event:
                     handle(worker, event)
+
+    def _page_ended(self, child: Child) -> None:
+        self._console.say(f"the page {child.describe_end()}; the run goes on without it")
 
     def ended(self, machine: int, place: int, end: End) -> None:
         """See `Hears`."""
@@ -441,6 +479,7 @@ class _Supervisor:
         self._machines.committed()
         if self._lost_at is not None:
             late_s = time.monotonic() - self._lost_at
+            self._seen.recovered(late_s)
             self._console.say(f"step {event['committed']} is committed, {late_s:.3f} s after a worker was lost")
             self._lost_at = None
 
@@ -448,6 +487,7 @@ class _Supervisor:
 
     def _finish(self) -> int:
         self._console.end_progress()
+        self._scribe.finish(self._trained)
         if self._failed is not None:
             return self._report_failure(self._failed)
         if self._stop_signal is not None and not self._came_to_its_end():
@@ -502,4 +542,6 @@ def supervise(job: Job) -> int:
         warm_up()
         segment = stack.enter_context(closing(Segment.create(MAX_SHARDS)))
         control = stack.enter_context(closing(Control()))
-        return _Supervisor(job, console, segment, control).run()
+        scribe = stack.enter_context(closing(Scribe(segment, job, console.say)))
+        page = None if job.page is None else stack.enter_context(closing(PageProcess(job.page)))
+        return _Supervisor(job, console, segment, control, scribe, page).run()

@@ -6,22 +6,23 @@
 
 enum {
     SLICE_NS = 50000000,   /* how long to sleep before looking whether the others are still alive */
-    SHORT_BYTES = 1 << 15,
+    SHORT_BYTES = 1 << 10, /* below, there is one way to write */
+    SMALL_BYTES = 1 << 15, /* of the ring, for what would fit into a slot: a few pages are soon all in use */
     FIRST_BYTES = 1 << 18, /* what is moved in the first step, when nobody knows yet what the others wish */
 };
 
 typedef struct {
     es_team *team;
     const es_call *call;
-    uint64_t tag_hash;
     int64_t deadline; /* of the present step, once it takes long; until then 0 */
     size_t item;
     size_t step_bytes; /* what is moved in a step; it becomes what all agree on after the first */
     int first;         /* the next step is the first of this operation */
     uint64_t at;       /* 0 if the data of the present step is in the slot, else 1 + its place in the ring */
     int past_cache;    /* what goes into the ring is written past the cache */
-    int64_t waited_ns; /* for those who came later, if the time is taken */
-    es_ways *ways;     /* what is learnt from the time, or NULL */
+    es_ways *ways;     /* what is known of such operations, or NULL */
+    int timed;
+    int64_t waited_ns; /* for those who came later, if it is timed */
 } walk;
 
 #define TRY(expression)             \
@@ -67,11 +68,20 @@ static int await_all(walk *w, uint64_t step) {
     return ES_OK;
 }
 
-static size_t most_bytes(const es_team *team) { return team->ring_bytes / 4; } /* two steps must not overlap */
+/* What can be moved in a step: two of them must not overlap in the ring, wherever they begin. */
+static size_t most_bytes(const es_team *team) { return (team->ring_bytes - SMALL_BYTES) / 4; }
 
 static char *place_of(es_team *team, uint32_t rank, uint64_t step, uint64_t at) {
     if (!at) return es_slot_data(team->base, rank, seq_of(step));
     return team->rings + rank * team->ring_bytes + (at - 1);
+}
+
+/* The next so many bytes of [begin, end) of the ring, counted from 1. */
+static uint64_t go_round(size_t *at, size_t begin, size_t end, size_t bytes) {
+    if (*at < begin || *at + bytes > end) *at = begin;
+    size_t found = *at;
+    *at += (bytes + 63) / 64 * 64;
+    return 1 + found;
 }
 
 /* Where this rank may write so many bytes, which it gives in the next step. */
@@ -79,17 +89,14 @@ static int fill(walk *w, size_t bytes, char **place) {
     es_team *team = w->team;
     TRY(await_all(w, team->step)); /* they have read what lies there, of the step before that */
     w->at = 0;
-    if (bytes > es_slot_bytes(team->base)) {
-        if (team->ring_at + bytes > team->ring_bytes) team->ring_at = 0;
-        w->at = 1 + team->ring_at;
-        team->ring_at += (bytes + 63) / 64 * 64;
-    }
+    if (bytes > es_slot_bytes(team->base)) w->at = go_round(&team->ring_at, SMALL_BYTES, team->ring_bytes, bytes);
+    else if (bytes && w->past_cache) w->at = go_round(&team->small_at, 0, SMALL_BYTES, bytes);
     *place = place_of(team, team->rank, team->step + 1, w->at);
     return ES_OK;
 }
 
 static int check(walk *w, uint32_t rank) {
-    if (es_matches(w->team->base, rank, seq_of(w->team->step), w->tag_hash)) return ES_OK;
+    if (es_matches(w->team->base, rank, seq_of(w->team->step), w->call->tag_hash)) return ES_OK;
     w->team->culprit = rank;
     return ES_MISMATCH;
 }
@@ -101,12 +108,12 @@ static int publish(walk *w) {
     team->step += 1;
     w->deadline = 0; /* whoever is slow is not silent */
     size_t wish = w->call->step_bytes / 2 * 2 + (w->ways && es_ways_faster(w->ways));
-    es_publish(team->base, team->rank, seq_of(team->step), w->call->tag, w->tag_hash, w->call->number, wish, w->at);
+    es_publish(team->base, team->rank, seq_of(team->step), w->call->tag, w->call->tag_hash, w->call->number, wish, w->at);
     if (!w->first) return ES_OK;
     w->first = 0;
-    int64_t began = w->ways ? es_now_ns() : 0;
+    int64_t began = w->timed ? es_now_ns() : 0;
     TRY(await_all(w, team->step));
-    if (w->ways) w->waited_ns = es_now_ns() - began;
+    if (w->timed) w->waited_ns = es_now_ns() - began;
     for (uint32_t rank = 0; rank < team->num_ranks; ++rank) {
         TRY(check(w, rank));
         wish = es_posted_bytes(team->base, rank, seq_of(team->step));
@@ -326,7 +333,7 @@ static int all_to_all(walk *w) {
     return ES_OK;
 }
 
-/* What is known of operations like this one, if it is long enough that the way matters more than taking the time. */
+/* What is known of operations like this one, if it is so long that the way of writing matters. */
 static es_ways *ways_of(es_team *team, const es_call *call, size_t bytes) {
     size_t size = bytes / SHORT_BYTES, index = 0;
     if (!size) return NULL;
@@ -339,13 +346,14 @@ int es_collective(es_team *team, const es_call *call) {
                                                 gather,  scatter, scatter, all_to_all};
     if (es_aborted(team->base)) return ES_ABORTED; /* also where the others had come to this one before they gave up */
     size_t item = es_item_bytes(call->dtype);
-    walk w = {.team = team, .call = call, .tag_hash = es_hash_tag(call->tag), .item = item,
+    walk w = {.team = team, .call = call, .item = item,
               .step_bytes = smaller(FIRST_BYTES, most_bytes(team)), .first = 1,
               .ways = ways_of(team, call, call->count * item)};
     if (!w.ways) return OPERATIONS[call->kind](&w);
     w.past_cache = es_ways_next(w.ways);
-    int64_t began = es_now_ns();
+    w.timed = es_ways_looks(w.ways);
+    int64_t began = w.timed ? es_now_ns() : 0;
     TRY(OPERATIONS[call->kind](&w));
-    es_ways_learn(w.ways, w.past_cache, es_now_ns() - began - w.waited_ns);
+    es_ways_learn(w.ways, w.past_cache, w.timed ? es_now_ns() - began - w.waited_ns : -1);
     return ES_OK;
 }

@@ -6,8 +6,8 @@
  * step is enough. Little goes through two slots in turn. More goes round in a ring that is larger than the cache of a
  * core: to write where another core still holds what it has read is several times slower than where it no longer does.
  * What is moved in a step is smaller than the cache, so what one rank copies in is still there when another one reads it,
- * unless it is written past the cache (see ways.h); where ranks wait beside a computation, and so wait long, steps are
- * larger.
+ * unless it is written past the cache (see ways.h), for which there is a part of the ring for little, too. Where ranks
+ * wait beside a computation, and so wait long, steps are larger.
  */
 #ifndef EVENSTEP_COLLECTIVE_H
 #define EVENSTEP_COLLECTIVE_H
@@ -35,7 +35,7 @@ enum {
     ES_NUM_KINDS,
 };
 
-enum { ES_NUM_SIZES = 12 }; /* of what goes through a ring, by powers of two */
+enum { ES_NUM_SIZES = 15 }; /* of what can be written in two ways, by powers of two */
 
 /* The ranks around a segment, as one of them sees them. One thread at a time may use it. */
 typedef struct {
@@ -47,7 +47,8 @@ typedef struct {
     uint64_t step;         /* the last one that this rank has published */
     char *rings;           /* for each rank `ring_bytes`, through which its larger data goes round */
     size_t ring_bytes;
-    size_t ring_at;        /* where the next begins in the own one */
+    size_t ring_at;        /* where the next begins in the own one, */
+    size_t small_at;       /* and where in the part of it for what is small */
     es_ways ways[ES_NUM_KINDS][ES_NUM_SIZES]; /* how to write there */
     uint32_t culprit;      /* after an error: who it is about */
     /* Called now and then during a long wait, about each rank that has not come yet: 1 if its process has ended, 0 if
@@ -60,6 +61,7 @@ typedef struct {
 typedef struct {
     int kind;
     const char *tag; /* what it is; must be the same on all ranks */
+    uint64_t tag_hash;
     uint64_t number;
     int dtype, op;  /* of a reduction; else dtype is ES_U8 */
     uint32_t root;  /* where there is one */

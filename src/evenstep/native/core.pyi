@@ -1,6 +1,7 @@
 """Types of the C core (core.h says what each function does); addresses are plain integers."""
 
 from collections.abc import Callable
+from typing import Any
 
 ES_OK: int
 ES_AGAIN: int
@@ -37,45 +38,70 @@ def checksum(data: int, num_bytes: int, /) -> int: ...
 def load(word: int, /) -> int: ...
 def store(word: int, value: int, /) -> None: ...
 def tree_reduce(dtype: int, op: int, inputs: tuple[int, ...], merges: bytes, out: int, count: int, /) -> None: ...
-def team(
-    base: int,
-    rank: int,
-    merges: bytes,
-    at_once_bytes: int,
-    rings: int,
-    ring_bytes: int,
-    look: Callable[[int], bool],
-    /,
-) -> object: ...
-def collective(
-    team: object,
-    number: int,
-    kind: int,
-    tag: bytes,
-    dtype: int,
-    op: int,
-    root: int,
-    count: int,
-    ins: int | tuple[int, ...] | None,
-    outs: int | tuple[int, ...] | None,
-    timeout_ns: int,
-    spin: int,
-    step_bytes: int,
-    /,
-) -> int: ...
-def all_to_all(
-    team: object,
-    tag: bytes,
-    number: int,
-    ins: tuple[int, ...],
-    in_bytes: tuple[int, ...],
-    outs: tuple[int, ...],
-    out_bytes: tuple[int, ...],
-    timeout_ns: int,
-    spin: int,
-    step_bytes: int,
-    /,
-) -> int: ...
+
+class Turn:
+    def take(self) -> bool: ...
+    def wait(self) -> None: ...
+    def leave(self) -> None: ...
+    def opened(self) -> None: ...
+    def over(self) -> None: ...
+
+class Team:
+    number: int
+    spin: int
+    step_bytes: int
+    def __init__(
+        self,
+        base: int,
+        rank: int,
+        merges: bytes,
+        at_once_bytes: int,
+        rings: int,
+        ring_bytes: int,
+        look: Callable[[int], bool],
+        /,
+    ) -> None: ...
+    def collective(
+        self,
+        kind: int,
+        tag: bytes,
+        dtype: int,
+        op: int,
+        root: int,
+        count: int,
+        ins: int | tuple[int, ...] | None,
+        outs: int | tuple[int, ...] | None,
+        timeout_ns: int,
+        /,
+    ) -> int: ...
+    def all_to_all(
+        self,
+        tag: bytes,
+        ins: tuple[int, ...],
+        in_bytes: tuple[int, ...],
+        outs: tuple[int, ...],
+        out_bytes: tuple[int, ...],
+        timeout_ns: int,
+        /,
+    ) -> int: ...
+    def close(self) -> None: ...
+
+class Sums:
+    timeout_s: float
+    def __init__(
+        self,
+        team: Team,
+        turn: Turn,
+        is_recording: Callable[[], bool],
+        usual: tuple[object, object],
+        strided: object,
+        done: object,
+        failed: Callable[[int, Any, bytes, float], None],
+        /,
+    ) -> None: ...
+    def all_reduce(self, tensors: list[Any], opts: object, /) -> Any | None: ...
+    def learn(self, dtype: object, shape: object, tag: bytes, code: int, op: int, count: int, /) -> None: ...
+
 def slot_data(base: int, worker: int, seq: int, /) -> int: ...
 def mark_seen(mark: int, /) -> int: ...
 def mark_bump(mark: int, /) -> None: ...

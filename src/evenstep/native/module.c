@@ -1,13 +1,12 @@
 /* The core as a Python module: addresses are plain integers, and whatever can wait or takes long runs without the GIL. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "team.h" /* first: it includes Python.h */
+
+#include <limits.h>
 #include <malloc.h>
 #include <signal.h>
-#include <limits.h>
 #include <sys/prctl.h>
 
 #include "checksum.h"
-#include "collective.h"
 #include "copy.h"
 #include "core.h"
 #include "mail.h"
@@ -16,7 +15,6 @@
 
 #define ARGS(format, ...) \
     if (!PyArg_ParseTuple(args, format, __VA_ARGS__)) return NULL
-#define AT(address) ((void *)(uintptr_t)(address))
 
 static PyObject *control_bytes(PyObject *self, PyObject *args) {
     unsigned num_workers;
@@ -161,17 +159,6 @@ static PyObject *store(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Reads a tuple of at most `most` numbers; returns how many, or -1 with an exception set. */
-static Py_ssize_t parse_numbers(PyObject *numbers, uint64_t *into, Py_ssize_t most) {
-    if (!PyTuple_Check(numbers) || PyTuple_GET_SIZE(numbers) > most) {
-        PyErr_Format(PyExc_ValueError, "expected a tuple of at most %zd numbers", most);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); ++i)
-        into[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(numbers, i));
-    return PyErr_Occurred() ? -1 : PyTuple_GET_SIZE(numbers);
-}
-
 static PyObject *tree_reduce(PyObject *self, PyObject *args) {
     int dtype, op, rc;
     PyObject *addresses;
@@ -180,7 +167,7 @@ static PyObject *tree_reduce(PyObject *self, PyObject *args) {
     unsigned long long out;
     uint64_t inputs[ES_MAX_INPUTS];
     ARGS("iiOy#Kn", &dtype, &op, &addresses, &merges, &num_merges, &out, &count);
-    Py_ssize_t num_inputs = parse_numbers(addresses, inputs, ES_MAX_INPUTS);
+    Py_ssize_t num_inputs = es_parse_numbers(addresses, inputs, ES_MAX_INPUTS);
     if (num_inputs < 0) return NULL;
     if (num_inputs != num_merges) {
         PyErr_SetString(PyExc_ValueError, "tree_reduce wants one merge count for each of at most 256 inputs");
@@ -197,127 +184,7 @@ static PyObject *tree_reduce(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* ---- teams: collectives and messages ---- */
-
-static const char TEAM[] = "evenstep.native.team";
-
-static int look_around(void *context, uint32_t rank) {
-    PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *found = PyObject_CallFunction(context, "I", rank);
-    int answer = found ? PyObject_IsTrue(found) : -1;
-    Py_XDECREF(found);
-    PyGILState_Release(state);
-    return answer;
-}
-
-static void forget_team(PyObject *capsule) {
-    es_team *team = PyCapsule_GetPointer(capsule, TEAM);
-    Py_XDECREF((PyObject *)team->context);
-    PyMem_Free(team);
-}
-
-static PyObject *make_team(PyObject *self, PyObject *args) {
-    unsigned long long base, rings;
-    unsigned rank;
-    Py_ssize_t at_once_bytes, num_ranks, ring_bytes;
-    const char *merges;
-    PyObject *look;
-    ARGS("KIy#nKnO", &base, &rank, &merges, &num_ranks, &at_once_bytes, &rings, &ring_bytes, &look);
-    if (num_ranks < 1 || num_ranks > ES_MAX_INPUTS || rank >= (unsigned)num_ranks) {
-        PyErr_Format(PyExc_ValueError, "rank %u of %zd: expected one of at most %d", rank, num_ranks, ES_MAX_INPUTS);
-        return NULL;
-    }
-    es_team *team = PyMem_Calloc(1, sizeof *team);
-    if (!team) return PyErr_NoMemory();
-    team->base = AT(base);
-    team->rank = rank;
-    team->num_ranks = (uint32_t)num_ranks;
-    memcpy(team->merges, merges, (size_t)num_ranks);
-    team->at_once_bytes = (size_t)at_once_bytes;
-    team->rings = AT(rings);
-    team->ring_bytes = (size_t)ring_bytes;
-    team->look = look_around;
-    team->context = Py_NewRef(look);
-    PyObject *capsule = PyCapsule_New(team, TEAM, forget_team);
-    if (!capsule) {
-        Py_DECREF(look);
-        PyMem_Free(team);
-    }
-    return capsule;
-}
-
-/* Addresses come as one number, as a tuple with one for each rank, or as None. Returns 0 with an exception set. */
-static int parse_pieces(PyObject *pieces, uint64_t *into, uint64_t **found) {
-    *found = pieces == Py_None ? NULL : into;
-    if (pieces == Py_None) return 1;
-    if (PyTuple_Check(pieces)) return parse_numbers(pieces, into, ES_MAX_INPUTS) >= 0;
-    into[0] = PyLong_AsUnsignedLongLong(pieces);
-    return !PyErr_Occurred();
-}
-
-static PyObject *finish_call(es_team *team, es_call *call) {
-    int rc;
-    Py_BEGIN_ALLOW_THREADS
-    rc = es_collective(team, call);
-    Py_END_ALLOW_THREADS
-    if (rc == ES_INTERRUPTED) return NULL; /* `look` raised */
-    return PyLong_FromLong(rc == ES_OK ? ES_OK : rc | (long)team->culprit << 8);
-}
-
-/* collective(team, number, kind, tag, dtype, op, root, count, ins, outs, timeout_ns, spin, step_bytes): without a format string, because
- * parsing one takes as long as the whole of a small operation. */
-static PyObject *collective(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
-    uint64_t in[ES_MAX_INPUTS], out[ES_MAX_INPUTS], *ins, *outs;
-    if (num_args != 13) {
-        PyErr_SetString(PyExc_TypeError, "collective takes 13 arguments");
-        return NULL;
-    }
-    es_team *team = PyCapsule_GetPointer(args[0], TEAM);
-    if (!team || !parse_pieces(args[8], in, &ins) || !parse_pieces(args[9], out, &outs)) return NULL;
-    es_call call = {
-        .number = PyLong_AsUnsignedLongLong(args[1]),
-        .kind = (int)PyLong_AsLong(args[2]),
-        .tag = PyBytes_AsString(args[3]),
-        .dtype = (int)PyLong_AsLong(args[4]),
-        .op = (int)PyLong_AsLong(args[5]),
-        .root = (uint32_t)PyLong_AsUnsignedLong(args[6]),
-        .count = PyLong_AsSize_t(args[7]),
-        .timeout_ns = PyLong_AsLongLong(args[10]),
-        .spin = (uint32_t)PyLong_AsUnsignedLong(args[11]),
-        .step_bytes = PyLong_AsSize_t(args[12]),
-        .in = (const void *const *)ins,
-        .out = (void *const *)outs,
-    };
-    if (PyErr_Occurred()) return NULL;
-    return finish_call(team, &call);
-}
-
-static PyObject *all_to_all(PyObject *self, PyObject *args) {
-    PyObject *capsule, *pieces[4];
-    unsigned long long number;
-    uint64_t found[4][ES_MAX_INPUTS]; /* ins, their bytes, outs, their bytes */
-    es_call call = {.kind = ES_ALL_TO_ALL, .dtype = ES_U8};
-    long long timeout_ns;
-    Py_ssize_t step_bytes;
-    ARGS("OyKOOOOLIn", &capsule, &call.tag, &number, &pieces[0], &pieces[1], &pieces[2], &pieces[3], &timeout_ns,
-         &call.spin, &step_bytes);
-    es_team *team = PyCapsule_GetPointer(capsule, TEAM);
-    if (!team) return NULL;
-    for (int i = 0; i < 4; ++i) {
-        Py_ssize_t num_found = parse_numbers(pieces[i], found[i], ES_MAX_INPUTS);
-        if (num_found >= 0 && num_found != team->num_ranks)
-            PyErr_SetString(PyExc_ValueError, "all_to_all wants one piece for each rank");
-        if (PyErr_Occurred()) return NULL;
-    }
-    call.number = number;
-    call.timeout_ns = timeout_ns;
-    call.step_bytes = (size_t)step_bytes;
-    call.in = (const void *const *)found[0];
-    call.in_items = found[1];
-    call.out = (void *const *)found[2];
-    call.out_items = found[3];
-    return finish_call(team, &call);
-}
+/* ---- messages ---- */
 
 static PyObject *mail_bytes(PyObject *self, PyObject *args) {
     unsigned num_ranks;
@@ -509,15 +376,13 @@ static PyMethodDef methods[] = {
     {"clear_abort", clear_abort, METH_VARARGS, NULL},
     {"set_pid", set_pid, METH_VARARGS, NULL},             {"pid", pid, METH_VARARGS, NULL},
     {"load", load, METH_VARARGS, NULL},                   {"store", store, METH_VARARGS, NULL},
-    {"tree_reduce", tree_reduce, METH_VARARGS, NULL},     {"team", make_team, METH_VARARGS, NULL},
-    {"all_to_all", all_to_all, METH_VARARGS, NULL},       {"mail_bytes", mail_bytes, METH_VARARGS, NULL},
+    {"tree_reduce", tree_reduce, METH_VARARGS, NULL},     {"mail_bytes", mail_bytes, METH_VARARGS, NULL},
     {"mail_fragments", mail_fragments, METH_VARARGS, NULL}, {"mail_seen", mail_seen, METH_VARARGS, NULL},
     {"mail_bump", mail_bump, METH_VARARGS, NULL},         {"mail_wait", mail_wait, METH_VARARGS, NULL},
     {"mark_seen", mark_seen, METH_VARARGS, NULL},         {"mark_bump", mark_bump, METH_VARARGS, NULL},
     {"mark_wait", mark_wait, METH_VARARGS, NULL},         {"slot_data", slot_data, METH_VARARGS, NULL},
     {"mail_push", mail_push, METH_VARARGS, NULL},         {"mail_head", mail_head, METH_VARARGS, NULL},
     {"mail_pull", mail_pull, METH_VARARGS, NULL},
-    {"collective", (PyCFunction)(void (*)(void))collective, METH_FASTCALL, NULL},
     {"die_with_parent", die_with_parent, METH_NOARGS, NULL},  {"copy", copy, METH_VARARGS, NULL},
     {"checksum", checksum, METH_VARARGS, NULL},
     {"norm_statistics", norm_statistics, METH_VARARGS, NULL}, {"norm_apply", norm_apply, METH_VARARGS, NULL},
@@ -531,6 +396,10 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "evenstep.native.core
 PyMODINIT_FUNC PyInit_core(void) {
     PyObject *m = PyModule_Create(&module);
     if (m == NULL) return NULL;
+    if (es_add_team(m) || es_add_sums(m)) {
+        Py_DECREF(m);
+        return NULL;
+    }
     PyModule_AddIntMacro(m, ES_OK);
     PyModule_AddIntMacro(m, ES_AGAIN);
     PyModule_AddIntMacro(m, ES_ABORTED);

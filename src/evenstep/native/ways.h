@@ -17,7 +17,9 @@ typedef struct {
 
 /* The way to take next: 0 or 1. */
 int es_ways_next(const es_ways *ways);
-/* What it took, before the next is asked for. */
+/* Whether the next one is to be timed: what is short would take much longer if each were. */
+int es_ways_looks(const es_ways *ways);
+/* What it took, or -1 if it was not timed; before the next is asked for. */
 void es_ways_learn(es_ways *ways, int way, int64_t taken_ns);
 /* The way that is faster, as far as this rank knows. */
 int es_ways_faster(const es_ways *ways);

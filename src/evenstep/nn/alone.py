@@ -13,10 +13,10 @@ from evenstep.nn import functional as f
 from evenstep.nn import gpu
 from evenstep.nn.functional import Stats
 
-__all__ = ["Alone"]
+__all__ = ["NormAlone"]
 
 
-class Alone(torch.autograd.Function):
+class NormAlone(torch.autograd.Function):
     """Keeps its inputs and vectors per channel: the output is computed again where backward asks for it.
 
     Inputs: x, weight, bias, residual, and then what is no tensor: activation, eps and the running statistics to move.
@@ -71,7 +71,7 @@ def _by_kernels(
     ctx: Any, dy: Tensor, x: Tensor, residual: Tensor | None, kept: list[Tensor]
 ) -> tuple[Tensor | None, ...]:
     added = None if residual is None else f.like(residual, x)
-    return gpu.backward_alone(dy, x, gpu.Found(*kept), added, ctx.activation, ctx.needs_input_grad)
+    return gpu.backward_alone(dy, x, gpu.JointStatistics(*kept), added, ctx.activation, ctx.needs_input_grad)
 
 
 def _by_passes(

@@ -29,11 +29,11 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from evenstep.core.errors import UnsupportedError
 from evenstep.exchange.surroundings import Surroundings, current
 from evenstep.nn import gpu, passes
-from evenstep.nn.alone import Alone
+from evenstep.nn.alone import NormAlone
 from evenstep.nn.functional import EpsMode
-from evenstep.nn.passes import Needed, Part, Whole
+from evenstep.nn.passes import Combined, Needed, Part
 from evenstep.nn.process_group import GroupHandle, around
-from evenstep.nn.unchained import Unchained
+from evenstep.nn.tokenless import Tokenless
 
 __all__ = [
     "Activation",
@@ -205,7 +205,7 @@ class SyncBatchNorm(_BatchNorm):
         )
         if ours:
             running = _running(self) if self.training and self.track_running_stats else gpu.Running()
-            return _apply(Alone, input, self.weight, self.bias, residual, activation, self.eps, running)  # type: ignore[no-any-return]  # a Tensor
+            return _apply(NormAlone, input, self.weight, self.bias, residual, activation, self.eps, running)  # type: ignore[no-any-return]  # a Tensor
         output = super().forward(input)
         if residual is not None:
             output = output + residual
@@ -345,7 +345,7 @@ class _Call:
 
     around: Surroundings
     tag: str
-    whole: Whole
+    whole: Combined
     keeps: list[list[Any]]
     ambiguous: bool = False
 
@@ -502,7 +502,7 @@ class _Recomputed(torch.autograd.Function):
         )
 
 
-class _Nobody(Unchained):
+class _Nobody(Tokenless):
     """Surroundings without anybody: what `_lead` needs for a layer that is alone with an eps mode of its own."""
 
     def meet(self, tag: str, value: Any, lead: Any) -> Any:

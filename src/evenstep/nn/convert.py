@@ -120,7 +120,7 @@ def _refuse_scripted(named: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def _class_for(module: nn.Module) -> type[SyncBatchNorm] | None:
-    """The class that a layer shall have; None: it stays what it is."""
+    """The class that a layer is to have; None: it stays what it is."""
     kind = type(module)
     if kind in _KINDS:
         return _KINDS[kind]

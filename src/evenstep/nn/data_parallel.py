@@ -24,7 +24,7 @@ from evenstep.exchange.rendezvous import Lead, Participant, ParticipantError, Re
 from evenstep.exchange.surroundings import inside
 from evenstep.exchange.threads import Threads, side_by_side
 from evenstep.nn.scatter import gather, num_parts, scatter
-from evenstep.nn.unchained import Unchained
+from evenstep.nn.tokenless import Tokenless
 
 __all__ = ["DataParallel", "ReplicationContext", "add_replication_callbacks", "remove_replication_callbacks"]
 
@@ -136,7 +136,7 @@ def _apply_for_torch(parallel: Any, replicas: Sequence[nn.Module], inputs: Seque
     return _apply(Rendezvous(noun="replica"), replicas, inputs, kwargs, devices)
 
 
-class _ReplicaSurroundings(Unchained):
+class _ReplicaSurroundings(Tokenless):
     """What a spanning layer sees from one replica. Everyone is local, so there is nothing to exchange."""
 
     def __init__(self, participant: Participant) -> None:

@@ -253,7 +253,7 @@ def backward_reduce(dy: Tensor, x: Tensor, mean: Tensor) -> tuple[Tensor, Tensor
         sum_dy, sum_dy_xmu = cpu.backward_reduce(dy, x, mean).unbind()
         return sum_dy, sum_dy_xmu
     if gpu.takes(x):
-        found = gpu.Found(mean, gpu.coefs(mean, mean, None, None))  # no other vector is read
+        found = gpu.JointStatistics(mean, gpu.coefs(mean, mean, None, None))  # no other vector is read
         row = gpu.Shards([x], [dy]).reduce(found)[0][0]
         return row[1 : 1 + mean.numel()], row[1 + mean.numel() :]
     centre, rest = _head(mean, x)
@@ -305,7 +305,7 @@ def backward_input(
     centre, rest = _head(mean, x)
     if gpu.takes(x):
         slopes = torch.cat([-slope * scale, (rest * slope - shift) * scale]).float()
-        found = gpu.Found(mean, gpu.coefs(mean, invstd, weight, None))
+        found = gpu.JointStatistics(mean, gpu.coefs(mean, invstd, weight, None))
         return gpu.Shards([x], [dy]).gradients(found, slopes)[0]
     # Half types are widened: rounding the intermediate result to them would double the error of the gradient.
     wide = _affine(x.to(centre.dtype), centre, -slope * scale, (rest * slope - shift) * scale)

@@ -44,7 +44,7 @@ from evenstep.nn.tiles import (
 from evenstep.transport import pinned
 
 __all__ = [
-    "Found",
+    "JointStatistics",
     "Running",
     "Shards",
     "backward_alone",
@@ -90,7 +90,7 @@ class Running(NamedTuple):
 _STAY = Running()  # nothing to move
 
 
-class Found(NamedTuple):
+class JointStatistics(NamedTuple):
     """What the statistics of all shards come to.
 
     Attributes:
@@ -332,7 +332,7 @@ class Shards:
         return self.outputs
 
     def reduce(
-        self, found: Found, *, weight: bool = False, bias: bool = False
+        self, found: JointStatistics, *, weight: bool = False, bias: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The two sums of each shard that backward needs.
 
@@ -360,7 +360,7 @@ class Shards:
         _run("merge_sums_kernel", self._merge, merged, (*sizes, *frame.merging, weight, bias))
         return rows, made[0], made[1]
 
-    def gradients(self, found: Found, slopes: Tensor) -> list[Tensor]:
+    def gradients(self, found: JointStatistics, slopes: Tensor) -> list[Tensor]:
         """The gradients of the inputs, from the slopes of the sums over all shards; after `reduce`."""
         frame, relu = self._frame, self._relu and self.gated is None
         flags = (relu and self.residuals is not None, relu, self.gated is not None)
@@ -383,7 +383,7 @@ def finish(
     eps: float,
     eps_mode: str,
     running: Running = _STAY,
-) -> Found:
+) -> JointStatistics:
     """Merge the rows ``[K, 1 + 2C]`` of all shards in the fixed tree and move the running statistics.
 
     The count is at least 1, and at least 2 where there are running statistics.
@@ -399,7 +399,7 @@ def finish(
     return found
 
 
-def finish_sums(rows: Tensor, found: Found, eps: float, eps_mode: str) -> Tensor:
+def finish_sums(rows: Tensor, found: JointStatistics, eps: float, eps_mode: str) -> Tensor:
     """Add the rows ``[K, 1 + 2C]`` of all shards in the fixed tree; return the slopes for `Shards.gradients`."""
     channels = (rows.shape[1] - 1) // 2
     slopes = torch.empty(2 * channels, dtype=torch.float32, device=rows.device)
@@ -421,8 +421,8 @@ def coefs(mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | No
     return made
 
 
-def _empty(channels: int, device: torch.device) -> Found:
-    return Found(
+def _empty(channels: int, device: torch.device) -> JointStatistics:
+    return JointStatistics(
         torch.empty(3 * channels + 1, dtype=torch.float64, device=device),
         torch.empty(3 * channels, dtype=torch.float32, device=device),
     )
@@ -497,7 +497,7 @@ def forward_alone(
     activation: str | None,
     eps: float,
     running: Running,
-) -> tuple[Tensor, Found]:
+) -> tuple[Tensor, JointStatistics]:
     """The output of a layer that has nobody to meet, and what `backward_alone` wants of it."""
     device = x.device
     alone = _alone(tuple(x.shape), is_rows(x), x.dtype, 1, device)
@@ -519,7 +519,7 @@ def forward_alone(
 def backward_alone(
     dy: Tensor,
     x: Tensor,
-    found: Found,
+    found: JointStatistics,
     residual: Tensor | None,
     activation: str | None,
     needed: Sequence[bool],

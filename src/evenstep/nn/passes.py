@@ -25,7 +25,7 @@ from evenstep.nn import gpu
 from evenstep.nn.functional import EpsMode, Stats
 from evenstep.plan import tree
 
-__all__ = ["Part", "Reduced", "Whole", "conclude", "input_gradients", "outputs", "reduce", "statistics"]
+__all__ = ["Combined", "Part", "Reduced", "conclude", "input_gradients", "outputs", "reduce", "statistics"]
 
 
 class Part(NamedTuple):
@@ -39,30 +39,30 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Whole:
+class Combined:
     """What the statistics of all participants come to, on the device of the first local one."""
 
     stats: Stats
     invstd: Tensor
     eps: float
     eps_mode: EpsMode
-    found: gpu.Found | None  # where the kernels found it
+    found: gpu.JointStatistics | None  # where the kernels found it
     of: Part | None  # whose weight and bias are in the coefs of `found`
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, inverse standard deviation and count where a participant needs them."""
         return self.stats.mean.to(device), self.invstd.to(device), self.stats.count.to(device)
 
-    def found_for(self, part: Part) -> gpu.Found | None:
+    def found_for(self, part: Part) -> gpu.JointStatistics | None:
         """What the kernels need for a participant; None where they cannot be used for it."""
         if self.found is None or self.of is None or not _fits(part):
             return None
         device = part.x.device
         vectors = self.found.vectors.to(device)
         if all(_same(ours, theirs) for ours, theirs in zip((part.weight, part.bias), self.of[1:3], strict=True)):
-            return gpu.Found(vectors, self.found.coefs.to(device))
+            return gpu.JointStatistics(vectors, self.found.coefs.to(device))
         mean, invstd, _ = self.on(device)
-        return gpu.Found(vectors, gpu.coefs(mean, invstd, part.weight, part.bias))
+        return gpu.JointStatistics(vectors, gpu.coefs(mean, invstd, part.weight, part.bias))
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -115,7 +115,7 @@ def statistics(parts: Sequence[Part]) -> Tensor:
     return torch.stack([row.to(device) for row in rows])
 
 
-def conclude(rows: Tensor, first: Part, eps: float, eps_mode: EpsMode, running: gpu.Running, kernels: bool) -> Whole:
+def conclude(rows: Tensor, first: Part, eps: float, eps_mode: EpsMode, running: gpu.Running, kernels: bool) -> Combined:
     """Merge the rows of all participants in the fixed tree, and move the running statistics.
 
     Args:
@@ -132,14 +132,14 @@ def conclude(rows: Tensor, first: Part, eps: float, eps_mode: EpsMode, running: 
         found = gpu.finish(rows, first.weight, first.bias, eps, eps_mode, running)
         channels = (rows.shape[1] - 1) // 2
         mean, m2, invstd = found.vectors[: 3 * channels].chunk(3)
-        return Whole(Stats(found.vectors[3 * channels], mean, m2), invstd, eps, eps_mode, found, first)
+        return Combined(Stats(found.vectors[3 * channels], mean, m2), invstd, eps, eps_mode, found, first)
     stats = f.merge_rows(rows)
     if kernels and any(t is not None for t in running[:3]):
         f.update_running(*running[:3], stats, running.momentum)
-    return Whole(stats, f.inverse_std(stats, eps, eps_mode), eps, eps_mode, None, None)
+    return Combined(stats, f.inverse_std(stats, eps, eps_mode), eps, eps_mode, None, None)
 
 
-def outputs(parts: Sequence[Part], whole: Whole) -> list[Tensor]:
+def outputs(parts: Sequence[Part], whole: Combined) -> list[Tensor]:
     """The output of each participant."""
     found = [whole.found_for(part) for part in parts]
     ys: list[Tensor | None] = [None] * len(parts)
@@ -151,7 +151,7 @@ def outputs(parts: Sequence[Part], whole: Whole) -> list[Tensor]:
     return [_output(part, whole) if y is None else y for part, y in zip(parts, ys, strict=True)]
 
 
-def _output(part: Part, whole: Whole) -> Tensor:
+def _output(part: Part, whole: Combined) -> Tensor:
     mean, invstd, _ = whole.on(part.x.device)
     return f.normalize(part.x, mean, invstd, part.weight, part.bias, part.residual, part.activation)
 
@@ -184,7 +184,7 @@ class Reduced(NamedTuple):
 
 
 def reduce(
-    parts: Sequence[Part | None], dys: Sequence[Tensor | None], whole: Whole, needed: Sequence[Needed]
+    parts: Sequence[Part | None], dys: Sequence[Tensor | None], whole: Combined, needed: Sequence[Needed]
 ) -> Reduced:
     """The sums of each participant that backward needs; a participant without input or dy has zeros."""
     num, channels, device = len(parts), whole.stats.mean.numel(), whole.stats.mean.device
@@ -216,7 +216,7 @@ def _reduce_together(
     places: Sequence[int],
     numbers: Sequence[int],
     dys: Sequence[Tensor | None],
-    found: Sequence[gpu.Found | None],
+    found: Sequence[gpu.JointStatistics | None],
     needed: Sequence[Needed],
 ) -> Tensor:
     """One launch for some participants: fills in `out` and `rows`."""
@@ -244,7 +244,7 @@ def _reduce_together(
     return sums
 
 
-def _reduce_one(out: Reduced, part: Part, n: int, dy: Tensor, whole: Whole, needed: Needed) -> Tensor:
+def _reduce_one(out: Reduced, part: Part, n: int, dy: Tensor, whole: Combined, needed: Needed) -> Tensor:
     mean, invstd, _ = whole.on(part.x.device)
     dy = f.gate(dy, part.x, mean, invstd, part.weight, part.bias, part.residual, part.activation)
     sum_dy, sum_dy_xmu = f.backward_reduce(dy, part.x, mean)
@@ -260,7 +260,7 @@ def _reduce_one(out: Reduced, part: Part, n: int, dy: Tensor, whole: Whole, need
 def input_gradients(
     parts: Sequence[Part | None],
     dys: Sequence[Tensor | None],
-    whole: Whole,
+    whole: Combined,
     reduced: Reduced,
     rows: Tensor,
     needed: Sequence[Needed],
@@ -290,7 +290,7 @@ def input_gradients(
     return dxs
 
 
-def _input_gradient(part: Part, dy: Tensor | None, whole: Whole, everyone: Tensor) -> Tensor:
+def _input_gradient(part: Part, dy: Tensor | None, whole: Combined, everyone: Tensor) -> Tensor:
     device = part.x.device
     mean, invstd, count = whole.on(device)
     sum_dy, sum_dy_xmu = everyone[1:].chunk(2)

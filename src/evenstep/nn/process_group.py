@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from evenstep.core.errors import EvenstepError, MismatchError, SilenceError, UnsupportedError
-from evenstep.nn.unchained import Unchained
+from evenstep.nn.tokenless import Tokenless
 
 __all__ = ["GroupHandle", "ProcessGroup", "around"]
 
@@ -39,7 +39,7 @@ class GroupHandle:
         return GroupHandle, (None if self.group is None else _LOST,)
 
 
-class ProcessGroup(Unchained):
+class ProcessGroup(Tokenless):
     """The ranks of a process group, each a participant."""
 
     def __init__(self, group: Any) -> None:
@@ -152,7 +152,7 @@ def around(group: Any) -> ProcessGroup | None:
     if group == _LOST:
         raise UnsupportedError(
             "a synchronized batch norm had a process group of its own before it was pickled, and a pickle cannot hold "
-            "one; say which group it shall span: convert_sync_batchnorm(model, process_group=...)"
+            "one; say which group it is to span: convert_sync_batchnorm(model, process_group=...)"
         )
     if group is distributed.GroupMember.NON_GROUP_MEMBER or distributed.get_world_size(group) < 2:
         return None

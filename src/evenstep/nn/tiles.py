@@ -14,7 +14,7 @@ __all__ = [
     "Geometry",
     "Tile",
     "Walk",
-    "Whole",
+    "WholeLaunch",
     "geometry",
     "is_rows",
     "map_tile",
@@ -190,7 +190,7 @@ def parts_of(shape: Geometry, walk: Walk) -> int:
     return walk.splits * (shape.inner if shape.flat else walk.columns)
 
 
-class Whole(NamedTuple):
+class WholeLaunch(NamedTuple):
     """How one launch goes through a whole direction of a layer that is alone; see `kernels.alone`.
 
     Attributes:
@@ -211,7 +211,7 @@ class Whole(NamedTuple):
     merging: tuple[int, int]
     policies: tuple[str, str] = ("", "")
 
-    def often(self, channels: int) -> "Whole":
+    def often(self, channels: int) -> "WholeLaunch":
         """The same with two meetings, for a device that has not room for all programs at once."""
         return self._replace(meetings=2, merging=_merging(self.parts, channels))
 
@@ -222,24 +222,24 @@ def _merging(parts: int, channels: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def whole(shape: Geometry, outer: int, inputs: int) -> Whole:
+def whole(shape: Geometry, outer: int, inputs: int) -> WholeLaunch:
     """How to go through a shard in one launch that sums over one input (forward) or two (backward)."""
     found = _own(shape, inputs) or (_rows(shape, outer, inputs) if shape.rows else _planes(shape, outer, inputs))
     num_bytes = shape.stride * (1 if shape.rows or shape.flat else shape.channels) * outer * shape.element_bytes
     return found._replace(policies=policies(inputs * num_bytes))
 
 
-def _planes(shape: Geometry, outer: int, inputs: int) -> Whole:
+def _planes(shape: Geometry, outer: int, inputs: int) -> WholeLaunch:
     together = 4
     t = tile(shape, 256 * _vector(shape), 1, 8, 4 // inputs, together * _PROCESSORS, together)
     w = _rounds(walk(shape, outer, t), outer, t.programs)
     if shape.flat:  # parts must not become as large as the data
         w = w._replace(splits=max(1, min(w.splits, outer // 32)))
     parts = parts_of(shape, w)
-    return Whole(t, t.positions, w, 2, parts, _merging(parts, shape.channels))
+    return WholeLaunch(t, t.positions, w, 2, parts, _merging(parts, shape.channels))
 
 
-def _rows(shape: Geometry, outer: int, inputs: int) -> Whole:
+def _rows(shape: Geometry, outer: int, inputs: int) -> WholeLaunch:
     wide = shape.element_bytes == 4 and inputs == 2
     channels = 32 if wide and shape.channels >= 1024 else 64
     together, unroll = (1, 8) if wide or shape.channels >= 32 * channels else (2, 4)
@@ -247,8 +247,8 @@ def _rows(shape: Geometry, outer: int, inputs: int) -> Whole:
     w = _rounds(walk(shape, outer, t), -(-outer // t.positions), t.programs)
     parts = parts_of(shape, w)
     if parts <= 4 and w.programs <= t.programs:
-        return Whole(t, t.positions, w, 1, parts, (power(parts), t.channels))
-    return Whole(t, t.positions, w, 2, parts, _merging(parts, shape.channels))
+        return WholeLaunch(t, t.positions, w, 1, parts, (power(parts), t.channels))
+    return WholeLaunch(t, t.positions, w, 2, parts, _merging(parts, shape.channels))
 
 
 def _rounds(walk: Walk, iterations: int, programs: int) -> Walk:
@@ -259,7 +259,7 @@ def _rounds(walk: Walk, iterations: int, programs: int) -> Walk:
     return max(choices, key=lambda w: w.programs / (-(-w.programs // programs) * programs))
 
 
-def _own(shape: Geometry, inputs: int) -> Whole | None:
+def _own(shape: Geometry, inputs: int) -> WholeLaunch | None:
     """The same where a program can have some channels for itself; None where the processors were badly used so."""
     if shape.rows or shape.inner > 1024:
         return None
@@ -270,11 +270,11 @@ def _own(shape: Geometry, inputs: int) -> Whole | None:
     if shape.flat:
         span = channels * shape.inner
         t = Tile(power(span), 1, max(1, min(16, power(span) // 128)), 16 // inputs)
-        return Whole(t, span, Walk(1, blocks, 1), 0, shape.inner, (power(shape.inner), channels))
+        return WholeLaunch(t, span, Walk(1, blocks, 1), 0, shape.inner, (power(shape.inner), channels))
     length = power(shape.inner)
     warps = max(1, min(16, length * channels // (32 * _vector(shape))))
     t = Tile(length, channels, warps, 8 if length * channels <= 32 * warps * _vector(shape) else 4 // inputs)
-    return Whole(t, length, Walk(1, 1, blocks), 0, 1, (1, channels))
+    return WholeLaunch(t, length, Walk(1, 1, blocks), 0, 1, (1, channels))
 
 
 @lru_cache(maxsize=4096)

@@ -33,7 +33,7 @@ def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequenc
         model: The model, on any device.
         num_shards: K.
         num_workers: How many workers share it.
-        examples: Inputs, if shapes shall be found out too.
+        examples: Inputs, if shapes are wanted too.
 
     Raises:
         ConfigError: There are more workers than shards, or the model fails on the examples.

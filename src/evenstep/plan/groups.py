@@ -12,10 +12,10 @@ from typing import Literal
 from evenstep.core.errors import ConfigError
 from evenstep.plan.placement import balance
 
-__all__ = ["FRAMEWORKS", "Framework", "Setup", "Standing", "choose", "parts_of"]
+__all__ = ["FRAMEWORKS", "Framework", "Setup", "Standing", "bundles_of", "choose"]
 
 MAX_PROCESSES = 256
-MAX_PARTS = 16
+MAX_BUNDLES = 16
 
 
 @dataclass(frozen=True)
@@ -249,26 +249,26 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def parts_of(layers: Sequence[int], num_servers: int) -> tuple[list[range], list[int]]:
-    """Cut a model into the parts that travel by themselves, and give each a server.
+def bundles_of(layers: Sequence[int], num_servers: int) -> tuple[list[range], list[int]]:
+    """Cut a model into the bundles that travel by themselves, and give each a server.
 
-    A part is a layer; of more than `MAX_PARTS` layers neighbours go together, so that parts are of like size.
+    A bundle is a layer; of more than `MAX_BUNDLES` layers neighbours go together, so that bundles are of like size.
 
     Args:
         layers: The bytes of each layer, in the order of the model.
         num_servers: Of a server group.
 
     Returns:
-        The layers of every part, and the server of every part.
+        The layers of every bundle, and the server of every bundle.
     """
     ranges: list[range] = []
     begin, passed, total = 0, 0, max(sum(layers), 1)
     for end, size in enumerate(layers, 1):
         passed += size
-        left = len(layers) - end  # layers that follow: each may have a part of its own if there are few
-        full = passed * MAX_PARTS >= total * (len(ranges) + 1)
-        if len(layers) <= MAX_PARTS or full or left == 0:
+        left = len(layers) - end  # layers that follow: each may have a bundle of its own if there are few
+        full = passed * MAX_BUNDLES >= total * (len(ranges) + 1)
+        if len(layers) <= MAX_BUNDLES or full or left == 0:
             ranges.append(range(begin, end))
             begin = end
-    sizes = [sum(layers[k] for k in part) for part in ranges]
+    sizes = [sum(layers[k] for k in bundle) for bundle in ranges]
     return ranges, balance(sizes, num_servers)

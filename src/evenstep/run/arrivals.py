@@ -1,7 +1,8 @@
-"""Which parts of the parameters are here: whoever touches a parameter waits for its own part, and for no other.
+"""Which bundles of the parameters are here: whoever touches a parameter waits for its own bundle, and for no other.
 
-The parameters of a group live once, in its segment. A word for every part says of which version it is. Its owner writes
-the part, then the word; so a part whose word is old is one that has to be fetched again, whoever died meanwhile.
+The parameters of a group live once, in its segment. A word for every bundle says of which version it is. Its owner
+writes the bundle, then the word; so a bundle whose word is old is one that has to be fetched again, whoever died
+meanwhile.
 """
 
 import threading
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.core.errors import UnreachableError
-from evenstep.engine.state import Entry
+from evenstep.engine.state import StateEntry
 from evenstep.exchange.group import Group
 from evenstep.native import core
 
@@ -23,78 +24,77 @@ _SLICE_S = 0.0005  # how often to look for what another worker writes
 
 
 class Arrivals:
-    """The parts of one model, as one worker sees them.
+    """The bundles of one model, as one worker sees them.
 
     Making it takes room in the segment, so all workers must do it alike.
 
     Args:
         group: The workers.
-        parts: What changes in each part; nobody waits for one without anything.
+        bundles: What changes in each bundle; nobody waits for one without anything.
         check: Raises if waiting has become useless.
 
     Attributes:
         version: Which version is needed.
-        watch: Called with ("needs" or "has", part), for tests that look at the order of things.
+        watch: Called with ("needs" or "has", bundle), for tests that look at the order of things.
     """
 
-    def __init__(self, group: Group, parts: Sequence[Sequence[Entry]], check: Callable[[], None]) -> None:
-        self._group, self._parts, self._check = group, parts, check
-        words = group.segment.memory.words(len(parts))
-        self._words = [words.data_ptr() + 8 * part for part in range(len(parts))]
+    def __init__(self, group: Group, bundles: Sequence[Sequence[StateEntry]], check: Callable[[], None]) -> None:
+        self._group, self._bundles, self._check = group, bundles, check
+        words = group.segment.memory.words(len(bundles))
+        self._words = [words.data_ptr() + 8 * bundle for bundle in range(len(bundles))]
         self._memory = words  # keeps the addresses valid
-        self._have = [-1] * len(parts)  # what this worker's own copies are
+        self._have = [-1] * len(bundles)  # what this worker's own copies are
         self._written = threading.Condition()
         self.version = 0
         self.watch: Callable[[str, int], None] = lambda *_: None
 
-    def version_of(self, part: int) -> int:
-        """Which version a part has in the segment."""
-        return core.load(self._words[part])
+    def version_of(self, bundle: int) -> int:
+        """Which version a bundle has in the segment."""
+        return core.load(self._words[bundle])
 
-    def write(self, part: int, values: dict[str, Tensor], version: int) -> None:
-        """Put in the values of a part that this worker owns, when nobody reads the old ones any more."""
+    def write(self, bundle: int, values: dict[str, Tensor], version: int) -> None:
+        """Put in the values of a bundle that this worker owns, when nobody reads the old ones any more."""
         with torch.no_grad():
-            for entry in self._parts[part]:
+            for entry in self._bundles[bundle]:
                 if entry.name in values:
                     entry.live.copy_(values[entry.name])
         with self._written:
-            core.store(self._words[part], version)
+            core.store(self._words[bundle], version)
             self._written.notify_all()
 
-    def need(self, part: int) -> None:
-        """Wait until a part is there in the version that is needed.
+    def need(self, bundle: int) -> None:
+        """Wait until a bundle is there in the version that is needed.
 
         Raises:
             PeerError: Another worker failed.
             UnreachableError: It does not come.
         """
-        if self._have[part] == self.version or not self._parts[part]:
+        if self._have[bundle] == self.version or not self._bundles[bundle]:
             return
-        self.watch("needs", part)
+        self.watch("needs", bundle)
         deadline = time.monotonic() + self._group.timeout_s
         with self._written:
-            while core.load(self._words[part]) < self.version:
+            while core.load(self._words[bundle]) < self.version:
                 self._group.check()
                 self._check()
                 if time.monotonic() > deadline:
-                    raise UnreachableError(
-                        f"'{self._parts[part][0].name}' did not come from its server within {self._group.timeout_s:g} s"
-                    )
+                    name, timeout_s = self._bundles[bundle][0].name, self._group.timeout_s
+                    raise UnreachableError(f"'{name}' did not come from its server within {timeout_s:g} s")
                 self._written.wait(_SLICE_S)
         with torch.no_grad():
-            for entry in self._parts[part]:
+            for entry in self._bundles[bundle]:
                 entry.pull()
-        self._have[part] = self.version
-        self.watch("has", part)
+        self._have[bundle] = self.version
+        self.watch("has", bundle)
 
-    def has(self, part: int) -> bool:
-        """Whether this worker has waited for a part in the version that is needed."""
-        return self._have[part] == self.version
+    def has(self, bundle: int) -> bool:
+        """Whether this worker has waited for a bundle in the version that is needed."""
+        return self._have[bundle] == self.version
 
     def all(self) -> None:
-        """Wait for all parts."""
-        for part in range(len(self._parts)):
-            self.need(part)
+        """Wait for all bundles."""
+        for bundle in range(len(self._bundles)):
+            self.need(bundle)
 
     def forget(self) -> None:
         """This worker's own copies may be of any version."""
@@ -105,7 +105,7 @@ class Awaited(dict[str, Any]):
     """The parameters of a module, each of which is waited for when it is taken out. Otherwise an ordinary dict."""
 
     need: Callable[[int], None] | None = None
-    part_of: dict[str, int]
+    bundle_of: dict[str, int]
 
     @classmethod
     def hang(cls, model: nn.Module) -> None:
@@ -115,13 +115,13 @@ class Awaited(dict[str, Any]):
                 module.__dict__["_parameters"] = cls(module._parameters)
 
     @classmethod
-    def wait_for(cls, model: nn.Module, part_of: Mapping[int, int], need: Callable[[int], None]) -> list[Any]:
+    def wait_for(cls, model: nn.Module, bundle_of: Mapping[int, int], need: Callable[[int], None]) -> list[Any]:
         """Let all modules of a model wait from now on.
 
         Args:
             model: In which one of these was put into every module.
-            part_of: The part of every parameter, by its id.
-            need: Waits for a part.
+            bundle_of: The bundle of every parameter, by its id.
+            need: Waits for a bundle.
 
         Returns:
             Hooks of modules that keep their parameters elsewhere too, to be removed in the end.
@@ -130,7 +130,7 @@ class Awaited(dict[str, Any]):
         for module in model.modules():
             place = module._parameters
             if isinstance(place, cls):
-                place.part_of = {key: part_of[id(p)] for key, p in place.items() if p is not None}
+                place.bundle_of = {key: bundle_of[id(p)] for key, p in place.items() if p is not None}
                 place.need = need
             if isinstance(module, nn.RNNBase):  # it keeps its weights in a list too
                 hooks.append(module.register_forward_pre_hook(_take_all))
@@ -147,8 +147,8 @@ class Awaited(dict[str, Any]):
     def _wait(self, *keys: str) -> None:
         if self.need is not None:
             for key in keys:
-                if key in self.part_of:
-                    self.need(self.part_of[key])
+                if key in self.bundle_of:
+                    self.need(self.bundle_of[key])
 
     def __getitem__(self, key: str) -> Any:
         self._wait(key)

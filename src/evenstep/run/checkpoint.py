@@ -43,7 +43,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any],
         directory: Where.
         tensors: The state.
         facts: What goes into `checkpoint.json`: its version, the plain values of the state, and whatever else.
-        journal: What was done so far, if the script shall be able to go on from here by itself.
+        journal: What was done so far, if the script is to be able to go on from here by itself.
 
     Raises:
         CheckpointError: The directory cannot be written, or holds a `checkpoint.json` that is not ours; an earlier

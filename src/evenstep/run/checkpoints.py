@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from evenstep.run import checkpoint
 from evenstep.run.facts import FACTS, read_facts
 from evenstep.run.reading import read_for_all
 
-__all__ = ["Checkpoints", "Found", "Resumption", "Snapshot"]
+__all__ = ["Checkpoints", "FoundCheckpoint", "Resumption", "Snapshot"]
 
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _RETRY_S = 5.0  # after a failed write
@@ -44,7 +44,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that fits: where it is, what it says of itself, and what was done after the one that found it."""
 
     path: Path
@@ -59,13 +59,16 @@ class Checkpoints:
         directory: Where they go.
         every: Steps between two of them, or a time such as "30s".
         keep: How many of the newest to keep.
+        written: Called with each when it is there.
 
     Raises:
         ConfigError: An argument makes no sense.
     """
 
-    def __init__(self, directory: Path, every: int | str, keep: int) -> None:
-        self._directory, self._keep = directory, keep
+    def __init__(
+        self, directory: Path, every: int | str, keep: int, written: Callable[[Path], None] = lambda _: None
+    ) -> None:
+        self._directory, self._keep, self._written = directory, keep, written
         self._steps, self._seconds = _parse(every)
         if not isinstance(keep, int) or keep < 1:
             raise ConfigError(f"keep={keep!r}, expected a whole number above 0")
@@ -115,6 +118,7 @@ class Checkpoints:
         try:
             checkpoint.write(path, snapshot.tensors, snapshot.facts, snapshot.journal)
             self._retry_s = None
+            self._written(path)
         except Exception as error:  # noqa: BLE001  # the border of a thread: reported, and tried again
             say(f"CHECKPOINT FAILED, training goes on and it will be tried again: {error}")
             self._retry_s = time.monotonic() + _RETRY_S
@@ -145,7 +149,7 @@ class Checkpoints:
                 say(f"CHECKPOINT NOT WRITTEN: {self._directory} has taken more than {_PATIENCE_S:g} s")
             self._writer = None
 
-    def find(self, here: Mapping[str, Any], state: Mapping[str, Tensor], ledger: Ledger) -> Found | None:
+    def find(self, here: Mapping[str, Any], state: Mapping[str, Tensor], ledger: Ledger) -> FoundCheckpoint | None:
         """The newest good checkpoint of this run; a torn or altered one is named and passed over.
 
         Args:
@@ -165,7 +169,7 @@ class Checkpoints:
                 continue
             checkpoint.check(path, facts, tensors, here, state)
             say(f"going on from {path}, after step {facts['version']}")
-            return Found(path, facts, _after(path, entries, ledger))
+            return FoundCheckpoint(path, facts, _after(path, entries, ledger))
         say(f"no checkpoint in {self._directory} yet: starting anew")
         return None
 

@@ -1,7 +1,7 @@
 """What one worker of a group sends to the servers and gets from them, in a thread of its own.
 
-The worker hands over the update of a part as soon as it is complete, while backward still runs. The courier sends it,
-then fetches the part's new values, and puts them in place when the step is committed: not before, since others may
+The worker hands over the update of a bundle as soon as it is complete, while backward still runs. The courier sends it,
+then fetches the bundle's new values, and puts them in place when the step is committed: not before, since others may
 still read the old ones. Updates go before fetches: nobody can go on before all updates of a step are with the servers.
 """
 
@@ -20,11 +20,11 @@ __all__ = ["Courier", "Line"]
 
 @dataclass(frozen=True)
 class Line:
-    """How a part reaches its server.
+    """How a bundle reaches its server.
 
     Attributes:
-        send: Sends an update of a part, made of this version. Sent twice it counts once.
-        fetch: Gets the values of a part.
+        send: Sends an update of a bundle, made of this version. Sent twice it counts once.
+        fetch: Gets the values of a bundle.
         write: Puts values in place, as of this version.
         close: Ends all connections.
     """
@@ -39,7 +39,7 @@ class Courier:
     """The thread, and what it has to do.
 
     Args:
-        line: How parts travel.
+        line: How bundles travel.
         timeout_s: How long its caller waits for anything.
     """
 
@@ -57,16 +57,16 @@ class Courier:
 
     # ---- what the worker calls ----
 
-    def send(self, part: int, version: int, update: Mapping[str, Tensor]) -> None:
-        """Send an update that was made of a version; then fetch what becomes of the part."""
+    def send(self, bundle: int, version: int, update: Mapping[str, Tensor]) -> None:
+        """Send an update that was made of a version; then fetch what becomes of the bundle."""
         with self._changed:
-            self._updates.append((part, version, update))
+            self._updates.append((bundle, version, update))
             self._changed.notify_all()
 
-    def fetch(self, part: int, version: int) -> None:
-        """Get a part as it is on its server; it will be of this version."""
+    def fetch(self, bundle: int, version: int) -> None:
+        """Get a bundle as it is on its server; it will be of this version."""
         with self._changed:
-            self._fetches.append((part, version))
+            self._fetches.append((bundle, version))
             self._changed.notify_all()
 
     def wait_sent(self) -> None:
@@ -81,11 +81,11 @@ class Courier:
         """This version is committed: what was fetched of it may be put in place."""
         with self._changed:
             self._committed = version
-            ready = {part: found for part, found in self._fetched.items() if found[0] <= version}
-            for part in ready:
-                del self._fetched[part]
-        for part, (of, values) in ready.items():
-            self._line.write(part, values, of)
+            ready = {bundle: found for bundle, found in self._fetched.items() if found[0] <= version}
+            for bundle in ready:
+                del self._fetched[bundle]
+        for bundle, (of, values) in ready.items():
+            self._line.write(bundle, values, of)
 
     def drop(self) -> None:
         """Forget what is not committed; what is under way is waited for."""
@@ -156,23 +156,23 @@ class Courier:
             fetch = self._next_fetch() if update is None else None
             self._sending = update is not None
         if update is not None:
-            part, version, tensors = update
-            self._line.send(part, version, tensors)
-            self.fetch(part, version + 1)
+            bundle, version, tensors = update
+            self._line.send(bundle, version, tensors)
+            self.fetch(bundle, version + 1)
         elif fetch is not None:
-            part, version = fetch
-            self._got(part, version, self._line.fetch(part))
+            bundle, version = fetch
+            self._got(bundle, version, self._line.fetch(bundle))
         return True
 
     def _next_fetch(self) -> tuple[int, int]:
-        """The first part of the model comes first: it is the first that is needed."""
+        """The first bundle of the model comes first: it is the first that is needed."""
         fetch = min(self._fetches)
         self._fetches.remove(fetch)
         return fetch
 
-    def _got(self, part: int, version: int, values: dict[str, Tensor]) -> None:
+    def _got(self, bundle: int, version: int, values: dict[str, Tensor]) -> None:
         with self._changed:
             if self._committed < version:
-                self._fetched[part] = (version, values)
+                self._fetched[bundle] = (version, values)
                 return
-        self._line.write(part, values, version)
+        self._line.write(bundle, values, version)

@@ -9,14 +9,19 @@ from evenstep.core.output import unheard
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
 from evenstep.run.meter import Meter
-from evenstep.run.operations import Operations
-from evenstep.run.trace import Trace
+from evenstep.run.operations import RunOperations
+from evenstep.run.trace import TraceWriter
 
 __all__ = ["end"]
 
 
 def end(
-    engine: Engine, operations: Operations, fingerprint: Callable[[], str], meter: Meter, trace: Trace, env: Environment
+    engine: Engine,
+    operations: RunOperations,
+    fingerprint: Callable[[], str],
+    meter: Meter,
+    trace: TraceWriter,
+    env: Environment,
 ) -> None:
     """Wait for all workers, and show the fingerprint, unless the run is quiet. All workers must call this alike."""
     group = engine.group

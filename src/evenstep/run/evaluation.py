@@ -22,7 +22,7 @@ from evenstep.run.meter import Meter
 from evenstep.run.others import Others
 from evenstep.run.saving import Perform
 
-__all__ = ["Evaluation", "call_parts", "evaluating"]
+__all__ = ["Evaluation", "call_parts", "collect_outputs", "evaluating", "fill", "mean_metrics"]
 
 Function = Callable[[Any], Any]
 
@@ -64,7 +64,7 @@ class Evaluation:
         def attempt() -> Entry:
             self._others.level(tag)
             with evaluating(self._engine.models.slots.modules):
-                means = _mean_metrics(self._engine, self._feed.once(dataset, order, loading), metrics)
+                means = mean_metrics(self._engine, self._feed.once(dataset, order, loading), metrics)
             return Entry("evaluate", self._others.merge(tag, means, order.num_dealt))
 
         return self._perform("evaluate", attempt, _value)
@@ -76,12 +76,10 @@ class Evaluation:
         def attempt() -> Entry:
             self._others.level(tag)
             with evaluating(self._engine.models.slots.modules):
-                shape, tensors = _collect_outputs(self._engine, self._feed.once(dataset, order, loading), function)
+                shape, tensors = collect_outputs(self._engine, self._feed.once(dataset, order, loading), function)
                 return Entry("predict", shape, safetensors.torch.save(tensors))
 
-        return self._perform(
-            "predict", attempt, lambda entry, _: _fill(entry.value, safetensors.torch.load(entry.blob))
-        )
+        return self._perform("predict", attempt, lambda entry, _: fill(entry.value, safetensors.torch.load(entry.blob)))
 
 
 def _value(entry: Entry, _: bool) -> dict[str, float]:
@@ -117,7 +115,7 @@ def call_parts(engine: Engine, batch: Batch, function: Function) -> dict[int, An
     return values
 
 
-def _mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) -> dict[str, float]:
+def mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) -> dict[str, float]:
     """The mean of each metric over all samples: tree sums over shards, then over batches in order."""
     mine: list[dict[str, Any]] = []
     for batch in batches:
@@ -145,7 +143,7 @@ def _mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) -
     return {name: mean.value for name, mean in (totals or {}).items()}
 
 
-def _collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function) -> tuple[Any, dict[str, Tensor]]:
+def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function) -> tuple[Any, dict[str, Tensor]]:
     """The outputs for all samples, concatenated in data-set order, on every worker, on the CPU.
 
     Returns:
@@ -162,8 +160,8 @@ def _collect_outputs(engine: Engine, batches: Iterator[Batch], function: Functio
     return shape, {f"{n:06}": leaf for n, leaf in enumerate(leaves)}
 
 
-def _fill(shape: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of what `_collect_outputs` returns."""
+def fill(shape: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of what `collect_outputs` returns."""
     return structure.fill(shape, (tensors[name] for name in sorted(tensors)))
 
 

@@ -1,12 +1,12 @@
 """The updates of a group that shares its parameters with other groups through servers.
 
 Inside of the group everything is as in any run: shards, the fixed tree, owners, the step as a transaction. Only the
-update is made elsewhere. A *part* of the parameters (a layer) has one owner in the group and one server:
+update is made elsewhere. A *bundle* of the parameters (a layer) has one owner in the group and one server:
 
-1. While backward still runs, an owner sends the sum of a part as soon as it is complete (`courier.py`).
-2. The step is committed when the servers have all its updates. An update carries (group, part, step), so one that is
+1. While backward still runs, an owner sends the sum of a bundle as soon as it is complete (`courier.py`).
+2. The step is committed when the servers have all its updates. An update carries (group, bundle, step), so one that is
    sent again after somebody died counts once.
-3. New values come in while the next step has begun; a layer waits for its own part only (`arrivals.py`).
+3. New values come in while the next step has begun; a layer waits for its own bundle only (`arrivals.py`).
 
 Without a lock (hogwild) the group makes the update itself, and when it is committed subtracts what changed from the
 parameters in the server's memory.
@@ -27,19 +27,19 @@ from evenstep.engine.compute import Samples, Work
 from evenstep.engine.delivery import Delivery
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.kept import News
+from evenstep.engine.optimizer_set import Trained
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
-from evenstep.engine.several import Trained
 from evenstep.engine.updates import Feature, share_among
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 from evenstep.plan.groups import Standing
 from evenstep.plan.summing import Span, Summing
 from evenstep.run.arrivals import Arrivals, Awaited
+from evenstep.run.bundles import Bundles
 from evenstep.run.courier import Courier, Line
 from evenstep.run.groups import Groups
-from evenstep.run.parts import Parts
 from evenstep.run.refusals import WITH_SERVERS, refuse
 from evenstep.run.server import options_for_server
 from evenstep.run.servers import Servers
@@ -77,10 +77,10 @@ class GroupedUpdates:
         self._holdings, self._group, self._standing = holdings, holdings.group, standing
         self.others = Groups(holdings, standing)
         self._model: nn.Module | None = None
-        self._parts: Parts | None = None
+        self._bundles: Bundles | None = None
         self._traffic: Traffic | None = None
         self._hooks: list[Any] = []
-        self._sent: set[int] = set()  # the parts whose sums are with the courier, in the step that is tried
+        self._sent: set[int] = set()  # the bundles whose sums are with the courier, in the step that is tried
         self._options: list[dict[str, Any]] = []
 
     def number_of(self, version: int) -> int:
@@ -97,10 +97,10 @@ class GroupedUpdates:
             refuse(what, WITH_SERVERS)
 
     @property
-    def parts(self) -> Parts:
+    def bundles(self) -> Bundles:
         """How the model is cut."""
-        assert self._parts is not None, "gradients are laid out when a model is prepared"
-        return self._parts
+        assert self._bundles is not None, "gradients are laid out when a model is prepared"
+        return self._bundles
 
     @property
     def traffic(self) -> Traffic:
@@ -125,11 +125,11 @@ class GroupedUpdates:
         Awaited.hang(model)
 
     def lay_out(self, prepared: PreparedOptimizer, spans: Sequence[Span]) -> tuple[Summing, Delivery]:
-        """Parts are what travels together."""
+        """Bundles are what travels together."""
         sizes = {name: p.numel() * p.element_size() for name, p in self._holdings.models.slots.parameters.items()}
         num_servers = len(self._standing.servers[self._standing.server_group])
-        self._parts = Parts.of(sizes, prepared.names, num_servers)
-        return prepared.in_tree(spans, [self._parts.trained[part] for part in self._parts.filled])
+        self._bundles = Bundles.of(sizes, prepared.names, num_servers)
+        return prepared.in_tree(spans, [self._bundles.trained[bundle] for bundle in self._bundles.filled])
 
     def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
         """Everyone begins with the values that the first group puts on all servers."""
@@ -154,30 +154,30 @@ class GroupedUpdates:
         self._holdings.ledger.perform(Operation("join the servers", self._holdings.version), attempt, adopt)
 
     def _open(self, model: nn.Module, prepared: PreparedOptimizer) -> None:
-        """Make what carries parts to the servers and back."""
-        timeout_s, parts, entries = self._holdings.config.timeout_s, self.parts, self._holdings.state.entries
+        """Make what carries bundles to the servers and back."""
+        timeout_s, bundles, entries = self._holdings.config.timeout_s, self.bundles, self._holdings.state.entries
         buffers = list(self._holdings.models.slots.buffers)
         servers = Servers(
-            self._standing, parts.names, parts.server_of, buffers, timeout_s, self.others.stop_if_asked
+            self._standing, bundles.names, bundles.server_of, buffers, timeout_s, self.others.stop_if_asked
         )  # fmt: skip
         trained = set(prepared.names)
-        changing = [[entries[name] for name in names if name in trained] for names in parts.names]
+        changing = [[entries[name] for name in names if name in trained] for names in bundles.names]
         arrivals = Arrivals(self._group, changing, self._check)
-        courier = Courier(Line(self._send_part, servers.fetch, arrivals.write, servers.close), timeout_s)
+        courier = Courier(Line(self._send_bundle, servers.fetch, arrivals.write, servers.close), timeout_s)
         self._traffic = Traffic(prepared, servers, arrivals, courier)
         self.others.meet_at(servers, arrivals)
         prepared.gradients.expects = self._expect
-        part_of = {i: parts.part_of[name] for i, name in self._holdings.names.items()}
-        self._hooks = Awaited.wait_for(model, part_of, arrivals.need)
+        bundle_of = {i: bundles.bundle_of[name] for i, name in self._holdings.names.items()}
+        self._hooks = Awaited.wait_for(model, bundle_of, arrivals.need)
 
     def _check(self) -> None:
         """Raise what has stopped the courier, if anything has: nothing more arrives then."""
         self.traffic.courier.check()
 
     def _expect(self, i: int) -> None:
-        """A gradient has come: its part must have been waited for."""
+        """A gradient has come: its bundle must have been waited for."""
         traffic = self.traffic
-        if not traffic.arrivals.has(self.parts.trained_by[i]):
+        if not traffic.arrivals.has(self.bundles.trained_by[i]):
             raise UnsupportedError(
                 f"the step function used parameter '{traffic.prepared.names[i]}' through a reference kept outside of "
                 "the model: nobody has waited for its values; take it from the module, as in model.layer.weight"
@@ -197,28 +197,28 @@ class GroupedUpdates:
         return share_among(self._group, work, report)
 
     def _on_reduced(self, bucket: int, sums: Mapping[int, Tensor | None]) -> None:
-        self._hand_over(self.parts.filled[bucket], sums)
+        self._hand_over(self.bundles.filled[bucket], sums)
 
-    def _hand_over(self, part: int, sums: Mapping[int, Tensor | None]) -> None:
-        """Give the update of a part to the courier."""
+    def _hand_over(self, bundle: int, sums: Mapping[int, Tensor | None]) -> None:
+        """Give the update of a bundle to the courier."""
         traffic, version = self.traffic, self._holdings.version
-        self._sent.add(part)
+        self._sent.add(bundle)
         names = traffic.prepared.names
-        found = {names[i]: total for i in self.parts.trained[part] if (total := sums[i]) is not None}
-        traffic.arrivals.watch("sends", part)
+        found = {names[i]: total for i in self.bundles.trained[bundle] if (total := sums[i]) is not None}
+        traffic.arrivals.watch("sends", bundle)
         if found or self._standing.staleness is not None:
-            traffic.courier.send(part, version, found)
+            traffic.courier.send(bundle, version, found)
         else:
-            traffic.courier.fetch(part, version + 1)
+            traffic.courier.fetch(bundle, version + 1)
 
-    def _send_part(self, part: int, version: int, update: Mapping[str, Tensor]) -> None:
+    def _send_bundle(self, bundle: int, version: int, update: Mapping[str, Tensor]) -> None:
         """In the courier's thread."""
-        self.traffic.servers.send(part, version, update, self._options if self._standing.lock else None)
+        self.traffic.servers.send(bundle, version, update, self._options if self._standing.lock else None)
 
     @property
-    def _owned_parts(self) -> list[int]:
-        """The parts that this worker owns, in the order in which backward reaches them."""
-        filled = self.parts.filled
+    def _owned_bundles(self) -> list[int]:
+        """The bundles that this worker owns, in the order in which backward reaches them."""
+        filled = self.bundles.filled
         return [filled[bucket] for bucket in self.traffic.prepared.gradients.plan.owned_buckets]
 
     def update(self, work: Work, sums: dict[int, Tensor | None]) -> News:
@@ -226,9 +226,9 @@ class GroupedUpdates:
         self.traffic.arrivals.all()  # what this step did not use: from now on one version is under way, not two
         if not self._standing.lock:
             return work.prepared.update(sums)
-        for part in self._owned_parts:
-            if part not in self._sent:
-                self._hand_over(part, sums)
+        for bundle in self._owned_bundles:
+            if bundle not in self._sent:
+                self._hand_over(bundle, sums)
         self.traffic.courier.wait_sent()
         work.prepared.stepped_elsewhere()
         return []
@@ -243,12 +243,12 @@ class GroupedUpdates:
             self.traffic.courier.commit(version)
 
     def _hand_over_changes(self) -> None:
-        """What the step, which is committed, has changed of this worker's own parts."""
+        """What the step, which is committed, has changed of this worker's own bundles."""
         state, names = self._holdings.state, self.traffic.prepared.names
-        for part in self._owned_parts:
-            entries = [state.entries[names[i]] for i in self.parts.trained[part]]
+        for bundle in self._owned_bundles:
+            entries = [state.entries[names[i]] for i in self.bundles.trained[bundle]]
             changes = {e.name: change for e in entries if (change := state.change_of(e)) is not None}
-            self.traffic.courier.send(part, self._holdings.version - 1, changes)
+            self.traffic.courier.send(bundle, self._holdings.version - 1, changes)
 
     def edited(self) -> None:
         """Edits are refused."""
@@ -269,9 +269,9 @@ class GroupedUpdates:
         if self._traffic is not None:
             arrivals, version = self._traffic.arrivals, self._holdings.version
             arrivals.forget()
-            for part in self._owned_parts:
-                if arrivals.version_of(part) < version:
-                    self._traffic.courier.fetch(part, version)
+            for bundle in self._owned_bundles:
+                if arrivals.version_of(bundle) < version:
+                    self._traffic.courier.fetch(bundle, version)
 
     def finish(self) -> None:
         """Take home the last values, and what the servers' optimizers keep."""

@@ -20,7 +20,7 @@ def is_alone(env: Environment) -> bool:
 
 
 def alone(timeout_s: float) -> Ledger:
-    """Be the only worker of a group. Whoever asked for it closes the group."""
+    """Become the only worker of a group; the caller closes it."""
     segment = Segment.create(1)
     try:
         return Ledger(Group.around(segment, 0, timeout_s))

@@ -18,17 +18,17 @@ from evenstep.run.periodic import PeriodicUpdates
 from evenstep.run.served import ServedUpdates
 from evenstep.run.server import Server
 
-__all__ = ["Kind", "choose", "open_engine"]
+__all__ = ["RunKind", "choose", "open_engine"]
 
 
-class Kind(NamedTuple):
+class RunKind(NamedTuple):
     """What differs between one kind of run and another."""
 
     updates: Updates
     others: Others
 
 
-def choose(holdings: Holdings, server: Server | None, standing: Standing | None, env: Environment) -> Kind:
+def choose(holdings: Holdings, server: Server | None, standing: Standing | None, env: Environment) -> RunKind:
     """Choose by what the script and the launcher say; connects to a server where there is one.
 
     Args:
@@ -46,15 +46,15 @@ def choose(holdings: Holdings, server: Server | None, standing: Standing | None,
         _check_machines(holdings, with_servers=standing is not None or server is not None)
     if standing is not None:
         grouped = GroupedUpdates(holdings, standing)
-        return Kind(grouped, grouped.others)
+        return RunKind(grouped, grouped.others)
     if server is None:
-        return Kind(OwnUpdates(holdings.group), Nobody(holdings))
+        return RunKind(OwnUpdates(holdings.group), Nobody(holdings))
     if server.together:
-        return Kind(AggregatedUpdates(holdings, server), Nobody(holdings))
+        return RunKind(AggregatedUpdates(holdings, server), Nobody(holdings))
     apart = Apart(holdings, server, env)
     if server.update_every == 1:
-        return Kind(ServedUpdates(holdings, apart), apart)
-    return Kind(PeriodicUpdates(holdings, apart, server.update_every), apart)
+        return RunKind(ServedUpdates(holdings, apart), apart)
+    return RunKind(PeriodicUpdates(holdings, apart, server.update_every), apart)
 
 
 def open_engine(

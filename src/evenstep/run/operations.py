@@ -10,12 +10,12 @@ from evenstep.core.errors import BeginsAgain, ConfigError, Dismissed, PeerError,
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 
-__all__ = ["Operations"]
+__all__ = ["RunOperations"]
 
 T = TypeVar("T")
 
 
-class Operations:
+class RunOperations:
     """The operations of one worker's run.
 
     Args:

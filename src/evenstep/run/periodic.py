@@ -14,10 +14,10 @@ from evenstep.engine.compute import Samples, Work
 from evenstep.engine.delivery import Delivery
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.kept import News
+from evenstep.engine.optimizer_set import Trained
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
-from evenstep.engine.several import Trained
 from evenstep.engine.updates import Feature
 from evenstep.plan.summing import Span, Summing
 from evenstep.run.apart import Apart

@@ -32,7 +32,7 @@ class Progress:
 
 
 class Display:
-    """Shows progress on a stream, be there anybody to see it or not."""
+    """Shows progress on a stream, whether or not anybody is there to see it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr

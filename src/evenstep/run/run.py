@@ -22,11 +22,12 @@ from evenstep.data.whole import cut_whole
 from evenstep.engine.carries import Carry
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import device_of
+from evenstep.engine.logged import checked
 from evenstep.engine.models import check_model
+from evenstep.engine.optimizer_set import chosen
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.engine.scaling import Scaling
-from evenstep.engine.several import chosen
-from evenstep.engine.step import Task
+from evenstep.engine.step import StepTask
 from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.nn.gather import gather
@@ -37,14 +38,15 @@ from evenstep.run.evaluation import Evaluation
 from evenstep.run.feed import Arrangement, Batches, Feed, Loading
 from evenstep.run.join import alone, is_alone, join
 from evenstep.run.kinds import open_engine
+from evenstep.run.last_words import log_last
 from evenstep.run.meter import Meter
-from evenstep.run.operations import Operations
+from evenstep.run.operations import RunOperations
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
 from evenstep.run.server import Server
 from evenstep.run.sharing import collect, exchange, once
 from evenstep.run.summed import Summed
-from evenstep.run.trace import Trace
+from evenstep.run.trace import TraceWriter
 from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
@@ -144,7 +146,7 @@ class Run:
             self.worker = env.worker if apart else self._ledger.group.worker
             self._shows = not (apart and self.worker > 0)  # the progress of every group is shown, as one
             self._speaks = self.group == 0 and self._shows
-            self._operations = Operations(self._ledger, self.worker)
+            self._operations = RunOperations(self._ledger, self.worker)
             with self._operations.alike():
                 self._engine, self._others = open_engine(self.config, self._ledger, server, standing, env)
                 opened.callback(self._engine.close)
@@ -157,7 +159,7 @@ class Run:
         """Make the parts around the engine."""
         env, perform, place = self._env, self._operations.perform, (self.group, self.num_groups)
         self._voice = Voice(env, self._ledger, speaks=self._speaks)
-        self._trace = Trace(env.trace, self._engine)
+        self._trace = TraceWriter(env.trace, self._engine)
         self._saving = Saving(self._engine, self._others, perform, env.job)
         opened.callback(self._saving.close)
         self._meter = Meter(lambda: self._ledger.group.rank == 0 and self._ledger.took_part)
@@ -202,6 +204,7 @@ class Run:
             with self._operations.alike():
                 self._engine.updates.finish()
                 self._saving.conclude()
+            log_last(self._engine, self._operations.perform)
             end(self._engine, self._operations, self.fingerprint, self._meter, self._trace, self._env)
             self._saving.close()
             self._ledger.group.tell({"closed": True})
@@ -374,7 +377,7 @@ class Run:
             function = function if reduction == "mean" else Summed(function, len(samples))
             self._trace.before_step()
             clipping = Clipping(clip_norm, clip_value)
-            outcome = self._engine.step(Task(samples, function, trained, clipping, Scaling(scaler)))
+            outcome = self._engine.step(StepTask(samples, function, trained, clipping, Scaling(scaler)))
             self._trace.after_step()
             self._saving.heed()
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
@@ -553,6 +556,28 @@ class Run:
         All workers must call this alike; it waits for nobody.
         """
         self._voice.print(sep.join(map(str, values)))
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Log a value of one's own, for `evenstep run --page`, `--log-json` and `--tensorboard`.
+
+        It comes with the next step, or with the last one if no other follows, as the mean over all calls on all workers
+        since the step before. All workers must call this alike, between steps, perhaps with different values; it waits
+        for nobody. Means over samples are metrics: return them from the step function.
+
+        Args:
+            name: Under which it is shown.
+            value: A number, or a tensor with one element.
+
+        Raises:
+            ConfigError: It is called inside of a step function, or with something else.
+        """
+        self._operations.check_open()
+        if current() is not None:
+            raise ConfigError(
+                f"run.log({name!r}, ...) inside of a step function, which runs once for every part; return the value "
+                "as a metric, (loss, {name: value}), or log it between steps"
+            )
+        self._engine.logged.add(*checked(name, value))
 
     def fingerprint(self) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of parameters, buffers and optimizer state.

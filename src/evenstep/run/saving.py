@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Perform(Protocol):
-    """Does an operation on all workers; see `Operations`."""
+    """Does an operation on all workers; see `RunOperations`."""
 
     def __call__(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """See `Ledger.perform`."""
@@ -60,6 +60,7 @@ class Saving:
         self._hold: Claim | None = None
         self._last: Snapshot | None = None
         self._num_saved = 0  # how often the script has asked for it
+        self._fingerprints = self._group.board.fingerprints_asked
         self._run = job or f"process {os.getpid()} on {socket.gethostname()}"
 
     def track(self, name: str, value: Any) -> None:
@@ -156,7 +157,9 @@ class Saving:
     def begin(self, directory: Path, every: int | str, keep: int, *, resume: bool) -> None:
         """See `Run.checkpoint`."""
         self.close()
-        saves = self._checkpoints = Checkpoints(directory, every, keep)
+        saves = self._checkpoints = Checkpoints(
+            directory, every, keep, lambda path: self._group.tell({"saved": str(path)})
+        )
 
         def attempt() -> Entry:
             found, failure = None, None
@@ -168,7 +171,11 @@ class Saving:
                         found = saves.find(self._identity(), self._engine.state.tensors(), self._ledger)
                 except CheckpointError as error:
                     failure = str(error)
-            facts = found and {"path": str(found.path), **{key: found.facts[key] for key in ("data", "fingerprint")}}
+            facts = found and {
+                "path": str(found.path),
+                "entries": len(found.entries),
+                **{key: found.facts[key] for key in ("data", "fingerprint")},
+            }
             facts, run, failure = self._group.gather_json("checkpoint", [facts, self._run, failure])[0]
             if failure is not None:
                 raise CheckpointError(failure)
@@ -201,15 +208,18 @@ class Saving:
             self._hold = hold
 
     def say_if_none(self) -> None:
-        """The run shall go on from a checkpoint and is about to do its first step: say so if there is none to find."""
+        """The run is to go on from a checkpoint and is about to do its first step: say so if there is none."""
         fresh = self._checkpoints is None and not self._engine.version and not self._ledger.catching_up
         if fresh and self._group.rank == 0:
             say("--resume, but the script has not called run.checkpoint(directory, every=...): starting anew")
 
     def heed(self) -> None:
-        """After a step: write a checkpoint if one is due, and stop if we are asked to."""
+        """After a step: write a checkpoint if one is due, say a fingerprint or stop if we are asked to."""
         if not self._ledger.took_part:
             return
+        if self._group.rank == 0 and (wanted := self._group.board.fingerprints_asked) != self._fingerprints:
+            self._fingerprints = wanted
+            self._group.tell({"fingerprint now": [self._engine.version, self._engine.state.fingerprint()]})
         _, asked, stop = self._ledger.asked
         saves = self._checkpoints if self._group.rank == 0 and self._group.at_home else None
         if saves is not None and (stop or saves.due(self._engine.version, asked)):

@@ -1,4 +1,4 @@
-"""The servers of a run as one worker of a group sees them: which part is where, and how to reach it.
+"""The servers of a run as one worker of a group sees them: which bundle is where, and how to reach it.
 
 The first server of the first server group is also where groups wait for each other (the *hub*).
 """
@@ -21,12 +21,12 @@ __all__ = ["Servers"]
 
 
 class Servers:
-    """Where every part is.
+    """Where every bundle is.
 
     Args:
         standing: Where the group stands.
-        parts: The names of each part's parameters.
-        server_of: Which server of a group has each part.
+        bundles: The names of each bundle's parameters.
+        server_of: Which server of a group has each bundle.
         buffers: The names of all buffers; the first server of a group has them.
         timeout_s: How long any wait may take.
         look: Called from time to time by who waits for other groups; raises if waiting has become useless.
@@ -35,40 +35,42 @@ class Servers:
     def __init__(
         self,
         standing: Standing,
-        parts: Sequence[Sequence[str]],
+        bundles: Sequence[Sequence[str]],
         server_of: Sequence[int],
         buffers: list[str],
         timeout_s: float,
         look: Callable[[], None],
     ) -> None:
-        self._standing, self._parts, self._server_of, self._buffers = standing, parts, server_of, buffers
+        self._standing, self._bundles, self._server_of, self._buffers = standing, bundles, server_of, buffers
         self._timeout_s, self._look = timeout_s, look
         self._lock = threading.Lock()
         self._clients: dict[int, WholeClient] = {}
         self._hub: WholeClient | None = None
 
-    # ---- one part at a time: the courier ----
+    # ---- one bundle at a time: the courier ----
 
-    def send(self, part: int, version: int, update: Mapping[str, Tensor], options: list[dict[str, Any]] | None) -> None:
-        """Send the update of a part: a gradient with the optimizer's options, or without any a change to subtract."""
+    def send(
+        self, bundle: int, version: int, update: Mapping[str, Tensor], options: list[dict[str, Any]] | None
+    ) -> None:
+        """Send the update of a bundle: a gradient with the optimizer's options, or without any a change to subtract."""
         tensors = bare(update)
         if options is None:
-            self._client(part).update_parameters(tensors, kind="delta", timeout_s=self._timeout_s)
+            self._client(bundle).update_parameters(tensors, kind="delta", timeout_s=self._timeout_s)
         else:
-            self._client(part).update(tensors, sequence=version + 1, options=options, timeout_s=self._timeout_s)
+            self._client(bundle).update(tensors, sequence=version + 1, options=options, timeout_s=self._timeout_s)
 
-    def fetch(self, part: int) -> dict[str, Tensor]:
-        """The values of a part as its server has them now."""
-        names = bare_names(self._parts[part])
-        return full(self._client(part).get_parameters(names, timeout_s=self._timeout_s))
+    def fetch(self, bundle: int) -> dict[str, Tensor]:
+        """The values of a bundle as its server has them now."""
+        names = bare_names(self._bundles[bundle])
+        return full(self._client(bundle).get_parameters(names, timeout_s=self._timeout_s))
 
-    def _client(self, part: int) -> WholeClient:
+    def _client(self, bundle: int) -> WholeClient:
         with self._lock:
-            if part not in self._clients:
-                server = self._standing.servers[self._standing.server_group][self._server_of[part]]
-                name = f"group {self._standing.group}, part {part}"
-                self._clients[part] = self._connect(server["memory"], name)
-            return self._clients[part]
+            if bundle not in self._clients:
+                server = self._standing.servers[self._standing.server_group][self._server_of[bundle]]
+                name = f"group {self._standing.group}, bundle {bundle}"
+                self._clients[bundle] = self._connect(server["memory"], name)
+            return self._clients[bundle]
 
     def close(self) -> None:
         """End the connections of the courier."""
@@ -80,7 +82,9 @@ class Servers:
     # ---- everything at once: the first worker of a group, between steps ----
 
     def _names(self, server: int) -> list[str]:
-        held = [name for part, names in enumerate(self._parts) for name in names if self._server_of[part] == server]
+        held = [
+            name for bundle, names in enumerate(self._bundles) for name in names if self._server_of[bundle] == server
+        ]
         return held + (self._buffers if server == 0 else [])
 
     def _reader(self, group: int, server: int) -> WholeClient:
@@ -91,7 +95,7 @@ class Servers:
         return connect_whole(url, worker=name, token=self._standing.token, timeout_s=self._timeout_s, register=register)
 
     def put(self, state: Mapping[str, Tensor], recipe: Recipe | None) -> None:
-        """Give every server of every server group its parts, unless it has them."""
+        """Give every server of every server group its bundles, unless it has them."""
         if recipe is not None:
             groups = [{**group, "names": bare_names(group["names"])} for group in recipe["groups"]]
             recipe = {**recipe, "groups": groups}

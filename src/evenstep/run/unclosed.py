@@ -26,7 +26,7 @@ def closed(run: object) -> None:
 
 
 def forget() -> None:
-    """The script has failed: that its runs are not closed is no wonder."""
+    """The script has failed: there is no need to say that its runs were not closed."""
     _open.clear()
 
 

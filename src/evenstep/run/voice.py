@@ -19,7 +19,7 @@ class Voice:
 
     def __init__(self, env: Environment, ledger: Ledger, *, speaks: bool) -> None:
         self._events_fd, self._ledger, self._speaks = env.events_fd, ledger, speaks
-        self._last = (-1, 0)  # after how many operations the last line came, and the how many-th it was there
+        self._last = (-1, 0)  # after how many operations the last line came, and its number among those there
 
     def say(self, sentence: str) -> None:
         """Say something of our own on standard error."""

@@ -59,7 +59,7 @@ def plant(faults: Sequence[Fault], directory: Path, *, in_order: bool = False) -
     """Write a plan into an empty directory; return the variables that a job needs to meet it.
 
     Args:
-        faults: What shall happen.
+        faults: What is to happen.
         directory: Where the plan goes, and the files that say which fault has struck.
         in_order: Whether a fault can strike only when the one before has.
 

@@ -26,7 +26,7 @@ _SCRATCH_BEGIN = 1 << 40
 _ACROSS_BEGIN = 3 << 39
 JOURNAL_BEGIN = 1 << 41
 OUTBOX_BEGIN = 3 << 40
-_BOARD_WORDS = 8  # of every worker, and of the supervisor
+_BOARD_WORDS = 16  # of every worker, and of the supervisor
 _SLOT_BYTES = 1 << 18
 
 

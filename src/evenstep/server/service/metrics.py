@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["CONTENT_TYPE", "prometheus"]
+__all__ = ["CONTENT_TYPE", "exposition", "prometheus"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 Samples = Iterable[tuple[dict[str, str], float]]
+Figure = tuple[str, str, str, Samples]
 
 
 def prometheus(status: dict[str, Any]) -> str:
@@ -22,7 +23,7 @@ def prometheus(status: dict[str, Any]) -> str:
     def one(value: float) -> Samples:
         return [({}, value)]
 
-    found: list[tuple[str, str, str, Samples]] = [
+    found: list[Figure] = [
         ("version", "gauge", "How many updates the parameters have had.", one(status["version"])),
         ("parameter_bytes", "gauge", "Size of all parameters.", one(status["num_bytes"])),
         ("copies", "gauge", "Copies of the parameters in memory.", one(status["copies"])),
@@ -39,12 +40,22 @@ def prometheus(status: dict[str, Any]) -> str:
         ("received_bytes_total", "counter", "Bytes of tensors received.", one(status["received_bytes"])),
         ("sent_bytes_total", "counter", "Bytes of tensors sent.", one(status["sent_bytes"])),
     ]
+    return exposition("evenstep_server", found)
+
+
+def exposition(prefix: str, found: Iterable[Figure]) -> str:
+    """Figures as Prometheus reads them.
+
+    Args:
+        prefix: What all their names begin with.
+        found: Name, kind, explanation and values of each.
+    """
     lines: list[str] = []
     for name, kind, text, samples in found:
-        lines += [f"# HELP evenstep_server_{name} {text}", f"# TYPE evenstep_server_{name} {kind}"]
+        lines += [f"# HELP {prefix}_{name} {text}", f"# TYPE {prefix}_{name} {kind}"]
         for labels, value in samples:
-            inside = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
-            lines.append(f"evenstep_server_{name}{f'{{{inside}}}' if inside else ''} {value!r}")
+            inside = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items())
+            lines.append(f"{prefix}_{name}{f'{{{inside}}}' if inside else ''} {value!r}")
     return "\n".join(lines) + "\n"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evenstep.core.errors import RefusedError, ServerError
 from evenstep.server.service import sliced
-from evenstep.server.service.incoming import Incoming
+from evenstep.server.service.contributions import Incoming
 from evenstep.server.service.limits import Limits
 from evenstep.server.service.meetings import Meetings
 from evenstep.server.service.requests import (

@@ -179,7 +179,7 @@ class Slices:
         """The tensors of an update for each server, as views where they can be.
 
         Args:
-            tensors: Named after parameters, or as top-k values, or as tree nodes; see `incoming`.
+            tensors: Named after parameters, or as top-k values, or as tree nodes; see `service.contributions`.
             nodes: Whether they are tree nodes, except the buffers.
             buffers: Which are new values of buffers.
 

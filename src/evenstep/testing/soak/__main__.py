@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from evenstep.testing.soak.burden import Burden, Outcome
+from evenstep.testing.soak.burden import Burden, SoakResult
 from evenstep.testing.soak.grouped import Grouped
 from evenstep.testing.soak.served import Served
 from evenstep.testing.soak.trained import Trained
@@ -23,7 +23,7 @@ _WIDTHS = (12, 6, 12, 10)
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def soak(burdens: Sequence[Burden], seconds: float) -> tuple[list[Outcome], Watch]:
+def soak(burdens: Sequence[Burden], seconds: float) -> tuple[list[SoakResult], Watch]:
     """Let burdens go on beside each other for so long.
 
     Returns:
@@ -45,7 +45,7 @@ def soak(burdens: Sequence[Burden], seconds: float) -> tuple[list[Outcome], Watc
 
 
 def table(
-    burdens: Sequence[Burden], outcomes: Sequence[Outcome], watch: Watch, left: Sequence[str]
+    burdens: Sequence[Burden], outcomes: Sequence[SoakResult], watch: Watch, left: Sequence[str]
 ) -> tuple[str, bool]:
     """Everything as text, and whether all of it is as it should be."""
     good = not left and all(outcome.good for outcome in outcomes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["Burden", "Outcome", "end", "start"]
+__all__ = ["Burden", "SoakResult", "end", "start"]
 
 
 _SETTINGS = {
@@ -20,7 +20,7 @@ _SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SoakResult:
     """How it went.
 
     Attributes:
@@ -50,7 +50,7 @@ class Burden(Protocol):
     def subjects(self) -> Mapping[str, Sequence[int]]:
         """The processes that are there now, by what they are."""
 
-    def finish(self) -> Outcome:
+    def finish(self) -> SoakResult:
         """End all processes and look at what they did."""
 
 

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore
 import evenstep.distributed  # noqa: F401  # registers the backend
 from evenstep.core.errors import EvenstepError, PeerError, SilenceError
 from evenstep.native import core
-from evenstep.testing.soak.burden import Outcome, end, start
+from evenstep.testing.soak.burden import SoakResult, end, start
 
 __all__ = ["Grouped", "main"]
 
@@ -62,15 +62,15 @@ class Grouped:
 
     def subjects(self) -> Mapping[str, Sequence[int]]:
         """See `Burden`."""
-        assert self._parent is not None, "it was begun"
+        assert self._parent is not None, "a burden is begun before it is used"
         with contextlib.suppress(OSError, ValueError):
             ranks: list[int] = json.loads((self._directory / "ranks.json").read_text())
             return {"process groups: ranks": ranks, "process groups: parent": [self._parent.pid]}
         return {}
 
-    def finish(self) -> Outcome:
+    def finish(self) -> SoakResult:
         """See `Burden`."""
-        assert self._parent is not None, "it was begun"
+        assert self._parent is not None, "a burden is begun before it is used"
         code = end(self._parent)
         text = self._log.read_text(errors="replace")
         try:
@@ -79,11 +79,11 @@ class Grouped:
             groups, lost, slowest_s, wrong = 0, 0, 0.0, [f"exit code {code}"]
         did = f"{groups} groups made and destroyed, {lost} ranks killed or stopped"
         result = f"all sums right, each loss noticed, in {slowest_s:.2f} s at most" if not wrong else "; ".join(wrong)
-        return Outcome(code == 0 and not wrong, did, result[:200], text)
+        return SoakResult(code == 0 and not wrong, did, result[:200], text)
 
 
 def main() -> int:
-    """Be the parent, until SIGTERM; then print [groups, lost ranks, slowest notice of a loss, what was wrong]."""
+    """Run until SIGTERM as the parent; then print [groups, lost ranks, slowest notice of a loss, what was wrong]."""
     directory, seed = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     over: list[int] = []
@@ -146,7 +146,7 @@ def _all_agree(over: bool) -> bool:
 def _use(group: "dist.ProcessGroup", members: Sequence[int], rank: int, size: int) -> None:
     mine = torch.full((size,), float(rank + 1))
     work = dist.all_reduce(mine, group=group, async_op=True)
-    assert work is not None, "we are a member"
+    assert work is not None, "this rank is in the group"
     work.wait()
     if not (mine == sum(members) + len(members)).all():
         raise AssertionError(f"a sum of {size} over ranks {members} is wrong: {mine}")
@@ -155,7 +155,7 @@ def _use(group: "dist.ProcessGroup", members: Sequence[int], rank: int, size: in
         found = torch.empty(size)
         sent = dist.isend(torch.full((size,), float(rank)), after, group=group)
         dist.recv(found, before, group=group)
-        assert sent is not None, "we are a member"
+        assert sent is not None, "this rank is in the group"
         sent.wait()
         if not (found == before).all():
             raise AssertionError(f"a message of {size} from rank {before} is wrong: {found}")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from evenstep.server import connect
-from evenstep.testing.soak.burden import Outcome, end, start
+from evenstep.testing.soak.burden import SoakResult, end, start
 
 __all__ = ["Served", "build", "main"]
 
@@ -75,7 +75,7 @@ class Served:
 
     def turn(self) -> None:
         """See `Burden`."""
-        assert self._server is not None, "it was begun"
+        assert self._server is not None, "a burden is begun before it is used"
         if self._server.poll() is None and time.monotonic() > self._kill_at:
             self._server.kill()
             self._server.wait()
@@ -84,14 +84,14 @@ class Served:
 
     def subjects(self) -> Mapping[str, Sequence[int]]:
         """See `Burden`."""
-        assert self._server is not None, "it was begun"
-        assert self._clients is not None, "it was begun"
+        assert self._server is not None, "a burden is begun before it is used"
+        assert self._clients is not None, "a burden is begun before it is used"
         return {"server": [self._server.pid], "server: clients": [self._clients.pid]}
 
-    def finish(self) -> Outcome:
+    def finish(self) -> SoakResult:
         """See `Burden`."""
-        assert self._server is not None, "it was begun"
-        assert self._clients is not None, "it was begun"
+        assert self._server is not None, "a burden is begun before it is used"
+        assert self._clients is not None, "a burden is begun before it is used"
         code = end(self._clients, patience_s=_PATIENCE_S)
         lines = (self._directory / "clients.log").read_text(errors="replace").splitlines()
         details = "\n".join([*lines, (self._directory / "server.log").read_text(errors="replace")[-20000:]])
@@ -103,11 +103,11 @@ class Served:
         good = code == 0 and ended == 0 and version == done and low == high == float(done)
         did = f"{done} updates of {_CLIENTS} clients, {self._kills} servers killed"
         result = "each counts once" if good else f"version {version}, values {low:g} to {high:g}, exits {code} {ended}"
-        return Outcome(good, did, result, details)
+        return SoakResult(good, did, result, details)
 
 
 def main() -> None:
-    """Be the clients of a server until SIGTERM; then print [updates done, version, lowest value, highest value]."""
+    """Run until SIGTERM as the clients of a server; then print [updates done, version, lowest value, highest value]."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     url = parser.parse_args().url

@@ -12,7 +12,7 @@ from pathlib import Path
 from evenstep.core.control import ask
 from evenstep.core.errors import ConfigError
 from evenstep.testing import chaos, faults, training
-from evenstep.testing.soak.burden import Outcome, end, start
+from evenstep.testing.soak.burden import SoakResult, end, start
 
 __all__ = ["Trained"]
 
@@ -57,7 +57,7 @@ class Trained:
 
     def turn(self) -> None:
         """See `Burden`."""
-        assert self._job is not None, "it was begun"
+        assert self._job is not None, "a burden is begun before it is used"
         if self._job.poll() is None and time.monotonic() > self._kill_at:
             self._job.kill()
             self._job.wait()
@@ -66,16 +66,16 @@ class Trained:
 
     def subjects(self) -> Mapping[str, Sequence[int]]:
         """See `Burden`."""
-        assert self._job is not None, "it was begun"
+        assert self._job is not None, "a burden is begun before it is used"
         try:
             workers = [worker["pid"] for worker in ask({"status": True}, self._job.pid)["workers"]]
         except ConfigError:  # it has just begun, or has ended
             workers = []
         return {"training: supervisor": [self._job.pid], "training: workers": workers}
 
-    def finish(self) -> Outcome:
+    def finish(self) -> SoakResult:
         """See `Burden`."""
-        assert self._job is not None, "it was begun"
+        assert self._job is not None, "a burden is begun before it is used"
         code = end(self._job, signal.SIGTERM)
         text = self._log.read_text(errors="replace")
         num_struck = len(faults.struck(self._directory / "faults"))
@@ -88,7 +88,7 @@ class Trained:
         found = re.findall(r"^fingerprint (\w+)$", (self._directory / "quiet.log").read_text(), re.MULTILINE)
         same = found == [newest["fingerprint"]]
         result = ("the same bits" if same else "OTHER BITS") + ("" if code == 75 else f", exit code {code} and not 75")
-        return Outcome(same and code == 75, did, result, text)
+        return SoakResult(same and code == 75, did, result, text)
 
     def _newest(self) -> dict[str, object]:
         """What the newest checkpoint says of itself."""

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-__all__ = ["Unchained"]
+__all__ = ["Tokenless"]
 
 
-class Unchained:
+class Tokenless:
     """Surroundings that keep no token: every joint node stands alone.
 
     A script may then run several forwards and differentiate them in any order, as it may in plain torch. It also keeps

@@ -11,10 +11,10 @@ from evenstep.engine.gradients import Gradients
 from evenstep.engine.kept import News
 from evenstep.engine.prepared import PreparedOptimizer
 
-__all__ = ["SeveralOptimizers", "Trained", "chosen"]
+__all__ = ["OptimizerSet", "Trained", "chosen"]
 
 
-class SeveralOptimizers:
+class OptimizerSet:
     """Some optimizers as if they were one: the parameters of the first, then those of the second, and so on.
 
     Args:
@@ -29,7 +29,7 @@ class SeveralOptimizers:
 
     def __init__(self, optimizers: Sequence[PreparedOptimizer]) -> None:
         self.optimizers = tuple(optimizers)
-        self.gradients = SeveralGradients(self)
+        self.gradients = GradientSet(self)
         self.check()
 
     def check(self) -> None:
@@ -88,10 +88,10 @@ class SeveralOptimizers:
             each.stepped_elsewhere()
 
 
-class SeveralGradients:
+class GradientSet:
     """The gradients of several optimizers' parameters. See `Gradients`."""
 
-    def __init__(self, several: SeveralOptimizers) -> None:
+    def __init__(self, several: OptimizerSet) -> None:
         self._several = several
         self._place: list[tuple[Gradients | FlatGradients, int]] = []  # whose each parameter is, and its number there
 
@@ -125,7 +125,7 @@ class SeveralGradients:
         return {first + i: total for first, sums in found for i, total in sums.items()}
 
 
-Trained = PreparedOptimizer | SeveralOptimizers
+Trained = PreparedOptimizer | OptimizerSet
 """What a step trains."""
 
 

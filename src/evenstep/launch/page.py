@@ -1,0 +1,177 @@
+"""The page of a run: a process beside the supervisor that reads the run's segment, and asks the supervisor.
+
+It looks only when somebody looks at it. The run does not need it: should it end, the run goes on.
+"""
+
+import asyncio
+import hmac
+import math
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from evenstep.core.control import ask
+from evenstep.core.errors import ConfigError, RefusedError
+from evenstep.exchange.board import Board
+from evenstep.launch.history import History
+from evenstep.server.service.limits import Limits
+from evenstep.server.service.metrics import CONTENT_TYPE, exposition
+from evenstep.server.transports.web import Handler, Json, WebServer, connection_of, guarded, page, token_of
+from evenstep.transport.segment import Segment
+
+__all__ = ["serve"]
+
+_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+_LIMITS = Limits(connections=64)
+_HERE = Path(__file__).parent
+
+
+def serve(segment: Segment, supervisor: int, listener: socket.socket, token: str) -> int:
+    """Serve the page of a run until SIGTERM; returns an exit code. Blocks.
+
+    Args:
+        segment: Of the run.
+        supervisor: Its process id.
+        listener: Where.
+        token: What buttons need.
+    """
+    source = _Source(segment, supervisor)
+    server = WebServer(_routes(source, token), listener, _LIMITS)
+    over = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: over.set())
+    over.wait()
+    server.close()
+    return 0
+
+
+class _Source:
+    """What there is to see of a run."""
+
+    def __init__(self, segment: Segment, supervisor: int) -> None:
+        self._board, self._history, self._supervisor = Board(segment), History(segment), supervisor
+        self._lock = threading.Lock()  # several may look at once
+
+    def status(self) -> dict[str, Any]:
+        """Everything."""
+        found = ask({"status": True}, self._supervisor)
+        with self._lock:
+            self._history.look()
+            for worker in found["workers"]:
+                worker.update(self._of(worker["worker"]))
+            last = self._history.last
+            found |= {
+                "step": last.step if last is not None else 0,
+                "loss": last.loss if last is not None else None,
+                "samples": self._history.samples,
+                "samples_per_s": self._history.samples_per_s,
+                "curves": self._history.curves(),
+            }
+        plain: dict[str, Any] = _plain(found)
+        return plain
+
+    def _of(self, worker: int) -> dict[str, Any]:
+        doing, spent, shards = self._board.doing(worker), self._board.spent(worker), self._board.shards(worker)
+        return {
+            "shards": [shards.start, shards.stop],
+            "shard": doing.shard,
+            "waiting": doing.waiting,
+            "compute_s": spent.compute_s,
+            "wait_s": spent.wait_s,
+            "update_s": spent.update_s,
+            "exchange_s": max(spent.steps_s - spent.compute_s - spent.wait_s - spent.update_s, 0.0),
+        }
+
+    def press(self, button: str) -> dict[str, Any]:
+        """Do what a button says."""
+        wanted = ask({"status": True}, self._supervisor)["wanted"]
+        request: dict[str, Any] = {"scale": wanted + (1 if button == "add" else -1)}
+        return ask(request if button in ("add", "remove") else {button: True}, self._supervisor)
+
+
+def _routes(source: _Source, token: str) -> list[Route]:
+    def refused(error: RefusedError) -> dict[str, Any]:
+        return {"status": error.status, "error": str(error)}
+
+    def let_in(handler: Handler, *, linked: bool = False) -> Handler:
+        async def admitted(request: Request) -> Response:
+            connection_of(request).admitted()
+            return await handler(request)
+
+        return guarded(admitted, _HOSTS, refused, linked=linked)
+
+    async def shown(request: Request) -> Response:
+        return page(_HERE / "page.html", locked=False)
+
+    async def status(request: Request) -> Response:
+        return Json(await _do(source.status))
+
+    async def metrics(request: Request) -> Response:
+        return PlainTextResponse(_prometheus(await _do(source.status)), media_type=CONTENT_TYPE)
+
+    async def press(request: Request) -> Response:
+        if not hmac.compare_digest((token_of(request) or "").encode(), token.encode()):
+            raise RefusedError("buttons need the token that the run printed at its start", 401)
+        button = request.path_params["button"]
+        if button not in ("add", "remove", "checkpoint", "stop", "fingerprint"):
+            raise RefusedError(f"there is no button {button[:40]!r}", 404)
+        return Json(await _do(lambda: source.press(button)))
+
+    return [
+        Route("/", let_in(shown, linked=True)),
+        Route("/status", let_in(status)),
+        Route("/metrics", let_in(metrics)),
+        Route("/press/{button}", let_in(press), methods=["POST"]),
+    ]
+
+
+async def _do(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Look in a thread: the supervisor may take a moment to answer.
+
+    Raises:
+        RefusedError: It has no answer, or refuses.
+    """
+    try:
+        return await asyncio.to_thread(look)
+    except ConfigError as error:
+        raise RefusedError(str(error), 409) from error
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: what is not finite has no place on a curve."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {name: _plain(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+    return value
+
+
+def _prometheus(status: dict[str, Any]) -> str:
+    workers = status["workers"]
+    curves = {name: points[-1][1] for name, points in status["curves"].items() if points[-1][1] is not None}
+    phases = ("compute", "wait", "update", "exchange")
+    return exposition(
+        "evenstep_run",
+        [
+            ("steps_total", "counter", "Committed steps.", [({}, status["step"])]),
+            ("samples_total", "counter", "Samples of all steps.", [({}, status["samples"])]),
+            ("workers", "gauge", "Workers.", [({}, len(workers))]),
+            ("restarts_total", "counter", "Workers that were replaced.", [({}, status["restarts"])]),
+            ("value", "gauge", "Loss, metrics and what is logged.", [({"name": n}, v) for n, v in curves.items()]),
+            (
+                "worker_seconds_total",
+                "counter",
+                "Where the time of a worker went.",
+                [({"worker": str(w["worker"]), "in": each}, w[f"{each}_s"]) for w in workers for each in phases],
+            ),
+        ],
+    )

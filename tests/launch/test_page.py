@@ -1,0 +1,195 @@
+"""The page of a run as a person sees it, in a real browser, and as others may not."""
+
+import json
+import os
+import re
+import signal
+import textwrap
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from browser import Browser
+
+import processes
+from evenstep.core.control import ask
+from workers import Cli, cli_run
+
+SCRIPT = """
+    import time
+    import torch
+    import evenstep
+
+    with evenstep.Run(shards=4) as run:
+        net = torch.nn.Linear(4, 1)
+        net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), 1e-2))
+        run.checkpoint("checkpoints", every=10**9)
+        data = torch.utils.data.TensorDataset(torch.randn(80, 4))
+        for batch in run.batches(data, 8, epochs=10**6):
+            run.log("<b>rate</b>", 1e-2)
+            run.step(batch, lambda part: (time.sleep(0.002), net(part[0]).pow(2).mean())[1])
+"""
+
+
+@pytest.fixture
+def browser(tmp_path):
+    with Browser(tmp_path) as browser:
+        yield browser
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that goes on until it is stopped: its command line, the address of its page, and its token."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    with Cli("run", "-n", "2", "--page", "train.py") as cli:
+        assert processes.until(lambda: "token" in cli.stderr, 30.0)
+        url, token = re.search(r"page (\S+), its buttons need the token (\S+)", cli.stderr).groups()
+        assert processes.until(lambda: ask_page(url)[0] == 200 and ask_page(url)[1]["step"] > 3, 60.0)
+        yield cli, url, token
+
+
+def ask_page(url, path="/status", *, method="GET", **headers):
+    request = urllib.request.Request(
+        url + path, method=method, headers={k.replace("_", "-"): v for k, v in headers.items()}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return reply.status, json.loads(reply.read()) if path != "/metrics" else reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+    except OSError:
+        return 0, {}
+
+
+def test_what_happens_is_seen_as_it_happens(run, browser):
+    cli, url, token = run
+    browser.open(url)
+    browser.until(lambda: browser.text("#state") == "live", "it is live")
+    assert "train.py · 4 shards · generation 1 · started" in browser.text("#about")
+    assert figure(browser, "workers") == "2"
+    assert [browser.js(f"document.querySelectorAll('.curve h3')[{n}].textContent") for n in (0, 1)] == [
+        "loss",
+        "<b>rate</b>",
+    ]
+    line = browser.js("document.querySelector('polyline').getBoundingClientRect().toJSON()")
+    assert line["width"] > 150, "the loss is drawn over all steps"
+    assert browser.text("#shards").split("\n") == [f"{k} · worker {k // 2}" for k in range(4)]
+    assert agrees_with_status(browser, cli.pid)
+
+    victim = next(w["pid"] for w in ask({"status": True}, cli.pid)["workers"] if w["worker"] == 1)
+    os.kill(victim, signal.SIGKILL)
+    lost = f"worker 1 (pid {victim}) was killed by SIGKILL at step"
+    browser.until(lambda: lost in browser.text("#events"), "it is lost")
+    browser.until(lambda: "2 workers from now on: 0, 1" in browser.text("#events"), "and replaced")
+    assert re.search(r"step \d+ is committed, 0\.\d+ s after a worker was lost", browser.text("#events"))
+    browser.until(lambda: figure(browser, "replaced") == "1" and str(victim) not in browser.text("#workers"), "another")
+    assert re.fullmatch(r"\d\.\d{3} s", figure(browser, "slowest recovery"))
+    browser.until(lambda: agrees_with_status(browser, cli.pid), "the figures are those of `evenstep status`")
+
+    for keys in ("a wrong one", token):
+        browser.js("document.querySelector('#token').select()")
+        browser.type("#token", f"{keys}\t\ue007")  # on to the first button, and press it
+        said = "buttons need the token" if keys != token else "3 workers from the next step on"
+        browser.until(lambda said=said: said in browser.text("#answer"), "the answer")
+    browser.until(lambda: figure(browser, "workers") == "3", "one more")
+    for button, where in (("checkpoint", "#checkpoints"), ("fingerprint", "#fingerprint")):
+        browser.js(f"document.querySelector('button[name={button}]').click()")
+        browser.until(lambda where=where: re.search(r"step-\d{9}|[0-9a-f]{64} after step", browser.text(where)), button)
+    assert len(browser.complaints()) == 1, "the wrong token"
+    looks_right_on_every_screen(browser)
+    names = browser.js("performance.getEntriesByType('resource').map(e => e.name)")
+    assert all(name.startswith(url) for name in names), "nothing is asked of anybody else"
+    assert token not in browser.js("[location.href, document.cookie, document.documentElement.outerHTML].join()")
+
+    browser.js("window.confirm = () => true")
+    browser.js("document.querySelector('button[name=stop]').click()")
+    done = cli.wait()
+    assert done.code == 75, done.stderr
+    assert "SIGTERM: stopping after this step" in done.stderr
+    browser.until(lambda: browser.text("#state") == "over", "it is over")
+
+
+def figure(browser, name):
+    return browser.text(f"[data-figure='{name}'] dd")
+
+
+def agrees_with_status(browser, pid):
+    """Whether the page shows what `evenstep status` does: who the workers are, exactly; steps go on meanwhile."""
+    before = ask({"status": True}, pid)
+    time.sleep(1.5)
+    shown = [line.split() for line in browser.text("#workers").splitlines() if line.strip()]
+    after = ask({"status": True}, pid)
+    rows = [(int(words[0]), int(words[1])) for words in shown]
+    steps = [int(words[2]) for words in shown]
+    between = zip(before["workers"], steps, after["workers"], strict=True)
+    return rows == [(w["worker"], w["pid"]) for w in after["workers"]] and all(
+        low["step"] <= step <= high["step"] for low, step, high in between
+    )
+
+
+def contrast(browser, selector):
+    shown = browser.js(f"""(() => {{ const e = document.querySelector({selector!r});
+        return [getComputedStyle(e).color, getComputedStyle(e.closest('section')).backgroundColor]; }})()""")
+    lights = []
+    for colour in shown:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(lights) + 0.05) / (min(lights) + 0.05), lights[1]
+
+
+def looks_right_on_every_screen(browser):
+    for scheme, dark in (("light", False), ("dark", True)):
+        browser.emulate("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        for selector in ("#workers td", "#events span", "#shards li", "#fingerprint", ".curve .scale span"):
+            ratio, behind = contrast(browser, selector)
+            assert ratio > 4.5, f"{selector} can be read in {scheme}"
+            assert (behind < 0.2) == dark
+    for width in (1400, 768, 340):
+        browser.emulate("setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+        assert browser.js("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+
+
+def test_strangers_see_nothing_and_press_nothing(run):
+    _, url, token = run
+    bearer = f"Bearer {token}"
+    assert ask_page(url, Host="evil.example")[0] == 403
+    assert ask_page(url, Sec_Fetch_Site="cross-site")[0] == 403
+    assert ask_page(url, "/press/add", method="POST")[0] == 401
+    assert ask_page(url, "/press/add", method="POST", Authorization="Bearer x")[0] == 401
+    assert ask_page(url, "/press/add", method="POST", Authorization=bearer, Origin="http://evil.example")[0] == 403
+    assert ask_page(url, "/press/explode", method="POST", Authorization=bearer)[0] == 404
+    status, found = ask_page(url)
+    assert (status, found["wanted"]) == (200, 2), "nothing has changed"
+    assert token not in json.dumps(found)
+    code, text = ask_page(url, "/metrics")
+    assert code == 200
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+    assert families["evenstep_run_workers"].samples[0].value == 2
+    seconds = families["evenstep_run_worker_seconds"].samples
+    assert {(s.labels["worker"], s.labels["in"]) for s in seconds} == {
+        (w, phase) for w in "01" for phase in ("compute", "wait", "update", "exchange")
+    }
+
+
+def test_a_run_goes_on_without_its_page(run):
+    cli, url, _ = run
+    workers = {w["pid"] for w in ask({"status": True}, cli.pid)["workers"]}
+    (page,) = set(processes.descendants(cli.pid)) - workers
+    os.kill(page, signal.SIGKILL)
+    assert processes.until(lambda: "the page was killed by SIGKILL; the run goes on without it" in cli.stderr, 10.0)
+    step = ask({"status": True}, cli.pid)["workers"][0]["step"]
+    assert processes.until(lambda: ask({"status": True}, cli.pid)["workers"][0]["step"] > step, 10.0)
+    cli.kill(signal.SIGTERM)
+    assert cli.wait().code == 75
+    assert ask_page(url)[0] == 0
+
+
+def test_a_port_that_is_taken_is_one_sentence(run, tmp_path):
+    port = run[1].rpartition(":")[2]
+    done = cli_run("run", "--page", port, tmp_path / "train.py")
+    assert done.code == 2
+    assert f"--page {port}: no page can be there: [Errno 98] Address already in use; name another port" in done.stderr

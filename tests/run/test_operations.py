@@ -1,0 +1,51 @@
+"""What all workers do alike: an error of one reaches the others, unless it came from them."""
+
+import pytest
+
+from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped
+from evenstep.exchange.journal import Entry
+from evenstep.run.operations import RunOperations
+
+
+def operations_of(holdings_of):
+    """Those of the only worker of a run, and what it tells the others."""
+    (holdings,) = holdings_of()
+    operations, said = RunOperations(holdings.ledger, 0), []
+    operations.version = lambda: 7
+    holdings.group.fail = said.append
+    return operations, said
+
+
+def test_an_operation_is_done_once_and_counted(holdings_of):
+    operations, _ = operations_of(holdings_of)
+    assert operations.perform(
+        "count", lambda: Entry("count", 3), lambda entry, took_part: (entry.value, took_part)
+    ) == (
+        3,
+        True,
+    )
+    assert operations._ledger.done == 1
+
+
+def test_why_a_worker_fails_reaches_the_others_with_the_step(holdings_of):
+    operations, said = operations_of(holdings_of)
+    with pytest.raises(ZeroDivisionError), operations.alike():
+        1 / 0  # noqa: B018  # it is the error that matters
+    assert len(said) == 1
+    assert said[0].startswith("worker 0 failed at step 7:\n")
+    assert "ZeroDivisionError" in said[0]
+
+
+@pytest.mark.parametrize("make", [lambda: PeerError("it failed", 1), Stopped, Dismissed], ids=["peer", "stop", "leave"])
+def test_what_came_from_others_is_not_told_to_them(holdings_of, make):
+    operations, said = operations_of(holdings_of)
+    with pytest.raises(type(make())), operations.alike():
+        raise make()
+    assert said == []
+
+
+def test_a_run_that_is_over_does_nothing(holdings_of):
+    operations, _ = operations_of(holdings_of)
+    operations.closed = True
+    with pytest.raises(ConfigError, match="this run is closed"):
+        operations.perform("count", lambda: Entry("count"), lambda entry, _: entry)
