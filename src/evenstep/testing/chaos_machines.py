@@ -124,6 +124,8 @@ class Chaos:
 
     def _scale(self, number: int) -> None:
         pids = [pid for pid in descendants(self._head.pid) if b"--listen" in _command(pid)]
+        if not pids:
+            return  # the run has just ended
         command = [sys.executable, "-m", "evenstep", "scale", str(number), "--job", str(pids[0])]
         self._network.start(0, *command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
