@@ -145,5 +145,5 @@ def test_a_checkpoint_holds_what_the_server_has(holdings_of):
 @pytest.mark.parametrize("name", ["load", "checkpoint", "edit", "exchange"])
 def test_what_would_see_this_worker_only_is_refused(holdings_of, name):
     (holdings,) = holdings_of()
-    with pytest.raises(UnsupportedError, match=f"run.{name} in a run with sync='server' would see this worker only"):
+    with pytest.raises(UnsupportedError, match=f"run.{name} in a run with a server would see this worker only"):
         Apart(holdings, Through(), environment_of()).refuse(name)

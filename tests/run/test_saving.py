@@ -40,7 +40,7 @@ def test_what_is_saved_comes_back_to_the_bit(saving_of, tmp_path):
     worker.step(Batch(*samples()), lambda part: worker.model(part[0]).square().mean())
     scheduler.step()
     saving.next = {"epoch": 1, "batch": 2}
-    saving.save(tmp_path, "save 0", writes=True)
+    saving.save(tmp_path, writes=True)
     fingerprint = worker.engine.state.fingerprint()
     worker.step(Batch(*samples()), lambda part: worker.model(part[0]).square().mean())
     scheduler.step()
@@ -55,13 +55,13 @@ def test_what_is_saved_comes_back_to_the_bit(saving_of, tmp_path):
 
 def test_who_is_not_to_write_does_not(saving_of, tmp_path):
     _, saving = saving_of()
-    saving.save(tmp_path / "there", "save 0", writes=False)
+    saving.save(tmp_path / "there", writes=False)
     assert not (tmp_path / "there").exists()
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(saving_of, tmp_path):
     _, saving = saving_of()
-    saving.save(tmp_path, "save 0", writes=True)
+    saving.save(tmp_path, writes=True)
     other, theirs = saving_of(seed=4)
     before = other.engine.state.fingerprint()
     with pytest.raises(CheckpointError, match="seed"):
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(saving_of, t
 
 def test_an_altered_one_too(saving_of, tmp_path):
     worker, saving = saving_of()
-    saving.save(tmp_path, "save 0", writes=True)
+    saving.save(tmp_path, writes=True)
     (path,) = tmp_path.glob("*.safetensors")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -91,7 +91,7 @@ def test_what_is_tracked_can_be_kept(saving_of):
 def test_batches_that_depend_on_the_workers_must_be_those_of_then(saving_of, tmp_path):
     _, saving = saving_of()
     saving.begin_data(100, 8, None)
-    saving.save(tmp_path, "save 0", writes=True)
+    saving.save(tmp_path, writes=True)
     _, again = saving_of()
     again.load(tmp_path)
     with pytest.raises(CheckpointError, match="3 workers make global batches of 12 of 100 here"):
