@@ -135,7 +135,7 @@ def test_who_is_not_the_first_any_more_lets_go_of_the_server(holdings_of):
 @pytest.mark.parametrize(
     ("feature", "message"),
     [
-        ("load", "run.load in a run with sync='server'"),
+        ("load", "run.load in a run with a server"),
         ("checkpoint", "run.checkpoint in a run"),
         ("added parameters", "add them before run.prepare"),
         ("edited optimizer", "the server's"),

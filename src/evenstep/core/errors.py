@@ -120,7 +120,7 @@ class Stopped(SystemExit):
 class BeginsAgain(SystemExit):
     """Nobody has the state any more that this worker would join; one that begins again can. No error, as above."""
 
-    exit_code = 75
+    exit_code = 76
 
     def __init__(self) -> None:
         super().__init__(self.exit_code)
