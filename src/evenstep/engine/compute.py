@@ -224,9 +224,9 @@ class Compute:
             self._models.keep_buffers(buffers)
 
     def _look_for_strangers(self, work: Work, losses: Sequence[Tensor], lanes: Sequence[Lane]) -> None:
-        if self._strangers.is_due(work.function):
+        if self._strangers.is_due(work.function, work.version):
             known = [*self._models.slots.parameters.values(), *(p for lane in lanes for p in lane.leaves.values())]
-            self._strangers.look(work.function, losses, known)
+            self._strangers.look(work.function, work.version, work.parts, losses, known)
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:

@@ -104,5 +104,5 @@ class Context:
         crew = [active[n] for n in order]
         me = crew.index(self._group.rank) if self._group.rank in crew else 0
         is_whole = len(present) == sum(map(bool, sizes))
-        in_queue = alone or self.meetings is not None
+        in_queue = alone or (self.meetings is not None and self.meetings.open)
         return Crew(gather, swap, [shards[rank] for rank in crew], me, len(sizes), is_whole, in_queue)

@@ -279,10 +279,10 @@ class _Piece:
     def _go_backward(self, lanes: Sequence[Lane]) -> None:
         """One backward for all shards; the gradients are left in the products."""
         leaves = [lane.leaves[name] for lane in lanes for name in self._trained]
-        strangers, base = self._compute.strangers, self._compute.models.slots.parameters
-        if not self._captures and strangers.is_due(self._work.function):
+        strangers, base, work = self._compute.strangers, self._compute.models.slots.parameters, self._work
+        if not self._captures and strangers.is_due(work.function, work.version):
             known = [*base.values(), *(p for lane in lanes for p in lane.leaves.values())]
-            strangers.look(self._work.function, self._losses, known)
+            strangers.look(work.function, work.version, self._parts, self._losses, known)
         if any(leaf.grad is not None for leaf in leaves):
             raise ConfigError(
                 "the step function called backward() by itself; expected that it returns the mean loss of its "

@@ -1,14 +1,18 @@
-"""Parameters that a loss depends on and no step would train: they are in no prepared model.
+"""Leaves that a loss depends on and no step would train: they are in no prepared model.
 
-One learns of them from the graph of the loss, which takes time to go through. So it is looked at when a step function
-comes for the first time, and after that as often as it costs next to nothing.
+One learns of them from the graph of the loss, which takes time to go through. So it is looked at in the first two steps
+of a step function, and after that as often as it costs next to nothing. A parameter is told at first sight. Another
+tensor that wants a gradient may have been made by the step function itself, for a gradient penalty; it comes from
+outside if a later step sees the very same one, and it is not what the step was given.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from evenstep.core.errors import UnsupportedError
 
@@ -18,10 +22,11 @@ _SHARE = 0.005  # of the time that steps take
 
 
 class Strangers:
-    """Looks for parameters that belong to no prepared model."""
+    """Looks for leaves that belong to no prepared model."""
 
     def __init__(self) -> None:
-        self._seen: set[Any] = set()  # the code of step functions
+        self._steps: dict[Any, set[int]] = {}  # at which steps each step function was looked at, the first two
+        self._leaves: dict[Any, tuple[int, dict[int, ref[Tensor]]]] = {}  # in which step what was seen last, by id
         self._looked_s = 0.0
         self._busy_s = 0.0
 
@@ -29,31 +34,45 @@ class Strangers:
         """A step has taken so long."""
         self._busy_s += seconds
 
-    def is_due(self, function: Any) -> bool:
+    def is_due(self, function: Any, step: int) -> bool:
         """Whether it is time to look at the losses of a step function."""
-        return _code(function) not in self._seen or self._looked_s <= _SHARE * self._busy_s
+        steps = self._steps.get(_code(function), set())
+        return (len(steps) < 2 and step not in steps) or self._looked_s <= _SHARE * self._busy_s
 
-    def look(self, function: Any, losses: Sequence[Tensor], known: Sequence[nn.Parameter]) -> None:
+    def look(
+        self, function: Any, step: int, given: Any, losses: Sequence[Tensor], known: Sequence[nn.Parameter]
+    ) -> None:
         """Look at the graph of some losses.
 
         Args:
             function: The step function that they come from.
+            step: In which step.
+            given: What it was called with.
             losses: What backward begins from.
             known: The parameters of prepared models, as this step uses them.
 
         Raises:
-            UnsupportedError: A loss depends on another one.
+            UnsupportedError: A loss depends on another leaf from outside.
         """
-        begin = time.perf_counter()
-        found = _stranger(losses, {id(parameter) for parameter in known})
+        begin, code = time.perf_counter(), _code(function)
+        ours = {id(leaf) for leaf in (*known, *pytree.tree_leaves(given))}
+        leaves = [leaf for leaf in _leaves(losses) if id(leaf) not in ours]
+        before, earlier = self._leaves.get(code, (step, {}))
+        for leaf in leaves:
+            if isinstance(leaf, nn.Parameter) or (
+                before != step and id(leaf) in earlier and earlier[id(leaf)]() is leaf
+            ):
+                kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
+                raise UnsupportedError(
+                    f"the loss depends on a {kind} of shape {tuple(leaf.shape)} that is in no prepared model, so no "
+                    "step would train it; make it part of a model that is passed to run.prepare (as an nn.Parameter) "
+                    "or, if it is to stay as it is, call requires_grad_(False)"
+                )
+        self._leaves[code] = step, {id(leaf): ref(leaf) for leaf in leaves}
+        steps = self._steps.setdefault(code, set())
+        if len(steps) < 2:
+            steps.add(step)
         self._looked_s += time.perf_counter() - begin
-        if found is not None:
-            raise UnsupportedError(
-                f"the loss depends on a parameter of shape {tuple(found.shape)} that is in no prepared model, so no "
-                "step would train it; make it part of a model that is passed to run.prepare or, if it is to stay as it "
-                "is, call requires_grad_(False)"
-            )
-        self._seen.add(_code(function))
 
 
 def _code(function: Any) -> Any:
@@ -61,7 +80,8 @@ def _code(function: Any) -> Any:
     return getattr(function, "__code__", type(function))
 
 
-def _stranger(losses: Sequence[Tensor], known: set[int]) -> nn.Parameter | None:
+def _leaves(losses: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Those that a gradient of the losses would be accumulated in."""
     waiting = [loss.grad_fn for loss in losses]
     seen = set()
     while waiting:
@@ -69,8 +89,7 @@ def _stranger(losses: Sequence[Tensor], known: set[int]) -> nn.Parameter | None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # of those that accumulate a gradient
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
-            return leaf
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
         waiting += [before for before, _ in node.next_functions]
-    return None

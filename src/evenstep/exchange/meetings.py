@@ -71,7 +71,8 @@ class Meetings:
         self._addresses = [self._windows.read(rank, 0, 0, 8).data_ptr() for rank in range(group.num_workers)]
         self._windows.write(0, 0, torch.zeros(8 * _HEAD_WORDS, dtype=torch.uint8, device=device))
         self._windows.flush()
-        self.open = self._pinned and isinstance(self._windows, PeerWindows)
+        mine = self._pinned and isinstance(self._windows, PeerWindows)
+        self.open = all(group.gather_json("meetings: ready", mine))
         self._state = torch.zeros(_PROGRAMS, 2, dtype=torch.int64, device=device)
         self._tables: dict[tuple[tuple[int, ...], int], Tensor] = {}
 

@@ -143,6 +143,7 @@ class _OtherLinks:
 
     def __init__(self, backend: str, store: Any, machine: int, count: int, timeout_s: float) -> None:
         self.machine, self.count = machine, count
+        check_backend(backend)
         self._device = torch.device("cuda", machine % torch.cuda.device_count()) if backend == "nccl" else None
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=machine, world_size=count, timeout=timeout)
@@ -242,3 +243,5 @@ def check_backend(backend: str) -> None:
         raise ConfigError(f"--between {backend}, expected one of {', '.join(BACKENDS)}")
     if not getattr(dist, f"is_{backend}_available")():
         raise ConfigError(f"--between {backend}: this build of torch has no {backend}; use gloo, the default")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("--between nccl: this machine has no GPU, which NCCL needs; use gloo, the default")
