@@ -48,6 +48,7 @@ bench: setup
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/recheck.py
+	$(BIN)/python benchmarks/watching.py
 	$(BIN)/python benchmarks/batchnorm.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/distributed.py

@@ -8,9 +8,9 @@ from evenstep.core.events import send
 from evenstep.core.output import unheard
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
+from evenstep.run.digests import DigestWriter
 from evenstep.run.meter import Meter
 from evenstep.run.operations import RunOperations
-from evenstep.run.digests import DigestWriter
 
 __all__ = ["end"]
 

@@ -33,6 +33,7 @@ from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.nn.gather import gather
 from evenstep.run import unclosed
 from evenstep.run.agreement import agree, check_arithmetic, find_standing
+from evenstep.run.digests import DigestWriter
 from evenstep.run.ending import end
 from evenstep.run.evaluation import Evaluation
 from evenstep.run.feed import Arrangement, Batches, Feed, Loading
@@ -46,7 +47,6 @@ from evenstep.run.saving import Saving
 from evenstep.run.server import Server
 from evenstep.run.sharing import collect, exchange, once
 from evenstep.run.summed import Summed
-from evenstep.run.digests import DigestWriter
 from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
