@@ -475,3 +475,15 @@ def test_a_worker_that_catches_up_with_other_batches_is_told_so(script):
     )
     done = cli_run("run", "-n", "2", path, path.parent / "died")
     assert "in step 0 worker 1 came with another batch than worker 0" in done.stderr
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_batch_that_the_step_function_changes_in_place_is_refused(num_workers):
+    def body(worker):
+        with evenstep.Run(shards=4, quiet=True) as run:
+            model = prepare(run, flat())
+            step(run, model, lambda part: F.cross_entropy(model(part[0].mul_(2)), part[1]))
+
+    for outcome in run_outcomes(num_workers, body):
+        assert outcome.kind in ("UnsupportedError", "PeerError")
+        assert "changed the batch in place" in outcome.text

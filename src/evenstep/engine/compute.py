@@ -55,7 +55,10 @@ class Samples(Protocol):
     def is_last(self) -> bool: ...  # noqa: D102  # an attribute too
 
     def part(self, shard: int) -> Any:
-        """The samples of a shard, on the device of the run."""
+        """The samples of a shard, on the device of the run; the same whenever it is called."""
+
+    def check(self) -> None:
+        """See that they are as they were, where they cannot be had again; else raise UnsupportedError."""
 
     def contents(self) -> dict[str, str]:
         """What must be alike on all workers beside the sizes, in words, by where it is."""
