@@ -253,7 +253,7 @@ class Engine:
         keeps = self.state.sites.for_each_rank(firsts)
         work = Work(
             self.version, number, parts, begun.sizes, begun.name, task.function, task.trained, task.clipping,
-            task.scaling.scale, keeps[self.group.rank],
+            task.scaling.scale, keeps[self.group.rank], part=begun.part,
         )  # fmt: skip
         contents = task.samples.contents() if self.group.num_workers > 1 else {}
         if self.recheck.is_due(self.version):
