@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup browser demo quick test test-gpu check bench performance chaos soak conformance clean
+.PHONY: setup browser demo pictures quick test test-gpu check bench performance chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,11 @@ browser:
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# The pictures of the README, from real runs: the demo in a terminal, and the page of a run in a browser.
+pictures: setup browser
+	env -u MAKEFLAGS -u MAKELEVEL $(BIN)/python tools/terminal.py docs/pictures/demo.svg make demo
+	$(BIN)/python tools/screenshot.py docs/pictures/page.png
 
 check: setup
 	$(BIN)/ruff format --check .
