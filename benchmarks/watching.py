@@ -17,10 +17,10 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-from engine import machine_facts, print_table
 from evenstep.core.control import ask
 from evenstep.core.errors import ConfigError
 from models import TASKS
+from results import Record, add_option
 
 GOALS = (3.0, 0.01, 1.0)  # percent: of a trace, of a page at which nobody looks, of one at which somebody does
 NUM_WARMUP_STEPS = 4
