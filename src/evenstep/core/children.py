@@ -253,7 +253,9 @@ class Children:
         ready = self._selector.select(max(wait_s, 0.0))
         for key, _ in sorted(ready, key=lambda item: self._order(item[0].data)):
             now = self._selector.get_map().get(key.fd)
-            if now is not None and now.data is key.data:  # else it was closed meanwhile, and its number may be another's
+            if (
+                now is not None and now.data is key.data
+            ):  # else it was closed meanwhile, and its number may be another's
                 self._handle(key.data)
         return bool(ready)
 
