@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup browser demo quick test test-gpu check bench chaos soak conformance clean
+.PHONY: setup browser demo pictures quick test test-gpu check bench performance chaos soak conformance clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/evenstep/native/*.c src/evenstep/native/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 # The tests of the server's page need a browser; without one they are skipped. Bounded in time: it is no one's fault.
@@ -25,18 +26,28 @@ browser:
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# The pictures of the README, from real runs: the demo in a terminal, and the page of a run in a browser.
+pictures: setup browser
+	env -u MAKEFLAGS -u MAKELEVEL $(BIN)/python tools/terminal.py docs/pictures/demo.svg make demo
+	$(BIN)/python tools/screenshot.py docs/pictures/page.png
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python benchmarks/performance.py --check
+
+# Tests run in so many processes at a time.
+LANES ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
 
 # Checks, and the tests that start no process.
 quick: check
-	$(BIN)/python -m pytest --quick
+	$(PYTEST) --quick
 
 test: check browser
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Everything that needs a GPU. It takes the torch that is installed: make setup brings the one without CUDA.
 GPU_PYTHON ?= python3
@@ -44,15 +55,23 @@ test-gpu:
 	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/engine/test_on_cuda.py tests/nn/test_on_gpu.py
 
-bench: setup
-	$(BIN)/python benchmarks/engine.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/recheck.py
-	$(BIN)/python benchmarks/batchnorm.py
-	$(BIN)/python benchmarks/recovery.py
-	$(BIN)/python benchmarks/distributed.py
-	$(BIN)/python benchmarks/server.py
-	$(BIN)/python benchmarks/clusters.py
+# Every benchmark that needs no GPU, each into its own file, and the page that is made of them. One of them: make bench-recovery.
+BENCHMARKS := engine portable recovery memory distributed server clusters recheck batchnorm
+BENCHMARK_engine := engine.py
+BENCHMARK_portable := engine.py --rows mlp-portable,resnet-portable,transformer-portable --clock processor
+bench: $(addprefix bench-,$(BENCHMARKS))
+	$(BIN)/python benchmarks/performance.py
+
+bench-%: setup $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/$(or $(BENCHMARK_$*),$*.py) --json benchmarks/results/$*.json
+
+$(VENV)/.installed-bench: $(STAMP)
+	$(PIP) --editable '.[bench]'
+	touch $@
+
+# docs/performance.md and its charts, from benchmarks/results and the words in benchmarks/performance.md.
+performance:
+	$(PYTHON) benchmarks/performance.py
 
 SEED ?= 0
 # With RECHECK=1: 300 flipped bits, each of which has to be found and named.

@@ -8,7 +8,7 @@ way hooks on the leaves carry every gradient away as it comes.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.engine.strangers import Strangers
 from evenstep.engine.witness import Witness
 from evenstep.exchange.surroundings import inside
+from evenstep.exchange.tracing import Kind
 
 __all__ = ["Compute", "Samples", "StepFunction", "Work"]
 
@@ -55,7 +56,10 @@ class Samples(Protocol):
     def is_last(self) -> bool: ...  # noqa: D102  # an attribute too
 
     def part(self, shard: int) -> Any:
-        """The samples of a shard, on the device of the run."""
+        """The samples of a shard, on the device of the run; the same whenever it is called."""
+
+    def check(self) -> None:
+        """See that they are as they were, where they cannot be had again; else raise UnsupportedError."""
 
     def contents(self) -> dict[str, str]:
         """What must be alike on all workers beside the sizes, in words, by where it is."""
@@ -78,6 +82,7 @@ class Work:
         keeps: Of buffers that a forward changes, the values of this shard are kept here.
         witness: Notes what comes of it, if somebody wants to compare.
         counts: Whether gradients go on to be added up; else only the witness sees them.
+        part: Gives the samples of a shard once more, as they were.
     """
 
     version: int
@@ -92,11 +97,16 @@ class Work:
     keeps: int | None = None
     witness: Witness | None = None
     counts: bool = True
+    part: Callable[[int], Any] | None = None
 
     @property
     def where(self) -> str:
         """How the tags of this step's exchanges begin."""
         return f"step {self.version}: "
+
+    def begun_again(self) -> "Work":
+        """The same, with samples that no step function has changed."""
+        return self if self.part is None else replace(self, parts={shard: self.part(shard) for shard in self.parts})
 
     def rows(self, shard: int) -> range:
         """The rows of a shard in the batch, all shards' one after the other."""
@@ -117,7 +127,7 @@ class Compute:
     def __init__(self, context: Context, models: Models, timeout_s: float) -> None:
         self.context, self._models = context, models
         self._stream = Stream()
-        self._lanes = Lanes(timeout_s)
+        self._lanes = Lanes(timeout_s, context.tracer)
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
         self._hooks: list[Any] = []
         self._calling = False
@@ -143,7 +153,7 @@ class Compute:
                     values = self._one_after_the_other(work, buffers)
                 except Meets:  # in the first shard: nothing of the step is done yet
                     self._meeting.add(id(work.prepared))
-                    values = self._side_by_side(work, buffers)
+                    values = self._side_by_side(work.begun_again(), buffers)
         self._strangers.took(time.perf_counter() - begin)
         results = {k: ShardResult.of(loss, metrics, work.sizes[k]) for k, (loss, metrics) in values.items()}
         return lambda: results
@@ -159,7 +169,7 @@ class Compute:
             self._stream.resume()
             try:
                 with inside(Alone(shard, work.rows(shard), None if not values else next(iter(values)))):
-                    with self._user_code():
+                    with self._user_code(), self.context.tracer.span(Kind.FORWARD, number=shard):
                         value = work.function(part)
                     loss, metrics = split(value)
                     losses = work.share(shard, loss)
@@ -250,7 +260,8 @@ class Compute:
         index = {name: i for i, name in enumerate(prepared.names)}
         self._arrivals = {id(lane): (work, index, shard) for lane, shard in zip(lanes, shards, strict=True)}
         try:
-            torch.autograd.backward(losses, inputs=leaves + own)
+            with self.context.tracer.span(Kind.BACKWARD, number=shards[0] if len(shards) == 1 else -1):
+                torch.autograd.backward(losses, inputs=leaves + own)
         finally:
             self._arrivals = {}
         for name, p in zip(prepared.names, prepared.parameters, strict=True):

@@ -40,6 +40,7 @@ _COMMITTED = 3  # of the supervisor's row, but written by the first worker: how 
 _LACKS_STATE = 4  # of the supervisor's row too: whether the memory of this machine has yet to be given the state
 _IMAGE = 5  # 1 + twice the operations that the image of the state has behind it + which of two images it is
 _FINGERPRINT = 7  # how often the supervisor has asked for one
+_TRACED = 8  # whether workers leave spans of what they do
 _AGAIN = 6  # 1 + the operations behind the state, while operations of the journal are done again
 
 _SPENT = (_Of.COMPUTE, _Of.WAIT, _Of.UPDATE, _Of.STEPS)
@@ -163,6 +164,15 @@ class Board:
     def fingerprints_asked(self) -> int:
         """How often a fingerprint was asked for."""
         return self._load(self._supervisor, _FINGERPRINT)
+
+    @property
+    def traced(self) -> bool:
+        """Whether somebody wants to know what workers do when; said before the first of them starts."""
+        return bool(self._load(self._supervisor, _TRACED))
+
+    @traced.setter
+    def traced(self, traced: bool) -> None:
+        self._store(self._supervisor, _TRACED, int(traced))
 
     @property
     def committed(self) -> int:

@@ -33,6 +33,7 @@ from evenstep.launch.door import PROTOCOL, proof_of, split_address
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import likeness
 from evenstep.launch.machine import End, Here
+from evenstep.launch.trails import Piece
 from evenstep.launch.worker import warm_up
 from evenstep.transport.bridge import Bridging
 from evenstep.transport.segment import Segment
@@ -48,9 +49,12 @@ _AGAIN_S = 0.5  # between two attempts to reach the head
 class _Agent:
     """Carries out what the head asks for: see `Hears` for what it tells it."""
 
-    def __init__(self, number: int, connection: Connection, job: Job, segment: Segment, silence_s: float) -> None:
+    def __init__(
+        self, number: int, connection: Connection, job: Job, segment: Segment, silence_s: float, *, traced: bool
+    ) -> None:
         self._connection, self._silence_s = connection, silence_s
-        self._here = Here(number, socket.gethostname(), job, segment, self, machines=True, job_name="joined")
+        name = socket.gethostname()
+        self._here = Here(number, name, job, segment, self, machines=True, job_name="joined", traced=traced)
         self._places: set[int] = set()
         self._told_at = 0.0
         self._code: int | None = None
@@ -130,6 +134,11 @@ class _Agent:
         """See `Hears`."""
         waits = kind == "events" and any(b'"waits"' in line for line in lines)
         self._say("heard", b"\n".join(lines), place=place, kind=kind, round=self._here.round if waits else 0)
+
+    def did(self, machine: int, pieces: Sequence[Piece], ahead_ns: int = 0) -> None:
+        """See `Hears`."""
+        for piece in pieces:
+            self._say("did", piece.spans, place=piece.place, pid=piece.pid)
 
     def gave_up(self, machine: int, place: int, text: str, leaves: bool) -> None:
         """See `Hears`."""
@@ -231,7 +240,7 @@ def _take_part(connection: Connection, num_workers: int, token: str) -> int:
     say(f"joined as machine {number} with {num_workers} worker{'s' if num_workers > 1 else ''}")
     with ExitStack() as stack:
         segment = stack.enter_context(closing(Segment.create(MAX_SHARDS)))
-        return _Agent(number, connection, job, segment, said["silence_s"]).run()
+        return _Agent(number, connection, job, segment, said["silence_s"], traced=said["traced"]).run()
 
 
 def _answer(connection: Connection) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from evenstep.exchange.generations import Generation
 from evenstep.launch.connection import Connection, Lost
 from evenstep.launch.machine import End, Hears
+from evenstep.launch.trails import Piece
 from evenstep.transport.bridge import Bridging
 
 __all__ = ["There"]
@@ -131,5 +132,8 @@ class There:
                 self._hears.broke(self.number, message["generation"], message["culprit"], message["text"])
             case "steps":
                 self._steps = {int(place): step for place, step in message["steps"].items()}
+            case "did":
+                piece = Piece(message["place"], message["pid"], data)
+                self._hears.did(self.number, [piece], self.connection.clock.ahead_ns)
             case "journal" if self._left_out:
                 self.journal = message["count"]

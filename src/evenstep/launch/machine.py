@@ -18,6 +18,7 @@ from evenstep.exchange.generations import Generation
 from evenstep.exchange.journal import Journal
 from evenstep.launch.job import Job
 from evenstep.launch.memory import Starvation
+from evenstep.launch.trails import Piece, Trails
 from evenstep.launch.worker import STACK_SIGNAL, run_worker
 from evenstep.launch.worker_process import WorkerProcess
 from evenstep.native import core
@@ -56,6 +57,9 @@ class Hears(Protocol):
 
     def heard(self, machine: int, place: int, kind: str, lines: Sequence[bytes]) -> None:
         """A worker has written whole lines: to "out", "err" or "events"."""
+
+    def did(self, machine: int, pieces: Sequence[Piece], ahead_ns: int = 0) -> None:
+        """What workers did when; the clock of their machine is ahead of this one's by so much."""
 
     def gave_up(self, machine: int, place: int, text: str, leaves: bool) -> None:
         """A worker that does nothing any more is about to be killed, and why; perhaps nobody is to replace it."""
@@ -129,15 +133,25 @@ class Here:
         hears: Who is told what happens.
         machines: Whether there may be others.
         job_name: Tells the job from others.
+        traced: Whether somebody wants to know what its workers do when.
     """
 
     def __init__(
-        self, number: int, name: str, job: Job, segment: Segment, hears: Hears, *, machines: bool, job_name: str
+        self,
+        number: int,
+        name: str,
+        job: Job,
+        segment: Segment,
+        hears: Hears,
+        *,
+        machines: bool,
+        job_name: str,
+        traced: bool = False,
     ) -> None:
         self.number, self.name, self.capacity = number, name, job.num_workers
         self._job, self._segment, self._hears = job, segment, hears
         self._machines, self._job_name = machines, job_name
-        self.board = Board(segment)
+        self.board, self._trails = Board(segment), Trails(segment) if traced else None
         self.children = Children(self._on_lines, self._on_end)
         self._attended: dict[Child, Callable[[Child], None]] = {}
         self._processes: dict[int, WorkerProcess] = {}  # the present or last one of every place
@@ -188,6 +202,8 @@ class Here:
 
         child = self.children.start(main, ("out", "err", "events"), keep={self._segment.fd})
         core.set_pid(self._segment.base, place, child.pid)  # so that the others notice one that ends before it joins
+        if self._trails is not None:
+            self._trails.started(place, child.pid)
         self._processes[place] = WorkerProcess(place, child, where=f" on {self.name}" if self._machines else "")
 
     def signal(self, place: int, number: int) -> None:
@@ -276,6 +292,8 @@ class Here:
 
     def look_after(self, now: float) -> None:
         """Kill who is to be killed, and look whether anybody is stopped or stuck. Call it several times a second."""
+        if self._trails is not None and (pieces := self._trails.take()):
+            self._hears.did(self.number, pieces)
         for worker in [p for p in self._processes.values() if p.child.alive]:
             if worker.kill_at is None:
                 self._look_at(worker, now)
@@ -314,6 +332,9 @@ class Here:
             return
         worker = next(p for p in self._processes.values() if p.child is child)
         code = child.reap()
+        if self._trails is not None:
+            self._trails.ended(worker.number)
+            self._hears.did(self.number, self._trails.take(at_once=True))
         if code == -signal.SIGKILL and worker.given_up is None and self._starvation.struck():
             worker.starved = True
         step, text = self.step_of(worker.number), worker.describe_end()

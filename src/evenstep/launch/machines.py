@@ -137,6 +137,7 @@ class Machines:
             "resume": job.resume,
             "recheck": job.recheck,
             "tolerate_wrong": job.tolerate_wrong,
+            "traced": job.trace is not None,
             "silence_s": self._listen.silence_s if self._listen is not None else None,
         }
 

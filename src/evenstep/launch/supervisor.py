@@ -53,6 +53,8 @@ from evenstep.launch.roster import (
 from evenstep.launch.scribe import Scribe
 from evenstep.launch.seat import Seat
 from evenstep.launch.seen import Seen
+from evenstep.launch.trace_file import TraceFile
+from evenstep.launch.trails import Piece
 from evenstep.launch.worker import warm_up
 from evenstep.run.progress import Progress
 from evenstep.transport.segment import Segment
@@ -73,13 +75,16 @@ class _Supervisor:
         control: Control,
         scribe: Scribe,
         page: PageProcess | None = None,
+        trace: TraceFile | None = None,
     ) -> None:
         self._job, self._console, self._control = job, console, control
-        self._segment, self._scribe, self._page = segment, scribe, page
+        self._segment, self._scribe, self._page, self._trace = segment, scribe, page, trace
         self._seen = Seen()
         machines = job.listen is not None
         name = socket.gethostname()
-        self._here = Here(0, name, job, segment, self, machines=machines, job_name=secrets.token_hex(4))
+        self._here = Here(
+            0, name, job, segment, self, machines=machines, job_name=secrets.token_hex(4), traced=trace is not None
+        )
         self._board = self._here.board
         self._machines = Machines(self._here, job, self, console.say)
         self._roster = Roster(job.num_workers, max_restarts=job.max_restarts)
@@ -283,6 +288,11 @@ class _Supervisor:
         if generation == self._roster.generation and self._roster.ending is Ending.NONE and not self._roster.is_over:
             self._abort(culprit, text)
             self._machines.broke(generation, machine, culprit, text)
+
+    def did(self, machine: int, pieces: Sequence[Piece], ahead_ns: int = 0) -> None:
+        """See `Hears`."""
+        if self._trace is not None:
+            self._trace.add(machine, self._machines.all[machine].name, pieces, ahead_ns)
 
     def gave_up(self, machine: int, place: int, text: str, leaves: bool) -> None:
         """See `Hears`."""
@@ -492,6 +502,8 @@ class _Supervisor:
     def _finish(self) -> int:
         self._console.end_progress()
         self._scribe.finish(self._trained)
+        if self._trace is not None:
+            self._trace.finish()
         if self._failed is not None:
             return self._report_failure(self._failed)
         if self._stop_signal is not None and not self._came_to_its_end():
@@ -548,4 +560,5 @@ def supervise(job: Job) -> int:
         control = stack.enter_context(closing(Control()))
         scribe = stack.enter_context(closing(Scribe(segment, job, console.say)))
         page = None if job.page is None else stack.enter_context(closing(PageProcess(job.page)))
-        return _Supervisor(job, console, segment, control, scribe, page).run()
+        trace = None if job.trace is None else stack.enter_context(closing(TraceFile(job.trace, job, console)))
+        return _Supervisor(job, console, segment, control, scribe, page, trace).run()

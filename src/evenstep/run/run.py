@@ -33,6 +33,7 @@ from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.nn.gather import gather
 from evenstep.run import unclosed
 from evenstep.run.agreement import agree, check_arithmetic, find_standing
+from evenstep.run.digests import DigestWriter
 from evenstep.run.ending import end
 from evenstep.run.evaluation import Evaluation
 from evenstep.run.feed import Arrangement, Batches, Feed, Loading
@@ -46,7 +47,6 @@ from evenstep.run.saving import Saving
 from evenstep.run.server import Server
 from evenstep.run.sharing import collect, exchange, once
 from evenstep.run.summed import Summed
-from evenstep.run.trace import TraceWriter
 from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
@@ -159,7 +159,7 @@ class Run:
         """Make the parts around the engine."""
         env, perform, place = self._env, self._operations.perform, (self.group, self.num_groups)
         self._voice = Voice(env, self._ledger, speaks=self._speaks)
-        self._trace = TraceWriter(env.trace, self._engine)
+        self._digests = DigestWriter(env.digests, self._engine)
         self._saving = Saving(self._engine, self._others, perform, env.job)
         opened.callback(self._saving.close)
         self._meter = Meter(lambda: self._ledger.group.rank == 0 and self._ledger.took_part)
@@ -205,7 +205,7 @@ class Run:
                 self._engine.updates.finish()
                 self._saving.conclude()
             log_last(self._engine, self._operations.perform)
-            end(self._engine, self._operations, self.fingerprint, self._meter, self._trace, self._env)
+            end(self._engine, self._operations, self.fingerprint, self._meter, self._digests, self._env)
             self._saving.close()
             self._ledger.group.tell({"closed": True})
         finally:
@@ -375,10 +375,10 @@ class Run:
             if reduction not in ("mean", "sum"):
                 raise ConfigError(f"reduction={reduction!r}, expected 'mean' or 'sum'")
             function = function if reduction == "mean" else Summed(function, len(samples))
-            self._trace.before_step()
+            self._digests.before_step()
             clipping = Clipping(clip_norm, clip_value)
             outcome = self._engine.step(StepTask(samples, function, trained, clipping, Scaling(scaler)))
-            self._trace.after_step()
+            self._digests.after_step()
             self._saving.heed()
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
         self._meter.add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
