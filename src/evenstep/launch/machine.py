@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from evenstep.core import env
 from evenstep.core.children import Child, Children, default_signals
@@ -115,8 +115,8 @@ class Machine(Protocol):
     def leave_out(self) -> None:
         """A generation begins without workers of this machine."""
 
-    def step_of(self, place: int) -> int:
-        """Which step a worker is in, or has done last."""
+    def row_of(self, place: int) -> dict[str, Any]:
+        """What a worker does and has done: see `Board.row`."""
 
     def pid_of(self, place: int) -> int:
         """The number of a worker's process."""
@@ -250,9 +250,9 @@ class Here:
         """See `Machine`."""
         self._end_bridge()
 
-    def step_of(self, place: int) -> int:
+    def row_of(self, place: int) -> dict[str, Any]:
         """See `Machine`."""
-        return self.board.doing(place).step
+        return self.board.row(place)
 
     def pid_of(self, place: int) -> int:
         """See `Machine`."""
@@ -337,5 +337,5 @@ class Here:
             self._hears.did(self.number, self._trails.take(at_once=True))
         if code == -signal.SIGKILL and worker.given_up is None and self._starvation.struck():
             worker.starved = True
-        step, text = self.step_of(worker.number), worker.describe_end()
+        step, text = self.board.doing(worker.number).step, worker.describe_end()
         self._hears.ended(self.number, worker.number, End(code, text, worker.given_up, worker.starved, step))

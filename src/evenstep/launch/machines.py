@@ -5,7 +5,7 @@ there is one machine, and nobody can come.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, Protocol
@@ -117,6 +117,30 @@ class Machines:
     def are_enough(self) -> bool:
         """Whether as many have come as the first step waits for."""
         return self._listen is None or len(self.all) >= self._listen.machines
+
+    def described(self, alive: Mapping[int, bool]) -> dict[str, Any]:
+        """Machines and workers as JSON.
+
+        Args:
+            alive: The places in which a worker is, each with whether it is a member.
+        """
+        return {
+            "machines": [
+                {"machine": number, "name": machine.name, "workers": self.places_of(machine)}
+                for number, machine in self.all.items()
+            ],
+            "workers": [
+                {
+                    "worker": place,
+                    "pid": machine.pid_of(place),
+                    "member": is_member,
+                    "machine": machine.number,
+                    **machine.row_of(place),
+                }
+                for place, is_member in alive.items()
+                for machine in [self.of(place)]
+            ],
+        }
 
     def describe(self, machine: Machine) -> str:
         """Which one."""
