@@ -43,12 +43,16 @@ check: setup
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python benchmarks/performance.py --check
 
+# Tests run in so many processes at a time.
+LANES ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
+
 # Checks, and the tests that start no process.
 quick: check
-	$(BIN)/python -m pytest --quick
+	$(PYTEST) --quick
 
 test: check browser
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Everything that needs a GPU. It takes the torch that is installed: make setup brings the one without CUDA.
 GPU_PYTHON ?= python3

@@ -17,6 +17,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton, if it is there:
 import pytest
 import torch
 
+import lanes
 import leaks
 import processes
 import quick
@@ -40,6 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in items if quick.is_quick(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
+    if config.getoption("dist", "no") != "no":
+        items.sort(key=lanes.order)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Who runs which tests, if several processes do."""
+    return lanes.scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:
