@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup browser demo pictures quick test test-gpu check bench performance chaos soak conformance clean
+.PHONY: setup browser demo pictures docs quick test test-gpu check bench performance chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,11 @@ demo: setup
 pictures: setup browser
 	env -u MAKEFLAGS -u MAKELEVEL $(BIN)/python tools/terminal.py docs/pictures/demo.svg make demo
 	$(BIN)/python tools/screenshot.py docs/pictures/page.png
+
+# The manual, into build/manual: warnings are errors, and nothing comes from a network. To read it, with its search box:
+# python3 -m http.server --directory build/manual
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import textwrap
+import urllib.request
 
 import pytest
 
@@ -100,21 +101,34 @@ def test_the_file_is_whole_even_if_the_supervisor_is_killed(script, tmp_path):
     assert cli_run("trace", "trace.json").code == 0
 
 
-def test_machines_are_on_one_clock(script, tmp_path):
+def test_machines_are_on_one_clock_and_on_one_page(script, tmp_path):
     (tmp_path / "killed").touch()
-    head = ("run", "-n", "1", "--listen", "127.0.0.1:0", "--machines", "2", "--trace", "trace.json", "train.py", "25")
-    with Cli(*head) as cli:
-        assert processes.until(lambda: "evenstep join" in cli.stderr, 30.0)
-        address = re.search(r"evenstep join (\S+)", cli.stderr)[1]
+    several = ("--listen", "127.0.0.1:0", "--machines", "2")
+    with Cli("run", "-n", "1", *several, "--page", "--trace", "trace.json", "train.py", "100000") as cli:
+        assert processes.until(lambda: "evenstep join" in cli.stderr and "token" in cli.stderr, 30.0)
+        page, address = (re.search(rf"{word} ([^\s,]+)", cli.stderr)[1] for word in ("page", "evenstep join"))
         with Cli("join", address, "-n", "1") as other:
+            cli.until_it_says("step 120\n")
+            assert processes.until(lambda: all(w["step"] > 50 for w in shown_by(page)["workers"]), 30.0)
+            found = shown_by(page)
+            cli.kill(signal.SIGTERM)
             done = cli.wait()
-            assert done.code == 0, done.stderr
+            assert done.code == 75, done.stderr
             other.wait()
+    assert [m["workers"] for m in found["machines"]] == [[0], [1]]
+    assert [(w["machine"], w["shards"]) for w in found["workers"]] == [(0, [0, 2]), (1, [2, 4])]
+    assert all(w["compute_s"] > 0 for w in found["workers"])
+    assert found["step"] > 50
     spans, workers = spans_of(tmp_path / "trace.json")
     assert sorted((process, workers[process, thread]) for process, thread in spans) == [(1, 0), (2, 1)]
     one, two = ({name: span[:2] for *span, name in found} for found in spans.values())
     last = [f"step {n}" for n in range(50, 100)]
     assert all(one[name][0] < two[name][1] and two[name][0] < one[name][1] for name in last), "they step together"
+
+
+def shown_by(page):
+    with urllib.request.urlopen(f"{page}/status", timeout=20) as reply:
+        return json.loads(reply.read())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Each word has one writer. What they say is for looking after a run, never part o
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from evenstep.native import core
 from evenstep.transport.segment import Segment
@@ -141,6 +142,20 @@ class Board:
         return Doing(
             busy_s, self._load(worker, _Of.STEP), shard - 1 if shard else None, bool(self._load(worker, _Of.WAITING))
         )
+
+    def row(self, worker: int) -> dict[str, Any]:
+        """What a worker does, which shards it has, and where its time has gone, as JSON."""
+        doing, spent, shards = self.doing(worker), self.spent(worker), self.shards(worker)
+        return {
+            "step": doing.step,
+            "shards": [shards.start, shards.stop],
+            "shard": doing.shard,
+            "waiting": doing.waiting,
+            "compute_s": spent.compute_s,
+            "wait_s": spent.wait_s,
+            "update_s": spent.update_s,
+            "exchange_s": max(spent.steps_s - spent.compute_s - spent.wait_s - spent.update_s, 0.0),
+        }
 
     def clear(self, worker: int) -> None:
         """A place is free: whoever takes it does nothing yet."""

@@ -32,15 +32,16 @@ from evenstep.launch.connection import Connection, Lost
 from evenstep.launch.door import PROTOCOL, proof_of, split_address
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import likeness
-from evenstep.launch.machine import Bridging, End, Here
+from evenstep.launch.machine import End, Here
 from evenstep.launch.trails import Piece
 from evenstep.launch.worker import warm_up
+from evenstep.transport.bridge import Bridging
 from evenstep.transport.segment import Segment
 
 __all__ = ["join"]
 
 _LOOK_S = 0.25
-_STEPS_S = 0.5  # how often to tell how far the workers are
+_ROWS_S = 0.5  # how often to tell what the workers do
 _ANSWER_S = 30.0
 _AGAIN_S = 0.5  # between two attempts to reach the head
 
@@ -77,7 +78,7 @@ class _Agent:
                     self._do(message, data)
                 now = time.monotonic()
                 self._here.look_after(now)
-                self._tell_steps(now)
+                self._tell_rows(now)
                 connection.beat(now)
                 if now - connection.heard_at > self._silence_s:
                     raise Lost(f"has said nothing for {self._silence_s:g} s")
@@ -90,10 +91,10 @@ class _Agent:
         if number != signal.SIGHUP:
             self._signal = number
 
-    def _tell_steps(self, now: float) -> None:
-        if now - self._told_at >= _STEPS_S:
+    def _tell_rows(self, now: float) -> None:
+        if now - self._told_at >= _ROWS_S:
             self._told_at = now
-            self._say("steps", steps={place: self._here.step_of(place) for place in self._places})
+            self._say("rows", rows={place: self._here.row_of(place) for place in self._places})
 
     # ---- what the head asks for ----
 

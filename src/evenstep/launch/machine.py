@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from evenstep.core import env
 from evenstep.core.children import Child, Children, default_signals
@@ -23,9 +23,10 @@ from evenstep.launch.worker import STACK_SIGNAL, run_worker
 from evenstep.launch.worker_process import WorkerProcess
 from evenstep.native import core
 from evenstep.transport import bridge
+from evenstep.transport.bridge import Bridging
 from evenstep.transport.segment import Segment
 
-__all__ = ["Bridging", "End", "Hears", "Here", "Machine"]
+__all__ = ["End", "Hears", "Here", "Machine"]
 
 _STOPPED_S = 1.0  # how long a worker may be stopped
 _STACK_S = 0.3  # how long a worker that is given up has to write its stack
@@ -49,25 +50,6 @@ class End:
     given_up: str | None
     starved: bool
     step: int
-
-
-@dataclass(frozen=True)
-class Bridging:
-    """How the machines of a generation reach each other.
-
-    Attributes:
-        machine: Which of them this is, counted in this generation.
-        workers: The workers of each.
-        store: Where their bridges find each other.
-        address: Under which address the others reach this one.
-        backend: By what bytes move.
-    """
-
-    machine: int
-    workers: Sequence[Sequence[int]]
-    store: tuple[str, int]
-    address: str | None
-    backend: str
 
 
 class Hears(Protocol):
@@ -133,8 +115,8 @@ class Machine(Protocol):
     def leave_out(self) -> None:
         """A generation begins without workers of this machine."""
 
-    def step_of(self, place: int) -> int:
-        """Which step a worker is in, or has done last."""
+    def row_of(self, place: int) -> dict[str, Any]:
+        """What a worker does and has done: see `Board.row`."""
 
     def pid_of(self, place: int) -> int:
         """The number of a worker's process."""
@@ -268,9 +250,9 @@ class Here:
         """See `Machine`."""
         self._end_bridge()
 
-    def step_of(self, place: int) -> int:
+    def row_of(self, place: int) -> dict[str, Any]:
         """See `Machine`."""
-        return self.board.doing(place).step
+        return self.board.row(place)
 
     def pid_of(self, place: int) -> int:
         """See `Machine`."""
@@ -297,10 +279,7 @@ class Here:
     def _start_bridge(self, generation: int, plan: Bridging) -> None:
         def main(_: Mapping[str, int]) -> int:
             default_signals()
-            lost = bridge.serve(
-                self._segment, generation, plan.workers, plan.machine, plan.store, plan.address, plan.backend, _MEET_S
-            )
-            return 0 if lost is None else 1
+            return 0 if bridge.serve(self._segment, generation, plan, _MEET_S) is None else 1
 
         self._bridge = (self.children.start(main, (), keep={self._segment.fd}), generation)
 
@@ -358,5 +337,5 @@ class Here:
             self._hears.did(self.number, self._trails.take(at_once=True))
         if code == -signal.SIGKILL and worker.given_up is None and self._starvation.struck():
             worker.starved = True
-        step, text = self.step_of(worker.number), worker.describe_end()
+        step, text = self.board.doing(worker.number).step, worker.describe_end()
         self._hears.ended(self.number, worker.number, End(code, text, worker.given_up, worker.starved, step))

@@ -31,6 +31,7 @@ from evenstep.engine.step import StepTask
 from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.nn.gather import gather
+from evenstep.page.process import check_port
 from evenstep.run import unclosed
 from evenstep.run.agreement import agree, check_arithmetic, find_standing
 from evenstep.run.digests import DigestWriter
@@ -42,6 +43,7 @@ from evenstep.run.kinds import open_engine
 from evenstep.run.last_words import log_last
 from evenstep.run.meter import Meter
 from evenstep.run.operations import RunOperations
+from evenstep.run.porter import open_page
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
 from evenstep.run.server import Server
@@ -85,6 +87,8 @@ class Run:
             docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         server: The parameter server at which workers meet, as an `evenstep.Server`, or its address if the rest of that
             is as by default. None: workers add up gradients among themselves.
+        page: Whether a page of this run is served on this machine: True, or at which port. `evenstep run --page` goes
+            before it. See docs/watching.md.
 
     Attributes:
         worker: The number of this worker in its group, 0 for the first.
@@ -113,6 +117,7 @@ class Run:
         recheck: int = 0,
         tolerate_wrong: int = 0,
         server: Server | str | None = None,
+        page: bool | int = False,
     ) -> None:
         self._env = env = environment.read()
         self.config = RunConfig.resolve(
@@ -131,7 +136,7 @@ class Run:
             tolerate_wrong=tolerate_wrong if self._env.tolerate_wrong is None else self._env.tolerate_wrong,
         )
         self.grad_norm: float | None = None
-        server = Server.of(server)
+        server, port = Server.of(server), check_port(page)
         standing = find_standing(env, server)
         served = standing is not None or server is not None
         check_arithmetic(self.config, env, sys._getframe(1), served=served)
@@ -153,6 +158,9 @@ class Run:
                 self._operations.version = lambda: self.version
                 self._compose(opened)
                 self._begin(progress=progress)
+                porter = open_page(port, env, self._ledger.group, self.shards, served=served)
+                if porter is not None:
+                    opened.callback(porter.close)
             self._opened = opened.pop_all()
 
     def _compose(self, opened: ExitStack) -> None:
