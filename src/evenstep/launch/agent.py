@@ -32,9 +32,10 @@ from evenstep.launch.connection import Connection, Lost
 from evenstep.launch.door import PROTOCOL, proof_of, split_address
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import likeness
-from evenstep.launch.machine import Bridging, End, Here
+from evenstep.launch.machine import End, Here
 from evenstep.launch.trails import Piece
 from evenstep.launch.worker import warm_up
+from evenstep.transport.bridge import Bridging
 from evenstep.transport.segment import Segment
 
 __all__ = ["join"]

@@ -6,8 +6,9 @@ from typing import Any
 
 from evenstep.exchange.generations import Generation
 from evenstep.launch.connection import Connection, Lost
-from evenstep.launch.machine import Bridging, End, Hears
+from evenstep.launch.machine import End, Hears
 from evenstep.launch.trails import Piece
+from evenstep.transport.bridge import Bridging
 
 __all__ = ["There"]
 

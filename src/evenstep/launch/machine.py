@@ -23,9 +23,10 @@ from evenstep.launch.worker import STACK_SIGNAL, run_worker
 from evenstep.launch.worker_process import WorkerProcess
 from evenstep.native import core
 from evenstep.transport import bridge
+from evenstep.transport.bridge import Bridging
 from evenstep.transport.segment import Segment
 
-__all__ = ["Bridging", "End", "Hears", "Here", "Machine"]
+__all__ = ["End", "Hears", "Here", "Machine"]
 
 _STOPPED_S = 1.0  # how long a worker may be stopped
 _STACK_S = 0.3  # how long a worker that is given up has to write its stack
@@ -49,25 +50,6 @@ class End:
     given_up: str | None
     starved: bool
     step: int
-
-
-@dataclass(frozen=True)
-class Bridging:
-    """How the machines of a generation reach each other.
-
-    Attributes:
-        machine: Which of them this is, counted in this generation.
-        workers: The workers of each.
-        store: Where their bridges find each other.
-        address: Under which address the others reach this one.
-        backend: By what bytes move.
-    """
-
-    machine: int
-    workers: Sequence[Sequence[int]]
-    store: tuple[str, int]
-    address: str | None
-    backend: str
 
 
 class Hears(Protocol):
@@ -297,10 +279,7 @@ class Here:
     def _start_bridge(self, generation: int, plan: Bridging) -> None:
         def main(_: Mapping[str, int]) -> int:
             default_signals()
-            lost = bridge.serve(
-                self._segment, generation, plan.workers, plan.machine, plan.store, plan.address, plan.backend, _MEET_S
-            )
-            return 0 if lost is None else 1
+            return 0 if bridge.serve(self._segment, generation, plan, _MEET_S) is None else 1
 
         self._bridge = (self.children.start(main, (), keep={self._segment.fd}), generation)
 

@@ -13,18 +13,18 @@ from typing import Any, Protocol
 from evenstep.core.children import Children
 from evenstep.core.config import MAX_SHARDS
 from evenstep.exchange.generations import Generation
+from evenstep.launch.breaks import Breaks
 from evenstep.launch.connection import Connection, Lost
 from evenstep.launch.door import Door, Listen
 from evenstep.launch.far import There
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import difference, likeness
-from evenstep.launch.machine import Bridging, Hears, Here, Machine
+from evenstep.launch.machine import Hears, Here, Machine
 from evenstep.launch.store import StoreProcess
+from evenstep.transport.bridge import Bridging
 from evenstep.transport.links import check_backend
 
 __all__ = ["Decides", "Machines"]
-
-_MOST_BREAKS = 3  # so often may the way to a machine break without a committed step in between
 
 
 class Decides(Hears, Protocol):
@@ -64,7 +64,7 @@ class Machines:
         self._machine_of: dict[int, int] = dict.fromkeys(range(job.num_workers), here.number)
         self._last: set[int] = set()  # the machines of the present generation
         self._numbers = here.number  # that were given so far
-        self._breaks: dict[int, int] = {}  # since a step was committed
+        self._breaks = Breaks(here.number)
         self._stack = ExitStack()
         self._door: Door | None = None
         if self._listen is not None:
@@ -225,19 +225,18 @@ class Machines:
             del self._machine_of[place]
         self._decides.lost(there, places, why)
 
-    def broke(self, reporter: int, culprit: int, text: str) -> None:
+    def broke(self, generation: int, reporter: int, culprit: int, text: str) -> None:
         """A bridge broke. If that happens again and again, one of the two machines cannot be reached by the other."""
-        other = self._machine_of.get(culprit, self.here.number)
-        blamed = self.all.get(other if other != self.here.number else reporter)
-        if blamed is None:
-            return
-        self._breaks[blamed.number] = self._breaks.get(blamed.number, 0) + 1
-        if self._breaks[blamed.number] >= _MOST_BREAKS:
-            self.lose(blamed, f"cannot be reached: {text}")
+        other = self._machine_of.get(culprit, -1)
+        if reporter not in self.all or other not in self.all:
+            return  # that is why
+        blamed = self._breaks.note(generation, reporter, other)
+        if blamed is not None:
+            self.lose(self.all[blamed], f"cannot be reached: {text}")
 
     def committed(self) -> None:
         """A step is committed: whatever broke before, the run gets on."""
-        self._breaks = {}
+        self._breaks.committed()
 
     # ---- generations ----
 
@@ -260,17 +259,24 @@ class Machines:
                 continue
             bridging = None
             if len(taking_part) > 1:
-                bridging = self._bridging(machine, taking_part.index(number), workers)
+                bridging = self._bridging(machine, taking_part, workers)
             machine.announce(said, bridging, lacks_state=bool(self._last) and number not in self._last)
         self._last = set(taking_part)
 
-    def _bridging(self, machine: Machine, index: int, workers: Sequence[Sequence[int]]) -> Bridging:
+    def _bridging(self, machine: Machine, machines: Sequence[int], workers: Sequence[Sequence[int]]) -> Bridging:
         assert self._listen is not None, "else there are no others"
-        there = self._far.get(machine.number)
-        ways = [far.connection.here for far in self._far.values()]  # addresses under which others have come
-        host = ways[0] if there is None else there.connection.here
-        address = ways[0] if there is None else there.connection.there
-        return Bridging(index, workers, (host, self._store.port), address, self._listen.between)
+        far = self._far
+        way = next(iter(far.values())).connection.here  # an address under which others have come
+        host = far[machine.number].connection.here if machine.number in far else way
+        addresses = [far[number].connection.there if number in far else way for number in machines]
+        return Bridging(
+            machines.index(machine.number),
+            workers,
+            (host, self._store.port),
+            addresses,
+            self._listen.between,
+            self._listen.silence_s,
+        )
 
     def end(self, code: int) -> None:
         """The run is over, for everyone."""

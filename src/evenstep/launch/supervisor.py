@@ -256,6 +256,10 @@ class _Supervisor:
             taken = sum(machine.capacity for machine in self._machines.all.values())
         if self._roster.ending is not Ending.NONE or self._roster.is_over:
             return "the run is ending: it takes no more workers"
+        if taken >= most:
+            return (
+                f"all {most} shards have a worker already: start the run with more --shards, or fewer workers elsewhere"
+            )
         if taken + count > most:
             return f"it offers {count} workers, but {taken} of {most} shards have one already: use -n {most - taken}"
         return None
@@ -287,7 +291,7 @@ class _Supervisor:
         """See `Hears`."""
         if generation == self._roster.generation and self._roster.ending is Ending.NONE and not self._roster.is_over:
             self._abort(culprit, text)
-            self._machines.broke(machine, culprit, text)
+            self._machines.broke(generation, machine, culprit, text)
 
     def did(self, machine: int, pieces: Sequence[Piece], ahead_ns: int = 0) -> None:
         """See `Hears`."""
