@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup browser demo pictures quick test test-gpu check bench performance chaos soak conformance clean
+.PHONY: setup browser demo pictures docs quick test test-gpu check bench performance chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,11 @@ pictures: setup browser
 	env -u MAKEFLAGS -u MAKELEVEL $(BIN)/python tools/terminal.py docs/pictures/demo.svg make demo
 	$(BIN)/python tools/screenshot.py docs/pictures/page.png
 
+# The manual, into build/manual: warnings are errors, and nothing comes from a network. To read it, with its search box:
+# python3 -m http.server --directory build/manual
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -38,9 +43,9 @@ check: setup
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python benchmarks/performance.py --check
 
-# Tests run in so many processes at a time.
+# Tests run in so many processes at a time; those that are started often are compiled once.
 LANES ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
 
 # Checks, and the tests that start no process.
 quick: check

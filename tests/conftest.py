@@ -35,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests in one process, and no long ones")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what is not quick, if that is wanted."""
+    return True if config.getoption("quick") and quick.is_foreign(collection_path) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, if that is wanted."""
     if config.getoption("quick"):
@@ -84,11 +89,15 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the runs that verify starts be forks of this process: the same, without importing torch for each."""
+    really = subprocess.run
 
     def run(
-        command: list[str], *, env: dict[str, str], timeout: float, **_: object
-    ) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] == ["-m", "evenstep"]
+        command: list[str], *, env: dict[str, str] | None = None, timeout: float | None = None, **other: Any
+    ) -> subprocess.CompletedProcess[Any]:
+        if command[1:3] != ["-m", "evenstep"]:  # `platform` asks uname, when it is first asked
+            return really(command, env=env, timeout=timeout, **other)
+        assert env is not None
+        assert timeout is not None
         own = {name: value for name, value in env.items() if name.startswith("EVENSTEP_")}
         done = cli_run(*command[3:], timeout_s=timeout, variables=own)
         return subprocess.CompletedProcess(command, done.code, done.stdout, done.stderr)
