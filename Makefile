@@ -47,9 +47,9 @@ check: setup
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python benchmarks/performance.py --check
 
-# Tests run in so many processes at a time.
+# Tests run in so many processes at a time; those that are started often are compiled once.
 LANES ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
 
 # Checks, and the tests that start no process.
 quick: check
