@@ -198,7 +198,7 @@ def test_one_that_has_updated_wrong_is_outvoted_by_two(sites, capfd):
     def spoil(worker, version, engine):
         if (worker, version) == (1, 2):
             flip(engine.state.entries["model.0.bias"].live, 3)
-            engine.recheck._custody._noted = None
+            engine.recheck._custody._noted = -1, {}
 
     assert several(3, spoil) == expected
     assert "worker 1 (machine" in capfd.readouterr().err
@@ -208,7 +208,7 @@ def test_of_two_that_have_updated_differently_nobody_can_say(sites):
     def spoil(worker, version, engine):
         if (worker, version) == (1, 2):
             flip(engine.state.entries["model.0.bias"].live, 3)
-            engine.recheck._custody._noted = None
+            engine.recheck._custody._noted = -1, {}
 
     with pytest.raises(WorkersFailed, match="the sites hold different states and there is no majority"):
         several(2, spoil)

@@ -35,15 +35,11 @@ class Custody:
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings, self._group, self._state = holdings, holdings.group, holdings.state
-        self._noted: tuple[tuple[int, int], dict[str, int]] | None = None
+        self._noted: tuple[int, dict[str, int]] = -1, {}  # before which operation, and the digests that were right
 
     def note(self) -> None:
         """Remember what this worker's share of the state is now: an operation has just been committed. Asks nobody."""
-        self._noted = (self._group.generation, self._state.operation + 1), self._digests()
-
-    def _moment(self) -> tuple[int, int]:
-        """In which operation, and among which workers, this is."""
-        return self._group.generation, self._state.operation
+        self._noted = self._state.operation + 1, self._digests()
 
     def _digests(self) -> dict[str, int]:
         """Of this worker's share of its site's tensors."""
@@ -68,9 +64,10 @@ class Custody:
             WrongError: It cannot.
         """
         now = self._digests()
-        noted = self._noted[1] if self._noted is not None and self._noted[0] == self._moment() else now
-        changed = sorted(name for name, digest in now.items() if noted.get(name) != digest)
-        self._noted = self._moment(), now
+        operation, digests = self._noted
+        noted = digests if operation == self._state.operation else {}  # shares change with the workers
+        changed = sorted(name for name, digest in now.items() if noted.get(name, digest) != digest)
+        self._noted = self._state.operation, now | noted
         root = reduce(xor, (derive(name, digest) for name, digest in now.items()), 0)
         of_all = self._group.gather_json(where + "state", [root, changed])
         sites = self._state.sites.members
@@ -79,7 +76,7 @@ class Custody:
         if all(sound) and len(set(roots)) == 1:
             return
         right = right_copy(roots, sound)
-        if len(sites) == 1 and self._take_back(where, {name: noted[name] for name in changed if name in noted}):
+        if len(sites) == 1 and self._take_back(where, {name: noted[name] for name in changed}):
             return
         if right is None or len(sites) == 1:
             raise WrongError(self._sentence(where, [of_all[rank][1] for ranks in sites for rank in ranks]))
@@ -127,7 +124,7 @@ class Custody:
                 self._tell_wrong(where, here, places, names, element, "it takes the state anew")
         with torch.no_grad():
             self._state.pull()
-        self._noted = self._moment(), self._digests()
+        self._noted = self._state.operation, self._digests()
 
     def _take_back(self, where: str, mine: Mapping[str, int]) -> bool:
         """On the only site: put what has changed back from a copy of this moment, if there is one; say what it was.
@@ -153,7 +150,7 @@ class Custody:
                 entries[each].live.copy_(tensor)
             group.barrier(where + "taken back")
             self._state.pull()
-        self._noted = self._moment(), self._digests()
+        self._noted = self._state.operation, self._digests()
         if group.rank == 0:
             whose = next(rank for rank, theirs in enumerate(of_all) if name in theirs)
             self._tell_wrong(where, whose, places, list(wanted), element, f"it is taken back from {source}")
