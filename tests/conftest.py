@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,11 +29,17 @@ from workers import cli_run
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(False)  # imports torch._inductor, which takes a second: now, and not in every fork
 processes.adopt_orphans()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it, as in `nohup make test &`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--quick`: only what starts no process and takes no time."""
     parser.addoption("--quick", action="store_true", help="only tests in one process, and no long ones")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what is not quick, if that is wanted."""
+    return True if config.getoption("quick") and quick.is_foreign(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 import processes
 from evenstep.cli.main import main
 from evenstep.cli.verify import Digests, compare
@@ -28,6 +30,7 @@ def training(before: str = "pass", after: str = "pass", noise: str = "0.0") -> s
     return TRAIN.replace("BEFORE", before).replace("AFTER", after).replace("NOISE", noise)
 
 
+@pytest.mark.long
 def test_runs_that_agree_are_called_equal(script, capsys):
     """The only one here that starts everything for real."""
     assert main(["verify", "--workers", "1,3", "--steps", "3", str(script(training()))]) == 0
@@ -75,6 +78,7 @@ def test_a_script_without_a_step_cannot_be_compared(warm, script, capsys):
     assert f"{path} made no step on 1 workers" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_script_that_takes_too_long_is_ended(script, capsys):
     assert main(["verify", "--workers", "1,2", "--timeout", "0.5", str(script("import time; time.sleep(600)"))]) == 1
     assert "did not end within 0.5 s; see --timeout" in capsys.readouterr().err
