@@ -3,10 +3,18 @@
 import os
 import re
 import signal
+import subprocess
+import sys
+from socket import gethostname
 
 import pytest
 
 import processes
+from evenstep.exchange.generations import Generation
+from evenstep.launch.job import Job
+from evenstep.launch.machines import Machines
+from evenstep.testing import Fault, plant
+from evenstep.transport.links import ALTERED
 from namespaces import Machine, Network, needs_relay, needs_root
 from workers import cli_run
 
@@ -228,3 +236,103 @@ def test_a_machine_sends_no_more_than_its_share_of_the_gradients(run, machines, 
     per_step = [num_bytes / (last + 1 - first) for num_bytes in sent]  # one more may have begun
     assert max(per_step) <= bound, (per_step, bound)
     assert min(per_step) > 0.5 * bound, "they do send them"
+
+
+# ---- decisions, in one process ----
+
+
+class FakeMachine:
+    """Keeps what it is told."""
+
+    round, capacity = 0, 1
+
+    def __init__(self, number):
+        self.number, self.name, self.told = number, f"node-{number}", []
+
+    def announce(self, generation, bridging, *, lacks_state):
+        self.told.append((generation.number, bridging, lacks_state))
+
+    def leave_out(self):
+        self.told.append("left out")
+
+
+@pytest.fixture
+def machines():
+    """Three, each with one worker of its own number; and what was said."""
+    said = []
+    machines = Machines(FakeMachine(0), Job("train.py", (), 1), None, said.append)
+    for number in (1, 2):
+        machines.all[number] = FakeMachine(number)
+        machines._machine_of[number] = number
+    return machines, said
+
+
+def test_a_worker_that_shall_go_is_told_also_where_nobody_stays(machines):
+    machines, _ = machines
+    machines.announce(Generation(7, 0, [0], None, dismissed=[1]))
+    assert machines.all[0].told == [(7, None, False)]
+    assert machines.all[1].told == [(7, None, False)], "or it would wait for ever, and the run for it"
+    assert machines.all[2].told == ["left out"]
+
+
+def test_data_that_were_altered_on_their_way_are_said_once_with_both_machines(machines):
+    machines, said = machines
+    for reporter, culprit in ((1, 2), (2, 1)):
+        machines.broke(5, reporter, culprit, f"the connection broke: {ALTERED} (64 bytes)")
+    assert said == [f"between machine 2 (node-2) and machine 1 (node-1) {ALTERED}; the step is done again"]
+    machines.broke(6, 1, 2, "the connection broke: reset by peer")
+    assert len(said) == 1, "a machine that is lost is said where it is"
+
+
+# ---- a machine that computes wrong, over a loopback ----
+
+SMALL = """
+import torch, evenstep
+from torch import nn
+import torch.nn.functional as F
+
+with evenstep.Run(shards=4, seed=5, progress=False) as run:
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3))
+    model, _ = run.prepare(model, torch.optim.Adam(model.parameters(), 1e-2))
+    for step in range(15):
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(16, 6, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+        run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+"""
+WRONG = [
+    Fault("flip", "parameter", 5, worker=1, bit=100),
+    Fault("flip", "node", 2, worker=1, bit=100),
+    Fault("flip", "gradient", 6, worker=1, bit=100),
+]
+
+
+def test_of_two_machines_one_that_is_wrong_is_named_each_time_and_the_fingerprint_stays(tmp_path):
+    (tmp_path / "train.py").write_text(SMALL)
+    (tmp_path / "token").write_text("a secret")
+    evenstep = [sys.executable, "-m", "evenstep"]
+    token = ["--token-file", str(tmp_path / "token")]
+    faults = {**os.environ, **plant(WRONG, tmp_path / "faults", in_order=True)}
+    options = ["--listen", "127.0.0.1:0", *token, "-n", "1", "--machines", "2", "--recheck", "1"]
+    head = subprocess.Popen(
+        [*evenstep, "run", *options, "train.py"],
+        cwd=tmp_path, env=faults, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with head:
+        where = re.search(r"evenstep join (\S+) ", head.stderr.readline())[1]
+        joined = subprocess.Popen(
+            [*evenstep, "join", where, *token, "-n", "1"], cwd=tmp_path, env=faults, stderr=subprocess.DEVNULL
+        )
+        with joined:
+            out, said = head.communicate(timeout=180)
+            joined.wait(60)
+    assert head.returncode == 0, said
+    assert out == cli_run("run", "-n", "1", str(tmp_path / "train.py")).stdout
+    who = rf"worker 1 \(machine {gethostname()}, process \d+, core \d+\)"
+    machines = re.escape(f"machine 0 ({gethostname()}) and machine 1 ({gethostname()})")
+    for line in (
+        rf"at step 1 {who} holds a wrong 'model\.0\.weight': element \[\d, \d\] is .*; it takes the state anew",
+        rf"between {machines} {ALTERED}; the step is done again",
+        rf"{who} computed wrong in step \d+, shard \d, gradient of 'model\.\S+': element .*; it is dismissed, and .*",
+        r"1 workers from now on: 0",
+    ):
+        assert re.search(rf"^evenstep: {line}$", said, re.MULTILINE), f"no {line!r} in\n{said}"
