@@ -9,7 +9,6 @@ wrong, and by the same where so much is tolerated.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -25,10 +24,13 @@ from evenstep.engine.randomness import derive
 from evenstep.engine.reports import Report
 from evenstep.engine.results import ShardResult
 from evenstep.engine.sharing import Sharing
+from evenstep.engine.twins import twin_of
 from evenstep.engine.witness import Witness
 from evenstep.plan.verdict import NUM_PASSES, Account, Difference, Pass, Verdict, judge, turn_of
 
 __all__ = ["Recheck", "Trial"]
+
+_MOST_CHANGES = 3  # of the state, while one step is computed again and again
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Recheck:
             WrongError: Somebody computes wrong, and nobody can say who, or nobody else is left.
             PeerError: A worker computes wrong; the supervisor says who goes on.
         """
+        changed = 0
         while True:
             self._look(trial)
             first = self._try(trial, 0)
@@ -93,15 +96,22 @@ class Recheck:
             report = trial.compute(work)
             second = self._note(witness, report.results)
             agree = self._digests(trial, second, 1) == expected
-            self._look(trial)
-            if agree:
+            if not self._look(trial):
+                changed += 1
+                if changed == _MOST_CHANGES:
+                    raise WrongError(
+                        f"in step {trial.work.version} the state has changed by itself {changed} times while it was "
+                        "computed: nothing of it was committed; train without the machine that was named"
+                    )
+            elif agree:
                 return report
-            self._act(self._find_out(trial, [first, second]))
+            else:
+                self._act(self._find_out(trial, [first, second]))
             self._clear()
 
-    def _look(self, trial: Trial) -> None:
-        """See that nothing happens to the state: two computations of different values have every right to differ."""
-        self._custody.check(trial.work.where)
+    def _look(self, trial: Trial) -> bool:
+        """See that nothing happens to the state; False: something has, and two computations of it may well differ."""
+        return self._custody.check(trial.work.where)
 
     def _try(self, trial: Trial, number: int, wanted: Collection[tuple[int, str]] = ()) -> Witness:
         """Compute all shards in a pass that does not count."""
@@ -122,7 +132,7 @@ class Recheck:
     def _watched(self, work: Work, wanted: Collection[tuple[int, str]] = ()) -> tuple[Witness, Work]:
         """What notes a computation, and the computation; on samples of its own, which it may change."""
         witness = Witness(list(work.parts), wanted)
-        parts = {k: pytree.tree_map_only(Tensor, torch.clone, part) for k, part in work.parts.items()}
+        parts = {k: pytree.tree_map_only(Tensor, twin_of, part) for k, part in work.parts.items()}
         for shard, part in parts.items():
             witness.samples(shard, part)
         return witness, replace(work, parts=parts, witness=witness)
