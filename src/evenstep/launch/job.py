@@ -27,13 +27,14 @@ class Job:
         weights: How much each worker shall do; None: measured.
         resume: Whether to go on from the newest checkpoint.
         standing: Where the workers stand as a group, if there are groups and servers.
-        report: Takes progress and fingerprint of a group.
+        report: Takes progress and fingerprint, and the error that the run ended with, where somebody else shows them.
         recheck: Of how many steps one is computed twice; None: the script's.
         tolerate_wrong: How often a worker may compute wrong before it goes; None: the script's.
         log_json: Where a line of JSON goes for every step.
         tensorboard: Where event files for TensorBoard go.
         page: The port of the page of the run; 0: any; None: there is none.
         listen: How other machines join; None: none can.
+        keeper: The one worker of this machine keeps the state and computes nothing, unless nobody else is there.
     """
 
     script: Path | str
@@ -54,3 +55,4 @@ class Job:
     tensorboard: Path | None = None
     page: int | None = None
     listen: Listen | None = None
+    keeper: bool = False

@@ -132,7 +132,6 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
             self.is_classification(),
             train_files,
             validation_files,
-            str(folder / "checkpoints"),
             get(self.epochs),
             get(self.batchSize),
             get(self.shards),
