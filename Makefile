@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup browser demo quick test test-gpu check bench chaos soak conformance clean
+.PHONY: setup browser demo quick test test-gpu check bench performance chaos soak conformance clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/evenstep/native/*.c src/evenstep/native/*.h)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 # The tests of the server's page need a browser; without one they are skipped. Bounded in time: it is no one's fault.
@@ -30,6 +31,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python benchmarks/performance.py --check
 
 # Checks, and the tests that start no process.
 quick: check
@@ -44,15 +46,23 @@ test-gpu:
 	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/engine/test_on_cuda.py tests/nn/test_on_gpu.py
 
-bench: setup
-	$(BIN)/python benchmarks/engine.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/recheck.py
-	$(BIN)/python benchmarks/batchnorm.py
-	$(BIN)/python benchmarks/recovery.py
-	$(BIN)/python benchmarks/distributed.py
-	$(BIN)/python benchmarks/server.py
-	$(BIN)/python benchmarks/clusters.py
+# Every benchmark that needs no GPU, each into its own file, and the page that is made of them. One of them: make bench-recovery.
+BENCHMARKS := engine portable recovery memory distributed server clusters recheck batchnorm
+BENCHMARK_engine := engine.py
+BENCHMARK_portable := engine.py --rows mlp-portable,resnet-portable,transformer-portable --clock processor
+bench: $(addprefix bench-,$(BENCHMARKS))
+	$(BIN)/python benchmarks/performance.py
+
+bench-%: setup $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/$(or $(BENCHMARK_$*),$*.py) --json benchmarks/results/$*.json
+
+$(VENV)/.installed-bench: $(STAMP)
+	$(PIP) --editable '.[bench]'
+	touch $@
+
+# docs/performance.md and its charts, from benchmarks/results and the words in benchmarks/performance.md.
+performance:
+	$(PYTHON) benchmarks/performance.py
 
 SEED ?= 0
 # With RECHECK=1: 300 flipped bits, each of which has to be found and named.

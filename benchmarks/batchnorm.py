@@ -7,7 +7,8 @@ Run it from the repository::
 The local part is all of ``evenstep.nn.functional`` that a step of one shard needs (statistics, normalize, running
 statistics, both halves of the backward), joined by a thin ``autograd.Function`` and without any exchange. Times are
 medians in microseconds; ratios are medians of the ratios of neighbouring measurements, in changing order, so that a
-machine which others use as well disturbs them little. The aim is a ratio of at most 1.15 for both together.
+machine which others use as well disturbs them little. The aim is a ratio of at most 1.15 for both together. A cell of
+microseconds is ours / torch's.
 
 The last column is the ratio of the whole module, ``SyncBatchNorm2d`` with one participant and all that it does around
 the local part. The input has standard deviation 1 and, unless ``--mean`` says otherwise, mean 0.
@@ -16,7 +17,7 @@ the local part. The input has standard deviation 1 and, unless ``--mean`` says o
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from evenstep.nn import SyncBatchNorm2d, functional
+from results import Record, add_option, shown
 
 SHAPES = [(16, 64, 32, 32), (64, 64, 32, 32), (128, 128, 16, 16), (128, 256, 8, 8), (32, 512, 7, 7)]
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
@@ -90,6 +92,17 @@ def measure(
     return result
 
 
+def lines(threads: int, options: argparse.Namespace) -> Iterator[list[str]]:
+    """The rows of one number of threads: microseconds of ours and of torch's, and the ratio, of each part."""
+    torch.set_num_threads(threads)
+    for shape in SHAPES:
+        for name, memory_format in LAYOUTS.items():
+            cells = [", ".join(map(str, shape)), name, str(threads)]
+            for torch_s, ours_s, ratio in measure(shape, memory_format, options.rounds, options.mean):
+                cells += [f"{ours_s * 1e6:.0f} / {torch_s * 1e6:.0f}", f"{ratio:.2f}"]
+            yield cells
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table; the number of threads is put back afterwards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,24 +112,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--mean", type=float, default=0.0, help="mean of the input, of standard deviation 1 (default: 0)"
     )
+    add_option(parser)
     options = parser.parse_args(arguments)
-    parts = ("forward", "backward", "both", "module")
-    print(
-        f"{'threads':>7} {'shape':<18} {'layout':<13} "
-        + " ".join(f"{f'{part}: torch us, ours, ratio':>32}" for part in parts)
-    )
+    record = Record.begin()
+    labels = ["N, C, H, W", "layout", "threads"]
+    parts = [f"{part} {figure}" for part in ("forward", "backward", "both", "module") for figure in ("us", "ratio")]
+    chart = {"means": "times as long as nn.BatchNorm2d: local part, module"}
     try:
-        for threads in options.threads:
-            torch.set_num_threads(threads)
-            for shape in SHAPES:
-                for name, memory_format in LAYOUTS.items():
-                    cells = [
-                        f"{torch_s * 1e6:15.0f} {ours_s * 1e6:9.0f} {ratio:6.2f}"
-                        for torch_s, ours_s, ratio in measure(shape, memory_format, options.rounds, options.mean)
-                    ]
-                    print(f"{threads:>7} {shape!s:<18} {name:<13} " + " ".join(cells), flush=True)
+        rows = shown(line for threads in options.threads for line in lines(threads, options))
+        record.table([*labels, *parts], rows, values=["both ratio", "module ratio"], labels=labels, **chart)
     finally:
         torch.set_num_threads(default_threads)
+    record.save(options.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 
 from evenstep.nn import SyncBatchNorm2d, convert_sync_batchnorm, gpu
 from models import resnet50
+from results import Record, add_option, shown
 
 SHAPES = [
     (64, 64, 112, 112),
@@ -141,23 +143,22 @@ def draw(shape: Sequence[int], dtype: torch.dtype, layout: torch.memory_format) 
     return x, dy
 
 
-def print_layers(clock: Clock) -> None:
+def layers(record: Record, clock: Clock) -> None:
     """The table of single layers."""
     speed = clock.copy_bytes_per_us()
-    print(f"copy: {speed / 1e6:.2f} TB/s; times in microseconds, forward / backward\n")
-    print("| N, C, H, W | dtype, layout | MB | ours | share | company | x sync | x bn | x relu |")
-    print("|---|---|--:|--:|--:|--:|--:|--:|--:|")
-    for shape in SHAPES:
-        for dtype_name, dtype in DTYPES.items():
-            for layout_name, layout in LAYOUTS.items():
-                x, dy = draw(shape, dtype, layout)
-                print(
-                    f"| {', '.join(map(str, shape))} | {dtype_name} {layout_name} | " + layer_cells(clock, speed, x, dy)
-                )
-                sys.stdout.flush()
+    columns = ["N, C, H, W", "dtype, layout", "MB", "ours us", "share", "company", "x sync", "x bn", "x relu"]
+
+    def rows() -> Iterator[list[str]]:
+        for shape, (dtype_name, dtype), (layout_name, layout) in product(SHAPES, DTYPES.items(), LAYOUTS.items()):
+            x, dy = draw(shape, dtype, layout)
+            yield [", ".join(map(str, shape)), f"{dtype_name} {layout_name}", *layer_cells(clock, speed, x, dy)]
+
+    title = f"Copy: {speed / 1e6:.2f} TB/s; forward / backward"
+    chart = {"means": "times as fast as torch's synchronized kernels: forward, backward"}
+    record.table(columns, shown(rows()), title, values=["x sync"], labels=columns[:2], **chart)
 
 
-def layer_cells(clock: Clock, speed: float, x: Tensor, dy: Tensor) -> str:
+def layer_cells(clock: Clock, speed: float, x: Tensor, dy: Tensor) -> list[str]:
     """The figures of one input."""
     channels, num_bytes = x.shape[1], x.numel() * x.element_size()
     plain, ours = nn.BatchNorm2d(channels).cuda(), SyncBatchNorm2d(channels).cuda()
@@ -176,14 +177,19 @@ def layer_cells(clock: Clock, speed: float, x: Tensor, dy: Tensor) -> str:
 
     cells = [f"{num_bytes / 1e6:.0f}", pair(mine, (1, 1), 1), pair(floors, mine), pair(floors, company)]
     cells += [pair(sync, mine), pair(theirs, mine), f"{separate_us / fused_us:.2f}"]
-    return " | ".join(cells) + " |"
+    return cells
 
 
-def print_shards(clock: Clock, num_shards: int = 8) -> None:
+def several_shards(record: Record, clock: Clock, num_shards: int = 8) -> None:
     """The table of several shards on one GPU."""
-    print(f"\n{num_shards} shards, bf16; microseconds, forward / backward\n")
-    print("| N, C, H, W of a shard | layout | joint | one by one | host, joint | host, one by one |")
-    print("|---|---|--:|--:|--:|--:|")
+    columns = ["N, C, H, W of a shard", "layout", "joint", "one by one", "host, joint", "host, one by one"]
+    title = f"{num_shards} shards, bf16; microseconds, forward / backward"
+    chart = {"values": ["joint", "one by one"], "means": "microseconds: joint, one by one", "base": None}
+    record.table(columns, shown(shard_rows(clock, num_shards)), title, labels=columns[:2], **chart)
+
+
+def shard_rows(clock: Clock, num_shards: int) -> Iterator[list[str]]:
+    """Figures of every shape and layout."""
     for n, c, h, w in SHAPES[:5]:
         for layout_name, layout in LAYOUTS.items():
             drawn = [draw((n // num_shards, c, h, w), torch.bfloat16, layout) for _ in range(num_shards)]
@@ -194,10 +200,7 @@ def print_shards(clock: Clock, num_shards: int = 8) -> None:
                 forward, backward = company_times(clock, xs, dys, weight, bias, joint=joint)
                 cells.append(f"{forward:.1f} / {backward:.1f}")
                 host.append(f"{host_microseconds(xs, joint):.0f}")
-            print(
-                f"| {n // num_shards}, {c}, {h}, {w} | {layout_name} | " + " | ".join([*cells, *host]) + " |",
-                flush=True,
-            )
+            yield [f"{n // num_shards}, {c}, {h}, {w}", layout_name, *cells, *host]
 
 
 def host_microseconds(xs: Sequence[Tensor], joint: bool) -> float:
@@ -213,23 +216,30 @@ def host_microseconds(xs: Sequence[Tensor], joint: bool) -> float:
     return statistics.median(times)
 
 
-def print_resnet(batch_size: int, steps: int) -> None:
+def whole_steps(record: Record, batch_size: int, steps: int) -> None:
     """Whole training steps of a ResNet-50."""
+    columns = ["batch norm", "ms a step", "times as fast", "GB at most", "loss after the steps"]
+    chart = {"means": "times as fast as with nn.BatchNorm2d"}
+    title = f"ResNet-50, bf16 autocast, channels-last, batch {batch_size}"
+    record.table(
+        columns, shown(resnet_rows(batch_size, steps)), title, values=columns[2:3], labels=columns[:1], **chart
+    )
+
+
+def resnet_rows(batch_size: int, steps: int) -> Iterator[list[str]]:
+    """Figures of each batch norm."""
     kinds: dict[str, Callable[[nn.Module], nn.Module]] = {
         "nn.BatchNorm2d": lambda model: model,
         "ours": convert_sync_batchnorm,
         "ours, fused": lambda model: convert_sync_batchnorm(model, fuse=True),
     }
     torch.backends.cudnn.benchmark = True
-    print(f"\nResNet-50, bf16 autocast, channels-last, batch {batch_size}\n")
-    print("| batch norm | ms a step | times as fast | GB at most | loss after the steps |")
-    print("|---|--:|--:|--:|--:|")
     base = 0.0
     for name, convert in kinds.items():
         model = convert(resnet50()).cuda().to(memory_format=torch.channels_last)
         ms, memory, loss = train(model, batch_size, steps)
         base = base or ms
-        print(f"| {name} | {ms:.1f} | {base / ms:.3f} | {memory:.1f} | {loss:.4f} |", flush=True)
+        yield [name, f"{ms:.1f}", f"{base / ms:.3f}", f"{memory:.1f}", f"{loss:.4f}"]
 
 
 def train(model: nn.Module, batch_size: int, steps: int) -> tuple[float, float, float]:
@@ -263,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=256, help="of the ResNet-50 (default: 256)")
     parser.add_argument("--steps", type=int, default=15, help="timed steps of the ResNet-50 (default: 15)")
     parser.add_argument("--parts", nargs="*", default=["layers", "shards", "resnet"], help="which tables to print")
+    add_option(parser)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU, and torch sees none here", file=sys.stderr)
@@ -270,14 +281,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not gpu.takes(torch.empty(1, device="cuda")):
         print("this benchmark needs Triton: pip install evenstep[triton]", file=sys.stderr)
         return 1
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    clock = Clock(options.rounds)
+    record, clock = Record.begin(), Clock(options.rounds)
     if "layers" in options.parts:
-        print_layers(clock)
+        layers(record, clock)
     if "shards" in options.parts:
-        print_shards(clock)
+        several_shards(record, clock)
     if "resnet" in options.parts:
-        print_resnet(options.batch_size, options.steps)
+        whole_steps(record, options.batch_size, options.steps)
+    record.save(options.json)
     return 0
 
 

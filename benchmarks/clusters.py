@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from results import Record, add_option, shown
+
 SAMPLES, WIDTH = 2048, 256
 
 
@@ -42,9 +44,12 @@ def training(steps: int, stamps: str | None = None, every: int = 0) -> list[floa
     return times
 
 
-def report(name: str, value: float, unit: str, goal: str) -> None:
-    """One line."""
-    print(f"{name:<62} {value:>10.2f} {unit:<10} goal {goal}", flush=True)
+Line = list[str]  # what, how much, of what, goal
+
+
+def line(name: str, value: float, unit: str, goal: str) -> Line:
+    """One line of the table."""
+    return [name, f"{value:.2f}", unit, goal]
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -76,7 +81,7 @@ def ray_cluster(nodes: int) -> Iterator[tuple[Any, list[Any]]]:
         cluster.shutdown()
 
 
-def on_ray(steps: int) -> None:
+def on_ray(steps: int) -> Iterator[Line]:
     """Time to the first step, step time over two nodes, recovery."""
     import threading
 
@@ -94,10 +99,10 @@ def on_ray(steps: int) -> None:
         empty_s = min(timed(lambda: ray.get(Empty.remote().there.remote())) for _ in range(3))
         begin = time.time()
         first_s = evenstep.ray.run(training, 1, workers=2, quiet=True)[0] - begin
-        report("Ray: to the first step, beyond an empty actor", first_s - empty_s, "s", "< 5")
+        yield line("Ray: to the first step, beyond an empty actor", first_s - empty_s, "s", "< 5")
         on_two = step_ms(evenstep.ray.run(training, steps, workers=2, quiet=True))
         here = step_ms(on_this_machine(steps))
-        report("Ray: step on 2 nodes / evenstep run -n 2", on_two / here, "", "1.15")
+        yield line("Ray: step on 2 nodes / evenstep run -n 2", on_two / here, "", "1.15")
         with tempfile.TemporaryDirectory() as folder:
             killed: list[float] = []
 
@@ -113,7 +118,7 @@ def on_ray(steps: int) -> None:
             thread.join()
             stamps = sorted(float(file.read_text()) for file in Path(folder).iterdir() if file.name.isdigit())
             gap = max(b - a for a, b in itertools.pairwise(stamps) if b > killed[0])
-            report("Ray: a node killed, until the next step is committed", gap, "s", "< 3")
+            yield line("Ray: a node killed, until the next step is committed", gap, "s", "< 3")
 
 
 def on_this_machine(steps: int) -> list[float]:
@@ -133,7 +138,7 @@ def on_this_machine(steps: int) -> list[float]:
         return list(json.loads(Path(folder, "times").read_text()))
 
 
-def on_spark(rows: int) -> None:
+def on_spark(rows: int) -> Iterator[Line]:
     """Time to the first step, and rows from a DataFrame into training."""
     import pyarrow.parquet as pq
     from pyspark.sql import SparkSession
@@ -153,14 +158,14 @@ def on_spark(rows: int) -> None:
         empty_s = min(timed(warm.collect) for _ in range(3))
         begin = time.time()
         first_s = evenstep.spark.run(training, 1, workers=2, quiet=True)[0] - begin
-        report("Spark: to the first step, beyond an empty task", first_s - empty_s, "s", "< 5")
+        yield line("Spark: to the first step, beyond an empty task", first_s - empty_s, "s", "< 5")
         with tempfile.TemporaryDirectory() as folder:
             os.chmod(folder, 0o777)
             frame = session.range(rows).select(
                 F.array(*[F.rand(n).cast("float") for n in range(8)]).alias("features"),
                 (F.col("id") % 10).alias("label"),
             )
-            report(
+            yield line(
                 "Spark: rows written", rows / timed(lambda: write(frame, ["features", "label"], folder)), "rows/s", "-"
             )
             files = sorted(Path(folder).iterdir())
@@ -174,8 +179,8 @@ def on_spark(rows: int) -> None:
                             batch.part(shard)
 
             ours = min(timed(into_batches) for _ in range(3))
-            report("Rows into training / pyarrow reading the files alone", alone / ours, "", "0.7")
-            report("Rows into training", rows / ours, "rows/s", "-")
+            yield line("Rows into training / pyarrow reading the files alone", alone / ours, "", "0.7")
+            yield line("Rows into training", rows / ours, "rows/s", "-")
     finally:
         session.stop()
 
@@ -186,11 +191,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--only", choices=["ray", "spark"])
+    add_option(parser)
     options = parser.parse_args()
-    if options.only != "spark":
-        on_ray(options.steps)
-    if options.only != "ray":
-        on_spark(options.rows)
+    record = Record.begin()
+    parts = [] if options.only == "spark" else [on_ray(options.steps)]
+    parts += [] if options.only == "ray" else [on_spark(options.rows)]
+    record.table(["what", "found", "unit", "goal"], shown(itertools.chain.from_iterable(parts)))
+    record.save(options.json)
 
 
 if __name__ == "__main__":

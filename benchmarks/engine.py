@@ -15,7 +15,6 @@ The peers live here too: ``--peer plain``, ``--peer ddp`` and ``--peer gloo`` tu
 import argparse
 import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -37,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenstep.arithmetic.settings import PORTABLE
 from models import TASKS, Task
+from results import AGAINST_PEERS, Record, add_option
 
 HERE = Path(__file__).resolve().parent
 NUM_WARMUP_STEPS = 3
@@ -326,23 +326,6 @@ def run_peer(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def machine_facts() -> dict[str, str]:
-    """Return what a reader must know about the machine to judge the figures."""
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    return {
-        "cpu": cpu,
-        "cores": str(len(os.sched_getaffinity(0))),
-        "torch": torch.__version__,
-        "cpu capability": torch.backends.cpu.get_cpu_capability(),
-        "threads per process": "1",
-        "load average at the start": f"{os.getloadavg()[0]:.2f}",
-    }
-
-
 def run_rounds(rows: Sequence[Row], options: argparse.Namespace) -> dict[str, list[float]]:
     """Measure every configuration that `rows` need, `options.rounds` times, and return the medians in seconds by name.
 
@@ -376,15 +359,6 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.4f}"
 
 
-def print_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table with aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(line[column]) for line in (header, *lines)) for column in range(len(header))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    for line in (header, rule, *lines):
-        cells = [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]
-        print("| " + " | ".join(cells) + " |")
-
-
 def table_line(row: Row, results: dict[str, list[float]]) -> list[str]:
     """Return the cells of `row`: what, ours, peer, ratio, goal, reached."""
     goal = "-" if row.goal is None else f"{row.goal:.2f}"
@@ -401,7 +375,12 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line; an unknown row name is an error that lists the known ones."""
     parser = argparse.ArgumentParser(description="Measure the engine against its peers.")
     names = [row.name for row in ROWS]
-    parser.add_argument("--rows", default=",".join(names), help="rows to measure, separated by commas (default: all)")
+    usual = [name for name in names if not name.endswith("-portable")]
+    parser.add_argument(
+        "--rows",
+        default=",".join(usual),
+        help="rows, separated by commas (default: all but those of portable arithmetic)",
+    )
     parser.add_argument("--steps", type=int, help="timed steps in one measurement (default: a few seconds' worth)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of every configuration (default: 3)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds one measurement may take (default: 120)")
@@ -412,7 +391,7 @@ def parse_arguments() -> argparse.Namespace:
         help="processor: count only the time that it works for us (rows of one worker), on a machine that others use "
         "(default: wall)",
     )
-    parser.add_argument("--json", type=Path, help="write all figures to this file as well")
+    add_option(parser)
     parser.add_argument("--ddp", choices=sorted(DDP_SETTINGS), default="stock", help="settings of DDP (default: stock)")
     parser.add_argument("--peer", choices=("plain", "ddp", "gloo"), help="be one process of a peer (internal)")
     parser.add_argument("--model", choices=sorted(TASKS), default="mlp", help="what --peer trains (internal)")
@@ -450,25 +429,17 @@ def main() -> int:
         run_peer(options)
         return 0
     exit_on_sigterm()
+    record = Record.begin()
     began = time.monotonic()
-    facts = machine_facts()
     wanted = options.rows.split(",")
     rows = [row for row in ROWS if row.name in wanted]
     results = run_rounds(rows, options)
     lines = [table_line(row, results) for row in rows]
-    print_table(("what", "ours ms", "peer ms", "ratio", "goal", "reached"), lines)
-    facts["settings of DDP"] = options.ddp
-    facts["clock"] = options.clock
-    facts["duration of the run"] = f"{time.monotonic() - began:.0f} s"
-    print()
-    for name, value in facts.items():
-        print(f"{name}: {value}")
-    if options.json:
-        table = [
-            {**vars(row), "ratio": None if line[3] == "-" else float(line[3]), "reached": line[5]}
-            for row, line in zip(rows, lines, strict=True)
-        ]
-        options.json.write_text(json.dumps({"machine": facts, "rows": table, "seconds": results}, indent=2) + "\n")
+    record.table(("what", "ours ms", "peer ms", "ratio", "goal", "reached"), lines, **AGAINST_PEERS)
+    record.machine |= {"threads per process": "1", "settings of DDP": options.ddp, "clock": options.clock}
+    record.machine["rounds"] = str(options.rounds)
+    record.machine["duration"] = f"{time.monotonic() - began:.0f} s"
+    record.save(options.json)
     return 1 if any(line[5] == "failed" for line in lines) else 0
 
 

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 import evenstep
 from models_gpu import TASKS
+from results import Record, add_option, shown
 
 GOALS = {
     ("resnet50", 1): 0.90, ("resnet50", 2): 0.95, ("resnet50", 8): 1.20,
@@ -102,19 +104,26 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=12, help="until graphs are captured and checked")
     parser.add_argument("--workers", default="1,2", help="of one GPU; more than one wants nvidia-cuda-mps-control -d")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    add_option(parser)
     args = parser.parse_args()
     if args.one:
         options = json.loads(args.one)
         kind = options.pop("kind")
         print(json.dumps((plain if kind == "plain" else ours)(steps=args.steps, warmup=args.warmup, **options)))
         return 0
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16 autocast, {args.steps} steps")
-    print("| model | what | ms | ratio | goal | cpu ms | GiB | fingerprint |")
-    print("| --- | --- | --: | --: | --: | --: | --: | --- |")
-    failed = 0
+    record = Record.begin()
+    columns = ["model", "what", "ms", "ratio", "goal", "cpu ms", "GiB", "fingerprint"]
+    chart = {"means": "times as long as the plain loop", "goal": "goal"}
+    record.table(columns, shown(rows(args)), values=["ratio"], labels=columns[:2], **chart)
+    record.save(args.json)
+    return int(any("failed" in row for row in record.tables[0].rows))
+
+
+def rows(args: argparse.Namespace) -> Iterator[list[str]]:
+    """Measure one configuration after the other."""
     for name in args.models.split(","):
         base = run_one(args, kind="plain", name=name)
-        print(f"| {name} | plain loop | {show(base)} |", flush=True)
+        yield [name, "plain loop", *cells(base)]
         for shards in map(int, args.shards.split(",")):
             choices = args.graphs.split(","), map(int, args.workers.split(",")), args.image.split(",")
             for graphs, workers, image in product(*choices):
@@ -122,20 +131,19 @@ def main() -> int:
                     continue
                 options = {"name": name, "shards": shards, "graphs": graphs == "on", "image": image == "on"}
                 found = run_one(args, workers, kind="ours", **options)
-                failed += "error" in found
                 goal = GOALS.get((name, shards)) if graphs == "on" and workers == 1 else None
                 what = f"K={shards}, graphs {graphs}, image {image}, {workers} workers"
-                print(f"| {name} | {what} | {show(found, base, goal)} |", flush=True)
-    return int(bool(failed))
+                yield [name, what, *cells(found, base, goal)]
 
 
-def show(found: dict[str, Any], base: dict[str, Any] | None = None, goal: float | None = None) -> str:
+def cells(found: dict[str, Any], base: dict[str, Any] | None = None, goal: float | None = None) -> list[str]:
     """The rest of a row."""
     if "error" in found:
-        return f"failed: {found['error']}"
+        print(f"failed: {found['error']}", file=sys.stderr)
+        return ["failed", *["-"] * 5]
     ratio = f"{found['ms'] / base['ms']:.3f}" if base and "ms" in base else "1"
     fingerprint = found.get("fingerprint", "")[:12]
-    return f"{found['ms']:.1f} | {ratio} | {goal or '-'} | {found['cpu_ms']:.1f} | {found['gib']:.1f} | {fingerprint}"
+    return [f"{found['ms']:.1f}", ratio, str(goal or "-"), f"{found['cpu_ms']:.1f}", f"{found['gib']:.1f}", fingerprint]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 import evenstep
 from evenstep.nn import convert_sync_batchnorm
+from results import Record, add_option, shown
 
 
 class Network(nn.Module):
@@ -67,28 +69,35 @@ def main() -> int:
     parser.add_argument("--workers", default="1,1,2,3,5,8", help="numbers of workers (default: 1,1,2,3,5,8)")
     parser.add_argument("--train", action="store_true", help="be the training script (internal)")
     parser.add_argument("--autocast", action="store_true", help="train in bfloat16 (internal)")
+    add_option(parser)
     options = parser.parse_args()
     if options.train:
         train(options.device, options.autocast)
         return 0
-    seen = set()
-    name = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
-    print(f"{name}, torch {torch.__version__}")
+    record = Record.begin()
+    record.table(["workers", "dtype", "ms a step", "loss", "accuracy", "fingerprint"], shown(rows(options)))
+    equal = len({(dtype, *found) for _, dtype, _, *found in record.tables[0].rows}) == 2  # one a dtype
+    record.note("All are equal." if equal else "They differ.")
+    record.save(options.json)
+    return 0 if equal else 1
+
+
+def rows(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Train on one number of workers after the other.
+
+    Raises:
+        SystemExit: A run failed.
+    """
     for autocast in (False, True):
         for count in options.workers.split(","):
             command = [sys.executable, "-m", "evenstep", "run", "-n", count, str(Path(__file__)), "--train"]
             command += ["--device", options.device, *(["--autocast"] if autocast else [])]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ)
             if done.returncode:
-                print(done.stderr[-3000:])
-                return 1
+                raise SystemExit(done.stderr[-3000:])
             *_, result, fingerprint = done.stdout.strip().splitlines()
             loss, accuracy, took = result.split()[2::2]
-            seen.add((autocast, fingerprint, loss, accuracy))
-            kind = "bfloat16" if autocast else "float32"
-            print(f"{count:>2} workers  {kind:<8}  {took:>7} ms/step  loss {loss}  {fingerprint}", flush=True)
-    print("all equal" if len(seen) == 2 else "THEY DIFFER")
-    return 0 if len(seen) == 2 else 1
+            yield [count, "bfloat16" if autocast else "float32", took, loss, accuracy, fingerprint.split()[-1]]
 
 
 if __name__ == "__main__":

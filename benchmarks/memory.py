@@ -40,13 +40,12 @@ from torch import Tensor, nn
 from engine import (
     BenchmarkError,
     exit_on_sigterm,
-    machine_facts,
-    print_table,
     single_threaded_environment,
     started,
     wait_until,
 )
 from models import TASKS, adamw
+from results import AGAINST_PEERS, Record, add_option
 
 GOAL = 2.2
 WORKERS = (1, 2, 4)
@@ -276,7 +275,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Measure the memory of parameters and optimizer state.")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds one run may take (default: 120)")
-    parser.add_argument("--json", type=Path, help="write all figures to this file as well")
+    add_option(parser)
     parser.add_argument("--train", choices=("ours", "plain"), help="be a measured process (internal)")
     parser.add_argument("--model", choices=sorted(TASKS), default="mlp", help="what --train trains (internal)")
     parser.add_argument("--parked", type=Path, help="where --train reports that it is parked (internal)")
@@ -293,6 +292,7 @@ def main() -> int:
         (train_ours if options.train == "ours" else train_plain)(options.model, options.parked)
         return 0
     exit_on_sigterm()
+    record = Record.begin()
     plain = growth(0, options.timeout)
     usages: dict[int, Usage | None] = {}
     for num_workers in WORKERS:
@@ -301,16 +301,10 @@ def main() -> int:
         except BenchmarkError as error:
             usages[num_workers] = None
             print(f"{num_workers} workers: failed: {error}", file=sys.stderr, flush=True)
-    print_table(("MLP 12.6 M, AdamW", "ours MiB", "plain MiB", "ratio", "goal", "reached"), table_lines(plain, usages))
-    facts = machine_facts()
-    print()
-    for name, value in facts.items():
-        print(f"{name}: {value}")
-    if options.json:
-        figures = {str(n): usage and vars(usage) for n, usage in usages.items()}
-        options.json.write_text(
-            json.dumps({"machine": facts, "plain": vars(plain), "workers": figures}, indent=2) + "\n"
-        )
+    columns = ("MLP 12.6 M, AdamW", "ours MiB", "plain MiB", "ratio", "goal", "reached")
+    chart = {**AGAINST_PEERS, "labels": columns[:1], "means": "times as much as one plain process"}
+    record.table(columns, table_lines(plain, usages), **chart)
+    record.save(options.json)
     return 1 if None in usages.values() else 0
 
 

@@ -3,6 +3,7 @@
 python benchmarks/server.py
 """
 
+import argparse
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from torch import nn
 
 from evenstep.native import core
 from evenstep.server import ParameterServer, connect
+from results import Record, add_option
 
 LARGE, SMALL = 25 << 20, 100 << 10
 GOALS = {"http": 0.5, "tcp": 0.8, "memory": 2.0}
@@ -171,33 +173,39 @@ def together(url: str, num_clients: int, num_bytes: int, times: int) -> float:
     return num_clients * times / (time.perf_counter() - begin)
 
 
+def of_the_bare_socket(record: Record, title: str, seconds: dict[str, list[float]], goals: dict[str, float]) -> None:
+    """The table of one size: milliseconds of a round, and the bare socket's over them."""
+    bare_s, lines = statistics.median(seconds["bare"]), []
+    for name, times in seconds.items():
+        median_s, late_s = statistics.median(times), statistics.quantiles(times, n=100, method="inclusive")[98]
+        share, goal = bare_s / median_s, goals.get(name)
+        reached = "-" if goal is None else "yes" if share >= goal else "no"
+        cells = [f"{1e3 * median_s:.2f}", f"{1e3 * late_s:.2f}", f"{1 / median_s:.0f}", f"{share:.2f}"]
+        lines.append([name, *cells, str(goal or "-"), reached])
+    columns = ["transport", "ms", "99 of 100 within ms", "rounds a second", "of the bare socket", "goal", "reached"]
+    chart = {"means": "of the bare socket's speed", "goal": "goal"}
+    record.table(columns, lines, title, values=columns[4:5], labels=columns[:1], **chart)
+
+
 def main() -> None:
     """Print ratios, and what they should be."""
+    parser = argparse.ArgumentParser(description="Measure the parameter server against a bare socket.")
+    add_option(parser)
+    options = parser.parse_args()
+    record = Record.begin()
     torch.set_num_threads(1)  # we fork: a pool of threads would not survive it
-    seconds = rounds(LARGE, 15)
-    base = statistics.median(seconds["bare"])
-    print(f"pull and push of 25 MiB, one client: bare socket {1e3 * base:.1f} ms")
-    for name, goal in GOALS.items():
-        median = statistics.median(seconds[name])
-        print(f"  {name:<7} {1e3 * median:6.1f} ms  {base / median:5.2f} of the bare socket  (goal {goal})")
+    of_the_bare_socket(record, "Pull and push of 25 MiB, one client", rounds(LARGE, 15), GOALS)
     pid, line = forked(ours(LARGE, "tcp"))
     urls, besides = json.loads(line)
     one = together(urls["tcp"], 1, LARGE, 16)
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # begin to look for the highest
     eight = together(urls["tcp"], 8, LARGE, 4)
-    print(f"eight clients at once: {eight / one:.2f} of one client's throughput  (goal 1)")
     copies = (resident(pid, "VmHWM") - besides) / LARGE
-    print(f"the server's memory at its highest: {copies:.2f} copies of the parameters  (goal 3)")
     end(pid)
-    seconds = rounds(SMALL, 500)
-    base = statistics.median(seconds["bare"])
-    print(f"pull and push of 100 KB: bare socket {1 / base:.0f} rounds a second")
-    for name in GOALS:
-        median, late = statistics.median(seconds[name]), statistics.quantiles(seconds[name], n=100)[98]
-        goal = "  (goal 0.4)" if name == "tcp" else ""
-        print(
-            f"  {name:<7} {1 / median:6.0f} a second, {base / median:.2f}; 99 of 100 within {1e3 * late:.2f} ms{goal}"
-        )
+    of_the_bare_socket(record, "Pull and push of 100 KB, one client", rounds(SMALL, 500), {"tcp": 0.4})
+    record.note(f"Eight clients at once have {eight / one:.2f} of one client's throughput (goal: 1).")
+    record.note(f"The server's memory at its highest: {copies:.2f} copies of the parameters (goal: 3).")
+    record.save(options.json)
     assert threading.active_count() == 1, "nothing is left"
 
 

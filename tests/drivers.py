@@ -15,9 +15,12 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 import processes
 
@@ -61,14 +64,35 @@ class Driver:
         processes.reap_orphans()
 
 
-def driver(begin: Callable[[], AbstractContextManager[Any]], warm: Callable[[Any], None]) -> Iterator[Driver]:
-    """The body of a fixture; `warm` is called with the cluster before any test."""
-    made = Driver(begin)
-    try:
-        made.call(warm)
-        yield made
-    finally:
-        made.close()
+class Shared:
+    """A driver that the tests of one folder share: started for the first of them, ended after the last.
+
+    (A fixture of the session would live on while the tests of other folders run, who count processes.)
+
+    Args:
+        folder: Where the tests are.
+        begin: See `Driver`.
+        warm: Called with the cluster before any test.
+    """
+
+    def __init__(
+        self, folder: Path, begin: Callable[[], AbstractContextManager[Any]], warm: Callable[[Any], None]
+    ) -> None:
+        self._folder, self._begin, self._warm = folder, begin, warm
+        self._driver: Driver | None = None
+
+    def driver(self) -> Driver:
+        """The driver, with a warm cluster."""
+        if self._driver is None:
+            self._driver = Driver(self._begin)
+            self._driver.call(self._warm)
+        return self._driver
+
+    def end_before(self, following: pytest.Item | None) -> None:
+        """Call it after each test with the one that follows."""
+        if self._driver is not None and (following is None or self._folder not in following.path.parents):
+            self._driver, ended = None, self._driver
+            ended.close()
 
 
 def _serve(begin: Callable[[], AbstractContextManager[Any]], reading: int, writing: int) -> None:

@@ -83,4 +83,4 @@ def test_workers_that_hang_are_ended_with_their_children():
 
     with pytest.raises(TimeoutError, match=r"workers \[0, 1\] did not end in time"):
         run_workers(2, body, timeout_s=0.3)
-    assert processes.until(lambda: not processes.descendants())
+    assert processes.until(lambda: "sleep 602" not in processes.descendants().values())

@@ -23,6 +23,9 @@ class Batch:
         first, end = self._spans[shard]
         return [tensor[first:end] for tensor in self._tensors]
 
+    def check(self):
+        pass
+
     def contents(self):
         return {}
 

@@ -77,6 +77,16 @@ def assert_same(done, undisturbed):
 # ---- a worker dies ----
 
 
+def test_a_step_that_is_done_again_begins_from_the_same_samples(script, tmp_path):
+    text = training(epochs=1).replace("return F.cross", "part[0].mul_(0.5); return F.cross")
+    found = [cli_run("run", "-n", "2", script(text))]
+    fault = Fault("kill", "before update", visit=2, worker=1)
+    found.append(cli_run("run", "-n", "2", script(text), variables=plant([fault], tmp_path / "faults")))
+    assert struck(tmp_path / "faults") == [0]
+    assert [done.stdout for done in found] == [found[0].stdout] * 2
+    assert "fingerprint" in found[0].stdout
+
+
 @pytest.mark.parametrize("point", [p for p in POINTS if p not in ("recover", "checkpoint")])
 @pytest.mark.parametrize("worker", [0, 2])
 def test_a_worker_killed_at_any_point_changes_no_bit(script, tmp_path, undisturbed, point, worker):

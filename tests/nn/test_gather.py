@@ -188,3 +188,19 @@ def test_a_worker_that_dies_in_between_changes_nothing(script, tmp_path):
         killed = cli_run("run", "-n", count, path, variables=plant([Fault("kill", place, 4)], faults))
         assert struck(faults) == [0]
         assert killed.stdout == undisturbed.stdout
+
+
+def test_a_function_that_begins_once_more_finds_its_samples_as_they_were():
+    def fingerprint(twice):
+        with evenstep.Run(shards=4, seed=1, quiet=True) as run:
+            model = nn.Linear(6, 5).double()
+            model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.3))
+
+            def function(part):
+                found = model(twice(part[0]))
+                return F.cross_entropy(found @ run.gather(found).T, torch.arange(run.rows.start, run.rows.stop))
+
+            run.step(next(iter(run.batches(torch.utils.data.TensorDataset(data(12)[0]), 12, shuffle=False))), function)
+            return run.fingerprint()
+
+    assert fingerprint(lambda x: x.mul_(2)) == fingerprint(lambda x: x * 2)

@@ -39,11 +39,19 @@ def warm(cluster):
     ray.get(ray.remote(lambda: None).remote())
 
 
-@pytest.fixture(scope="session")
+SHARED = drivers.Shared(Path(__file__).parent, cluster, warm)
+
+
+@pytest.fixture
 def ray():
     """Runs bodies with a Ray cluster of two nodes, a CPU each."""
     pytest.importorskip("ray", reason="Ray is not there: pip install 'evenstep[ray]'")
-    yield from drivers.driver(cluster, warm)
+    return SHARED.driver()
+
+
+def pytest_runtest_teardown(nextitem):
+    """The cluster goes with the last test in here."""
+    SHARED.end_before(nextitem)
 
 
 @pytest.fixture(autouse=True)

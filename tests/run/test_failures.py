@@ -16,6 +16,7 @@ from cases import images
 from torch import nn
 
 import evenstep
+import processes
 from workers import cli_run, run_outcomes
 
 
@@ -100,15 +101,16 @@ def test_a_worker_that_is_lost_or_silent_is_named_by_all_others(how):
             model = prepare(run, flat())
             step(run, model)
             if worker == 2:
-                victim, parent = os.getpid(), os.getppid()
+                victim, others = os.getpid(), _children(os.getppid()) - {os.getpid(), *strangers}
                 if how == "stop" and os.fork() == 0:  # wakes it up again when the others have given it up
-                    while os.getppid() == victim and len(_children(parent)) > 1:
+                    while os.getppid() == victim and any(map(processes.is_alive, others)):
                         time.sleep(0.05)
                     os.kill(victim, signal.SIGKILL)
                     os._exit(0)
                 os._exit(0) if how == "exit" else os.kill(victim, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
             step(run, model)
 
+    strangers = _children(os.getpid())
     outcomes = run_outcomes(3, body, timeout_s=30)
     for outcome in outcomes[:2]:
         assert outcome.kind in ("PeerError", "SilenceError")
@@ -118,13 +120,7 @@ def test_a_worker_that_is_lost_or_silent_is_named_by_all_others(how):
 
 
 def _children(pid):
-    """The children of a process that are still running."""
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        stat = Path(f"/proc/{child}/stat")
-        if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-            found.append(int(child))
-    return found
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 def test_unsupported_things_are_refused_before_training():
@@ -479,3 +475,15 @@ def test_a_worker_that_catches_up_with_other_batches_is_told_so(script):
     )
     done = cli_run("run", "-n", "2", path, path.parent / "died")
     assert "in step 0 worker 1 came with another batch than worker 0" in done.stderr
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_batch_that_the_step_function_changes_in_place_is_refused(num_workers):
+    def body(worker):
+        with evenstep.Run(shards=4, quiet=True) as run:
+            model = prepare(run, flat())
+            step(run, model, lambda part: F.cross_entropy(model(part[0].mul_(2)), part[1]))
+
+    for outcome in run_outcomes(num_workers, body):
+        assert outcome.kind in ("UnsupportedError", "PeerError")
+        assert "changed the batch in place" in outcome.text

@@ -54,11 +54,19 @@ def warm(session):
     )
 
 
-@pytest.fixture(scope="session")
+SHARED = drivers.Shared(Path(__file__).parent, application, warm)
+
+
+@pytest.fixture
 def spark():
     """Runs bodies with a Spark session."""
     pytest.importorskip("pyspark", reason="Spark is not there: pip install 'evenstep[spark]'")
-    yield from drivers.driver(application, warm)
+    return SHARED.driver()
+
+
+def pytest_runtest_teardown(nextitem):
+    """The cluster goes with the last test in here."""
+    SHARED.end_before(nextitem)
 
 
 @pytest.fixture(autouse=True)

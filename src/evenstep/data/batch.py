@@ -1,12 +1,14 @@
 """A global batch, of which every worker has the parts of its own shards."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from evenstep.core.errors import ConfigError
+from torch import Tensor
+
+from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.data.contents import contents_of
-from evenstep.data.nested import to_device
+from evenstep.data.nested import tensors_in, to_device
 
 __all__ = ["Batch", "Position"]
 
@@ -48,6 +50,7 @@ class Batch:
         position: Where in the data it stands; None: the script brought it.
         whole: All samples, if every worker came with all of them.
         sent: Gives the parts that are on their way to the device, if any are.
+        handed: What was handed out of each shard, and how often each tensor had been changed by then.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Batch:
     position: Position | None = None
     whole: Any = None
     sent: Callable[[], dict[int, Any]] | None = None
+    handed: dict[int, list[tuple[Tensor, int]]] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -74,12 +78,38 @@ class Batch:
         return {} if self.whole is None else contents_of(self.whole)
 
     def part(self, shard: int) -> Any:
-        """The samples of a shard, on the device."""
-        if self.sent is not None and shard in self.parts and shard in (found := self.sent()):
-            return found[shard]
-        if shard not in self.parts:
+        """The samples of a shard, on the device, as they are: what a step function has changed is loaded again.
+
+        Raises:
+            UnsupportedError: It cannot be.
+        """
+        if self._is_changed(shard):
+            self.check()
             self.parts[shard] = self.load(shard)
-        return to_device(self.parts[shard], self.device)
+        elif shard not in self.parts:
+            self.parts[shard] = self.load(shard)
+        elif self.sent is not None and shard not in self.handed:
+            self.parts[shard] = self.sent().get(shard, self.parts[shard])
+        held = self.parts[shard]
+        self.handed[shard] = [(tensor, _version(tensor)) for tensor in tensors_in(held)]
+        return to_device(held, self.device)
+
+    def _is_changed(self, shard: int) -> bool:
+        """Whether what was handed out of a shard has been changed in place since."""
+        return any(_version(tensor) != version for tensor, version in self.handed.get(shard, ()))
+
+    def check(self) -> None:
+        """See that the samples are as they were, where they cannot be loaded again.
+
+        Raises:
+            UnsupportedError: The step function has changed them.
+        """
+        if self.whole is not None and any(map(self._is_changed, self.handed)):
+            raise UnsupportedError(
+                "the step function has changed the batch in place, so that a step that has to be done again, because a "
+                "worker died, would begin from other samples; work on a copy (x = x * 2 instead of x.mul_(2), or "
+                "x.clone() first), or load by run.batches"
+            )
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -94,3 +124,8 @@ class Batch:
             "a batch of run.batches cannot be unpacked: its parts lie on different workers; pass it whole, as in "
             "run.step(batch, lambda part: ...), which calls the function with one collated part after the other"
         )
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; torch does not count it in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -7,7 +7,7 @@ data class, a list or a tuple.
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -68,6 +68,14 @@ def _rebuild_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
             f"the batch holds a {type(value).__name__}, a mapping that cannot be built from a dict ({error}); pass "
             "dict(...) of it"
         ) from error
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a structure."""
+    if isinstance(value, Tensor):
+        yield value
+    for item in (children(value) or {}).values():
+        yield from tensors_in(item)
 
 
 def to_device(value: Any, device: str) -> Any:

@@ -8,7 +8,7 @@ way hooks on the leaves carry every gradient away as it comes.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +55,10 @@ class Samples(Protocol):
     def is_last(self) -> bool: ...  # noqa: D102  # an attribute too
 
     def part(self, shard: int) -> Any:
-        """The samples of a shard, on the device of the run."""
+        """The samples of a shard, on the device of the run; the same whenever it is called."""
+
+    def check(self) -> None:
+        """See that they are as they were, where they cannot be had again; else raise UnsupportedError."""
 
     def contents(self) -> dict[str, str]:
         """What must be alike on all workers beside the sizes, in words, by where it is."""
@@ -78,6 +81,7 @@ class Work:
         keeps: Of buffers that a forward changes, the values of this shard are kept here.
         witness: Notes what comes of it, if somebody wants to compare.
         counts: Whether gradients go on to be added up; else only the witness sees them.
+        part: Gives the samples of a shard once more, as they were.
     """
 
     version: int
@@ -92,11 +96,16 @@ class Work:
     keeps: int | None = None
     witness: Witness | None = None
     counts: bool = True
+    part: Callable[[int], Any] | None = None
 
     @property
     def where(self) -> str:
         """How the tags of this step's exchanges begin."""
         return f"step {self.version}: "
+
+    def begun_again(self) -> "Work":
+        """The same, with samples that no step function has changed."""
+        return self if self.part is None else replace(self, parts={shard: self.part(shard) for shard in self.parts})
 
     def rows(self, shard: int) -> range:
         """The rows of a shard in the batch, all shards' one after the other."""
@@ -143,7 +152,7 @@ class Compute:
                     values = self._one_after_the_other(work, buffers)
                 except Meets:  # in the first shard: nothing of the step is done yet
                     self._meeting.add(id(work.prepared))
-                    values = self._side_by_side(work, buffers)
+                    values = self._side_by_side(work.begun_again(), buffers)
         self._strangers.took(time.perf_counter() - begin)
         results = {k: ShardResult.of(loss, metrics, work.sizes[k]) for k, (loss, metrics) in values.items()}
         return lambda: results

@@ -77,6 +77,7 @@ class DeviceCompute:
                     return self._run_pieces(work, [[shard] for shard in work.parts], spanning=False)
                 except Meets:  # in the first shard: nothing of the step is done yet
                     self._meeting.add(id(work.prepared))
+                    work = work.begun_again()
             try:
                 return self._run_pieces(work, [list(work.parts)], spanning=True)
             finally:

@@ -253,13 +253,14 @@ class Engine:
         keeps = self.state.sites.for_each_rank(firsts)
         work = Work(
             self.version, number, parts, begun.sizes, begun.name, task.function, task.trained, task.clipping,
-            task.scaling.scale, keeps[self.group.rank],
+            task.scaling.scale, keeps[self.group.rank], part=begun.part,
         )  # fmt: skip
         contents = task.samples.contents() if self.group.num_workers > 1 else {}
         if self.recheck.is_due(self.version):
             report = self.recheck.compute(Trial(work, begun, keeps, lambda work: self._compute(work, contents)))
         else:
             report = self._compute(work, contents)
+        begun.check()
         results, changed = self._share(work, report)
         self.context.check()
         sums = task.trained.gradients.finish()
@@ -275,7 +276,9 @@ class Engine:
             self._update_s += time.monotonic() - begin
         first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
         others = self.models.buffers_to_spread(changed, everywhere=None not in firsts)
-        self.models.publish_buffers(work.where, self.sharing.owner_of(first), others, idle=keeps is None)
+        self.models.publish_buffers(
+            work.where, self.sharing.owner_of(first), others, idle=keeps[self.group.rank] is None
+        )
         points.reach("after update")
         news, carried = self._share_news(work, mine)
         norm = None if norm is None else float(norm)

@@ -180,6 +180,10 @@ class Some:
         """See `Samples`."""
         return self.whole.part(shard)
 
+    def check(self) -> None:
+        """See `Samples`."""
+        self.whole.check()
+
     def contents(self) -> dict[str, str]:
         """See `Samples`."""
         return self.whole.contents()

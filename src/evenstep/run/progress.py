@@ -54,7 +54,7 @@ class Display:
         if self._stream.isatty():
             with unheard(self._stream):
                 if self._bar is None:
-                    bar = "{desc} {bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}"
+                    bar = "{desc} {bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
                     self._bar = tqdm(
                         desc=head,
                         total=progress.num_batches or None,
