@@ -1,19 +1,16 @@
-"""An agent: joins a head with the workers of a node. What a process of the cluster has of it, and what it does."""
+"""What a process of the cluster has of an agent, which joins a head with the workers of a node.
 
-import os
-import sys
-from collections.abc import Sequence
+Importing it brings no torch: only the process that forks workers needs that (`joining.py`).
+"""
+
 from contextlib import suppress
 
 from evenstep.agents import process
-from evenstep.agents.work import Work, hold
-from evenstep.core.errors import ConfigError, EvenstepError, PeerError, SilenceError
-from evenstep.launch.agent import join
-from evenstep.launch.worker import warm_up
+from evenstep.agents.work import Work
+from evenstep.core.errors import ConfigError, PeerError, SilenceError
 
 __all__ = ["Agent"]
 
-_WAIT_S = 30.0  # for the head, which listens already
 _ENDING_S = 5.0
 
 
@@ -21,7 +18,7 @@ class Agent:
     """An agent in a process of its own, which ends with the thread that has made this. A context manager."""
 
     def __init__(self) -> None:
-        self._process = process.begin("evenstep.agents.agent")
+        self._process = process.begin("evenstep.agents.joining")
 
     def __enter__(self) -> "Agent":
         return self
@@ -76,26 +73,3 @@ class Agent:
             assert pipe is not None, "it was asked for"
             with suppress(BrokenPipeError):
                 pipe.close()
-
-
-def _main(_: Sequence[str]) -> int:
-    with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # what anybody prints is no message
-        warm_up()
-        process.send(out, {"ready": True})
-        order = process.receive(sys.stdin.buffer)
-        if order is None:
-            return 0
-        told, data = order
-        hold(Work.unpack(told["work"], data))
-        try:
-            join(told["address"], told["workers"], token=told["token"], wait_s=_WAIT_S)
-        except EvenstepError as error:
-            process.send(out, {"refused" if isinstance(error, ConfigError) else "lost": str(error)})
-            return error.exit_code
-        process.send(out, {"over": True})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(process.serve(_main))

@@ -1,6 +1,7 @@
-"""The head of a run on a cluster: a supervisor whose one worker keeps the state and computes nothing.
+"""What whoever asks for a run on a cluster has of its head.
 
-It stands where whoever asks for the run is: if that is lost, so is the run. Everybody else may be lost.
+The head stands where they are: if that is lost, so is the run. Everybody else may be lost. Importing this brings no
+torch: only the process itself needs that (`heading.py`).
 """
 
 import json
@@ -8,26 +9,19 @@ import os
 import selectors
 import signal
 import socket
-import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from subprocess import PIPE
 from typing import Any
 
 from evenstep.agents import process
-from evenstep.agents.work import MODULE, Work, hold
-from evenstep.core import events
+from evenstep.agents.work import Work
 from evenstep.core.control import ask
-from evenstep.core.errors import ConfigError, EvenstepError
-from evenstep.launch.door import Listen
-from evenstep.launch.job import Job
-from evenstep.launch.supervisor import supervise
+from evenstep.core.errors import ConfigError
 
 __all__ = ["Head", "Order"]
 
 Report = dict[str, Any]
-_SILENCE_S = 3.0
 _ENDING_S = 5.0
 
 
@@ -73,7 +67,7 @@ class Head:
         with _listening(order.host) as door:
             self.address: tuple[str, int] = (order.host, door.getsockname()[1])
             given = (door.fileno(), writing, self._result)
-            self._process = process.begin("evenstep.agents.head", list(map(str, given)), err=PIPE, keep=given)
+            self._process = process.begin("evenstep.agents.heading", list(map(str, given)), err=PIPE, keep=given)
         os.close(writing)
         self.code: int | None = None
         self._pipes: dict[int, tuple[str, bytes]] = {}  # by descriptor: what it carries, and a line that has begun
@@ -162,39 +156,3 @@ def _listening(host: str) -> socket.socket:
             f"nobody can listen at {host} ({error.strerror or error}); expected an address of this machine that the "
             "cluster can reach"
         ) from error
-
-
-def _main(words: Sequence[str]) -> int:
-    door_fd, events_fd, result_fd = map(int, words)
-    found = process.receive(sys.stdin.buffer)
-    if found is None:
-        return 0
-    told, data = found
-    order = Order(**told["order"])
-    hold(Work.unpack(told["work"], data), result_fd)
-
-    def report(event: events.Event) -> None:
-        events.send(events_fd, event)
-
-    listen = Listen(order.host, token=order.token, workers=order.awaited, silence_s=_SILENCE_S, fd=door_fd)
-    job = Job(
-        MODULE,
-        (),
-        max(order.workers, 1),
-        order.shards,
-        max_restarts=order.max_restarts,
-        step_timeout_s=order.step_timeout_s,
-        resume=order.resume,
-        report=report,
-        listen=listen,
-        keeper=order.workers == 0,
-    )
-    try:
-        return supervise(job)
-    except EvenstepError as error:
-        report({"mistake": str(error)})
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(process.serve(_main))

@@ -5,6 +5,7 @@ Messages are JSON lines, perhaps with bytes behind them, through the standard st
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from subprocess import PIPE, Popen
@@ -42,6 +43,7 @@ def serve(main: Callable[[Sequence[str]], int]) -> int:
     core.die_with_parent()
     if os.getppid() != int(sys.argv[1]):
         return 1  # the other one was gone before
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # an actor of Ray's blocks SIGINT
     return main(sys.argv[2:])
 
 

@@ -12,7 +12,12 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from evenstep.agents.shares import limits, share_out
@@ -111,7 +116,8 @@ class _Placed:
     @property
     def is_stuck(self) -> bool:
         """Whether somebody else took the room that there was."""
-        return time.monotonic() - self.since > _PLACING_S and not self.group.wait(0)
+        waits_long = time.monotonic() - self.since > _PLACING_S
+        return waits_long and placement_group_table(self.group)["state"] in ("PENDING", "PREPARED")
 
     def remove(self) -> None:
         """Take it out of the cluster; whatever of it is gone already does not matter."""
@@ -153,7 +159,7 @@ class _Guest:
                     raise
                 self._is_stopping = True
                 self._head.stop.remote()
-        return self._shown.end(self._code, ray.get(self._head.result.remote()))
+        return self._shown.end(self._code, self._of_head(self._head.result.remote()))
 
     def close(self) -> None:
         """Leave nothing of ours in the cluster."""
@@ -239,15 +245,23 @@ class _Guest:
             self._looked_at = time.monotonic()
             self._use_room()
 
-    def _hear(self) -> None:
+    def _of_head(self, reference: Any) -> Any:
+        """What the head answers.
+
+        Raises:
+            PeerError: It is lost.
+        """
         try:
-            reports, self._code = ray.get(self._asked)
+            return ray.get(reference)
         except RayError as error:
             raise PeerError(
                 f"the head of the run is lost ({str(error).splitlines()[0]}), and with it what was done since the last "
                 "checkpoint; resume=True goes on from there",
                 0,
             ) from error
+
+    def _hear(self) -> None:
+        reports, self._code = self._of_head(self._asked)
         for report in reports:
             self._shown.hear(report)
         if self._code is None:
@@ -264,7 +278,7 @@ class _Guest:
             return  # the head is about to say how it ended
         if refused:
             self._refused.add(agent.node)
-        if not ray.get(self._head.has_begun.remote()):
+        if not self._of_head(self._head.has_begun.remote()):
             if refused:
                 raise ConfigError(f"node {agent.node[:8]}: {said}")
             self._use_room()
@@ -288,7 +302,7 @@ class _Guest:
 
 def _beside_driver() -> Any:
     """The driver's node: if it is lost, so is who asked for the run."""
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _connect(address: str | None, working_dir: str | None) -> bool:
