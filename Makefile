@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup browser demo quick test test-gpu check bench performance chaos soak conformance clean
+.PHONY: setup browser demo pictures docs quick test test-gpu check bench performance chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,16 @@ browser:
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# The pictures of the README, from real runs: the demo in a terminal, and the page of a run in a browser.
+pictures: setup browser
+	env -u MAKEFLAGS -u MAKELEVEL $(BIN)/python tools/terminal.py docs/pictures/demo.svg make demo
+	$(BIN)/python tools/screenshot.py docs/pictures/page.png
+
+# The manual, into build/manual: warnings are errors, and nothing comes from a network. To read it, with its search box:
+# python3 -m http.server --directory build/manual
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -33,12 +43,16 @@ check: setup
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python benchmarks/performance.py --check
 
+# Tests run in so many processes at a time; those that are started often are compiled once.
+LANES ?= 2
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
+
 # Checks, and the tests that start no process.
 quick: check
-	$(BIN)/python -m pytest --quick
+	$(PYTEST) --quick
 
 test: check browser
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Everything that needs a GPU. It takes the torch that is installed: make setup brings the one without CUDA.
 GPU_PYTHON ?= python3

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a process with a thread pool cannot be forked safely
 os.environ.setdefault(
@@ -16,6 +17,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton, if it is there:
 import pytest
 import torch
 
+import lanes
 import leaks
 import processes
 import quick
@@ -33,12 +35,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests in one process, and no long ones")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what is not quick, if that is wanted."""
+    return True if config.getoption("quick") and quick.is_foreign(collection_path) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, if that is wanted."""
     if config.getoption("quick"):
         chosen = [item for item in items if quick.is_quick(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
+    if config.getoption("dist", "no") != "no":
+        items.sort(key=lanes.order)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Who runs which tests, if several processes do."""
+    return lanes.scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -74,11 +89,15 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the runs that verify starts be forks of this process: the same, without importing torch for each."""
+    really = subprocess.run
 
     def run(
-        command: list[str], *, env: dict[str, str], timeout: float, **_: object
-    ) -> subprocess.CompletedProcess[str]:
-        assert command[1:3] == ["-m", "evenstep"]
+        command: list[str], *, env: dict[str, str] | None = None, timeout: float | None = None, **other: Any
+    ) -> subprocess.CompletedProcess[Any]:
+        if command[1:3] != ["-m", "evenstep"]:  # `platform` asks uname, when it is first asked
+            return really(command, env=env, timeout=timeout, **other)
+        assert env is not None
+        assert timeout is not None
         own = {name: value for name, value in env.items() if name.startswith("EVENSTEP_")}
         done = cli_run(*command[3:], timeout_s=timeout, variables=own)
         return subprocess.CompletedProcess(command, done.code, done.stdout, done.stderr)

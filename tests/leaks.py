@@ -23,6 +23,8 @@ def nothing_left_behind(leaving_s: float = LEAVING_S) -> Iterator[None]:
     if _left_over(*before):
         for _ in range(3):  # a graph that is collected lets go of what only the next collection finds
             gc.collect()
+            if not _left_over(*before):
+                break
         processes.until(lambda: not _left_over(*before), leaving_s)
     found = _left_over(*before)
     for pid in set(processes.descendants()) - before[1]:

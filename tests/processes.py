@@ -18,19 +18,23 @@ def adopt_orphans() -> None:
 
 def descendants(pid: int | None = None) -> dict[int, str]:
     """Living descendants of a process (default: this one): pid -> command line. Zombies do not count."""
-    parents: dict[int, int] = {}
-    states: dict[int, str] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
+    found: list[int] = []
+    asked = [pid or os.getpid()]
+    while asked:
+        for thread in _files(f"/proc/{asked.pop()}/task"):
             with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                states[int(entry)], parents[int(entry)] = fields[0], int(fields[1])
-    found, grown = {pid or os.getpid()}, True
-    while grown:
-        more = {child for child, parent in parents.items() if parent in found} - found
-        found, grown = found | more, bool(more)
-    found.discard(pid or os.getpid())
-    return {child: command_line(child) for child in sorted(found) if states[child] not in "ZX"}
+                children = [int(child) for child in Path(f"{thread}/children").read_text().split()]
+                found += children
+                asked += children
+    return {child: command_line(child) for child in sorted(found) if is_alive(child)}
+
+
+def _files(folder: str) -> list[str]:
+    """What is in a folder that may be gone at any time."""
+    try:
+        return [f"{folder}/{name}" for name in os.listdir(folder)]
+    except OSError:
+        return []
 
 
 def command_line(pid: int) -> str:

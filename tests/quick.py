@@ -18,6 +18,11 @@ _STARTERS = {
 }  # fmt: skip
 
 
+def is_foreign(path: Path) -> bool:
+    """Whether a path is the folder of a framework or an engine, which takes seconds to import."""
+    return path.parent == _HERE and path.name in ("agents", "lightning", "ray", "spark", "transformers")
+
+
 def is_quick(item: pytest.Item) -> bool:
     """Whether a test belongs to `make quick`."""
     if item.get_closest_marker("long") or not isinstance(item, pytest.Function):

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import struct
+import subprocess
 import sys
 import termios
 from html import escape
@@ -49,21 +50,21 @@ class Screen:
 
 def recorded(command: list[str]) -> tuple[int, str]:
     """Run a command in a terminal of its own; returns its exit code and all that it wrote."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvp(command[0], command)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    terminal, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, start_new_session=True)
+    os.close(inner)
     written = b""
-    while True:
-        try:
-            read = os.read(terminal, 1 << 16)
-        except OSError:  # how a terminal says that nobody writes to it any more
-            break
-        sys.stdout.buffer.write(read)
-        sys.stdout.flush()
-        written += read
-    os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written.decode(errors="replace")
+    try:
+        while read := os.read(terminal, 1 << 16):
+            sys.stdout.buffer.write(read)
+            sys.stdout.flush()
+            written += read
+    except OSError:  # how a terminal says that nobody writes to it any more
+        pass
+    finally:
+        os.close(terminal)  # hangs up on whoever is left
+    return process.wait(), written.decode(errors="replace")
 
 
 def svg(typed: str, lines: list[str]) -> str:
@@ -74,7 +75,7 @@ def svg(typed: str, lines: list[str]) -> str:
     width, height = round(max(map(len, shown)) * ADVANCE + 2 * EDGE), len(shown) * LINE + 2 * EDGE
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     text = [
-        f'<text x="{EDGE}" y="{EDGE + LINE * number + 12}"{"" if number else " class=" + chr(34) + "typed" + chr(34)} '
+        f'<text class="{"shown" if number else "typed"}" x="{EDGE}" y="{EDGE + LINE * number + 12}" '
         f'xml:space="preserve">{escape(line.rstrip())}</text>'
         for number, line in enumerate(shown)
         if line.strip()

@@ -70,8 +70,9 @@ def test_the_example_on_one_worker_that_python_starts_ends_on_its_golden_fingerp
     assert found["digits"] == TRAININGS["digits"], verdict(found, different_operations())
 
 
-def test_the_demo_ends_on_the_fingerprint_that_the_readme_shows():
-    shown = set(re.findall(r"\b[0-9a-f]{64}\b", (HERE.parents[1] / "README.md").read_text()))
+def test_the_demo_ends_on_the_fingerprint_that_the_readme_and_its_picture_show():
+    texts = [(HERE.parents[1] / name).read_text() for name in ("README.md", "docs/pictures/demo.svg")]
+    shown = {fingerprint for text in texts for fingerprint in re.findall(r"\b[0-9a-f]{64}\b", text) or ["none"]}
     said = output_of("-m", "evenstep", "run", "-n", "2", "--arithmetic", "portable", DIGITS)
     assert shown == {said.split()[-1]}, f"operations of the probe that differ: {different_operations() or 'none'}"
 

@@ -3,9 +3,11 @@
 import os
 import signal
 
+import pytest
+
 import processes
 from evenstep.cli.main import main
-from evenstep.cli.verify import Trace, compare
+from evenstep.cli.verify import Digests, compare
 from workers import Cli
 
 TRAIN = """
@@ -28,6 +30,7 @@ def training(before: str = "pass", after: str = "pass", noise: str = "0.0") -> s
     return TRAIN.replace("BEFORE", before).replace("AFTER", after).replace("NOISE", noise)
 
 
+@pytest.mark.long
 def test_runs_that_agree_are_called_equal(script, capsys):
     """The only one here that starts everything for real."""
     assert main(["verify", "--workers", "1,3", "--steps", "3", str(script(training()))]) == 0
@@ -75,6 +78,7 @@ def test_a_script_without_a_step_cannot_be_compared(warm, script, capsys):
     assert f"{path} made no step on 1 workers" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_script_that_takes_too_long_is_ended(script, capsys):
     assert main(["verify", "--workers", "1,2", "--timeout", "0.5", str(script("import time; time.sleep(600)"))]) == 1
     assert "did not end within 0.5 s; see --timeout" in capsys.readouterr().err
@@ -97,16 +101,16 @@ def test_arguments_of_the_script_are_its_own(warm, script, capsys):
 
 def test_traces_are_compared_step_by_step_and_name_by_name():
     steps = [{"a": "0", "b": "0"}, {"a": "1", "b": "1"}, {"a": "2", "b": "2"}]
-    one = Trace(1, steps, "f")
-    assert compare(one, Trace(2, steps, "f")) is None
-    assert compare(one, Trace(2, [*steps[:2], {"a": "2", "b": "x"}], "g")) == (
+    one = Digests(1, steps, "f")
+    assert compare(one, Digests(2, steps, "f")) is None
+    assert compare(one, Digests(2, [*steps[:2], {"a": "2", "b": "x"}], "g")) == (
         "1 and 2 workers differ after step 2, first in 'b'"
     )
-    assert compare(one, Trace(2, [steps[0], {"a": "x"}, steps[2]], "g")) == (
+    assert compare(one, Digests(2, [steps[0], {"a": "x"}, steps[2]], "g")) == (
         "1 and 2 workers differ after step 1, first in 'a', and in 1 more"
     )
-    assert compare(one, Trace(2, steps[:2], "f")) == "1 and 2 workers differ in their number of steps: 2 and 1"
-    assert compare(one, Trace(2, steps, "g")) == (
+    assert compare(one, Digests(2, steps[:2], "f")) == "1 and 2 workers differ in their number of steps: 2 and 1"
+    assert compare(one, Digests(2, steps, "g")) == (
         "1 and 2 workers differ at the end only: the script changed the state after its last step"
     )
-    assert os.environ.get("EVENSTEP_TRACE") is None
+    assert os.environ.get("EVENSTEP_DIGESTS") is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evenstep.core import checksum as module
-from evenstep.core.checksum import checksum
+from evenstep.core.checksum import checksum, checksums, launch_checksums
 
 
 def test_it_is_of_the_elements_not_of_their_layout():
@@ -29,20 +29,34 @@ def test_an_empty_tensor_and_a_scalar_have_one_too():
     assert checksum(torch.tensor(1.0)) != checksum(torch.tensor(-1.0))
 
 
-def test_many_tensors_of_a_device_have_the_checksums_of_each(monkeypatch):
-    def naive(tensor):
-        data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        data += bytes(-len(data) % 8)
-        total, most = 0, (1 << 64) - 1
-        for n in range(0, len(data), 8):
-            word = int.from_bytes(data[n : n + 8], "little") ^ (n // 8 + 1)
-            mixed = word * 0x9E3779B97F4A7C15 & most
-            signed = mixed - (1 << 64) if mixed >> 63 else mixed
-            total += ((mixed ^ signed >> 29) & most) * 0x9E3779B97F4A7C15
-        return total & most
+SIZES = [0, 1, 7, 127, 128, 129, 1024, 3000]
 
+
+def flats():
+    """Bytes of tensors of many sizes and types; the last is not aligned to words."""
+    tensors = [torch.randn(size) for size in SIZES] + [torch.randn(5).bfloat16(), torch.randint(9, (3,))]
+    return [t.flatten().view(torch.uint8) for t in tensors] + [torch.randn(100).bfloat16().view(torch.uint8)[2:]]
+
+
+def expected_sums(of):
+    """What the C core says, without the lengths."""
+    return [(checksum(flat) ^ flat.numel()) - (1 << 64) * ((checksum(flat) ^ flat.numel()) >> 63) for flat in of]
+
+
+def test_torch_s_operations_give_what_the_c_core_gives(monkeypatch):
     monkeypatch.setattr(module, "_PIECE", 256)
-    sizes = [0, 1, 7, 127, 128, 129, 1024, 3000]
-    tensors = [torch.randn(size) for size in sizes] + [torch.randn(5).bfloat16(), torch.randint(9, (3,))]
-    flats = [t.contiguous().flatten().view(torch.uint8) for t in tensors]
-    assert [total & ((1 << 64) - 1) for total in module._sums(flats).tolist()] == [naive(t) for t in tensors]
+    of = flats()
+    assert module._sums(of).tolist() == expected_sums(of)
+
+
+def test_and_so_does_the_kernel(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(module, "_PROGRAM", 2048)
+    of = [*flats(), torch.randint(256, (8 * 2048 * 2 + 24,), dtype=torch.uint8)]
+    assert module._sums_by_kernel(of).tolist() == expected_sums(of)
+
+
+def test_words_are_for_whoever_waits_for_them():
+    tensors = [torch.randn(30), torch.randint(9, (3,))]
+    assert [number & ((1 << 64) - 1) for number in launch_checksums(tensors).tolist()] == checksums(tensors)
+    assert checksums([]) == []

@@ -243,3 +243,25 @@ def test_a_process_that_is_already_gone_cannot_become_a_child():
     done.wait()
     with pytest.raises(ProcessLookupError):
         Child(done.pid)
+
+
+def test_a_child_that_was_ended_meanwhile_is_not_taken_for_the_one_that_has_its_descriptor_now():
+    ended, later = [], []
+
+    def on_end(child):
+        ended.append(child)
+        if child is first:
+            children.end(second)
+            later.extend(children.start(lambda _: 3, ()) for _ in range(2))  # with the descriptors of both
+
+    with Children(lambda *_: None, on_end) as children:
+        first, second = children.start(lambda _: 1, ()), children.start(lambda _: 2, ())
+        assert first.wait(5.0)
+        assert second.wait(5.0)
+        deadline = time.monotonic() + 10.0
+        while len(ended) < 3:
+            assert time.monotonic() < deadline, "they were not heard of"
+            children.turn(0.1)
+        assert second.pidfd in {child.pidfd for child in later}, "else nothing was tried"
+    assert ended[0] is first
+    assert set(ended[1:]) == set(later)

@@ -1,6 +1,7 @@
 """Asking a running job: which one, if there are several."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,3 +18,15 @@ def test_several_jobs_are_told_apart_by_what_they_run(monkeypatch):
     assert last in str(found.value)
     assert f"running jobs of this user: {os.getpid()} (" in str(found.value)
     assert f"{1 << 30} (it has just ended); expected one, or say which by --job PID" in str(found.value)
+
+
+def test_a_long_answer_comes_whole():
+    asked = control.Control()
+    long = {"workers": ["x" * 100] * 20_000}
+    thread = threading.Thread(target=asked.answer, args=(lambda request: long,))
+    thread.start()
+    try:
+        assert control.ask({"status": True}, os.getpid()) == long
+    finally:
+        thread.join()
+        asked.close()

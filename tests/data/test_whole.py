@@ -118,7 +118,7 @@ def test_as_many_tensors_as_rows_are_still_tensors(rows):
         ([[1, 2], [3, 4]], r"may hold 2 samples, or 2 columns with 2 samples each"),
         ([("a", 1), ("b", 2)], r"name the columns in a dict"),
         ((torch.zeros(2), [torch.zeros(2), torch.zeros(2)]), r"batch\[1\] is a list of 2 values of one kind"),
-        ({"x": torch.zeros(5), "it": object()}, r"batch\['it'\] is a object, of which it cannot be told"),
+        ({"x": torch.zeros(5), "it": Ellipsis}, r"batch\['it'\] is a ellipsis, of which it cannot be told"),
         ({"x": torch.zeros(5), "it": {1, 2}}, r"batch\['it'\] is a set"),
         (torch.zeros(0, 3), "batch is empty; expected at least one sample"),
         ({"x": torch.tensor(1.0), "y": 3}, "no tensor, array or list with samples"),

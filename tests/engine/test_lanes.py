@@ -18,11 +18,15 @@ class Rig:
     """Three lanes over one small model."""
 
     def __init__(self):
+        self.turns = []
         torch.manual_seed(1)
         self.model, self.slots = nn.Linear(2, 1), ModelSlots()
         self.slots.add(self.model, "model")
         self.lanes = [Lane(self.slots, own=True) for _ in range(3)]
-        self.running = Lanes(timeout_s=10.0)
+        self.running = Lanes(timeout_s=10.0, tracer=self)
+
+    def note(self, kind, begin_ns, *, number):
+        self.turns.append((kind.name, number))
 
     def run(self, *functions, seeds=(1, 2, 3)):
         streams = [Stream() for _ in functions]
@@ -73,6 +77,7 @@ def test_one_runs_at_a_time_and_everyone_gets_what_the_first_makes_of_all(rig):
 
     assert rig.run(function(1), function(10), function(100)) == [111] * 3
     assert max(most) == 1
+    assert sorted(rig.turns) == sorted([("FORWARD", shard) for shard in (4, 5, 6)] * 2), "one before it, one after"
     assert rig.run(function(1), function(2)) == [3] * 2, "and again with fewer"
 
 

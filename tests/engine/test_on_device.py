@@ -122,3 +122,12 @@ def test_whoever_is_lost_whenever(seed, script, tmp_path, on_device):
     ]
     done = cli_run("run", "-n", "3", path, variables=plant(faults, tmp_path / "faults", in_order=True))
     assert done.stdout == expected, done.stderr
+
+
+def test_an_image_in_which_a_bit_has_flipped_is_said_and_not_used(script, tmp_path, on_device):
+    on_device()
+    faults = plant([Fault("kill all", "before update", 6), Fault("flip", "image", bit=1234)], tmp_path / "faults")
+    done = cli_run("run", "-n", "2", script(TRAINING), variables=faults)
+    assert (done.code, done.stdout) == (12, ""), done.stderr
+    assert "the image of the state is not what was copied there, in or beside 'model.0.weight'" in done.stderr
+    assert "Traceback" not in done.stderr

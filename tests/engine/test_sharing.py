@@ -106,3 +106,20 @@ def test_a_keeper_has_no_shard_unless_it_is_alone_and_paces_are_those_of_the_oth
         for _ in range(_WINDOW):
             sharing.keep_pace([0.0, 0.4, 1.6][: len(members)])
         assert sharing.spans == ([(0, 0), (0, 6), (6, 8)] if len(members) > 1 else spans)
+
+
+@pytest.mark.parametrize("machines", [[0, 0, 0], [0, 0, 1]])
+def test_what_is_prepared_by_a_worker_that_was_let_in_but_has_to_catch_up_is_laid_out_later(holdings_of, machines):
+    (holdings,) = holdings_of(1)
+    sharing, _ = shared(holdings)
+    model = nn.Linear(3, 3)
+    holdings.models.add(model)
+    prepared = holdings.add(torch.optim.SGD(model.parameters(), 0.1))
+    group = holdings.group
+    group.worker = 2
+    group._take(Generation(2, 0, [0, 1, 2], None, machines=machines))
+    sharing.lay_out(prepared)
+    assert sharing.mine == range(0)
+    if machines == [0, 0, 0]:  # beyond that, there is no way to another machine here
+        sharing.replan()
+        assert prepared.gradients.plan.leaves.shards == range(3, 4)

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from evenstep.core.errors import ConfigError
+from evenstep.exchange.figures import StepFigures
 from evenstep.launch.records import EventFile, JsonLines
-from evenstep.run.figures import StepFigures
 
 FIRST = StepFigures(1, 1, 0.5, {"hits": 0.25, "words": ["a"]}, 22, 3.0, {"lr": 0.1})
 ODD = StepFigures(1, 300, math.nan, {"up": math.inf, "down": -math.inf, "large": 1e300}, 22, None, {})

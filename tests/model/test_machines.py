@@ -6,6 +6,7 @@ import pytest
 from machines import NEEDED, SIZES, Rules, check
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_whichever_machines_are_lost_all_operations_are_done_once(size):
     outcome = check(size)
@@ -14,6 +15,7 @@ def test_whichever_machines_are_lost_all_operations_are_done_once(size):
     assert outcome.terminals > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", NEEDED)
 def test_without_any_one_rule_something_goes_wrong(rule):
     outcome = check(NEEDED[rule], Rules(**{rule: False}))

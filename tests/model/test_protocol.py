@@ -6,6 +6,7 @@ import pytest
 from protocol import NEEDED, SIZES, Rules, Size, check
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_order_of_events_ends_with_all_operations_done_once(size):
     outcome = check(size)
@@ -14,6 +15,7 @@ def test_every_order_of_events_ends_with_all_operations_done_once(size):
     assert outcome.terminals > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", NEEDED)
 def test_without_any_one_rule_something_goes_wrong(rule):
     outcome = check(NEEDED[rule], Rules(**{rule: False}))
@@ -39,6 +41,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.long
 def test_each_rule_is_needed_but_the_one_that_only_saves_work():
     assert {rule.name for rule in fields(Rules)} - set(NEEDED) == {"posts_stay"}
     assert set(NEEDED) == {rule for kind in EXPECTED for rule in kind}
@@ -46,6 +49,7 @@ def test_each_rule_is_needed_but_the_one_that_only_saves_work():
     assert outcome.violation is None, f"\n{outcome}"
 
 
+@pytest.mark.long
 def test_orders_that_nobody_can_see_make_no_difference():
     size = Size(2, 2, 2)
     fewer, all_ = check(size), check(size, all_orders=True)

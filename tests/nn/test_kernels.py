@@ -93,6 +93,7 @@ WAYS = [(case, "usual") for case in CASES]
 WAYS += [(case, "own") for case in CASES[:9:2]] + [(case, "separate") for case in CASES[1:7:4]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "way"), WAYS, ids=str)
 def test_a_layer_alone_equals_torch_in_float64(case, way, monkeypatch):
     shape, dtype, rows, activation, has_residual = case
@@ -121,6 +122,7 @@ def test_a_layer_alone_equals_torch_in_float64(case, way, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "rows"), [((6, 3, 5, 5), False), ((6, 3, 5, 5), True), ((6, 5, 2, 2), False)], ids=str
 )
+@pytest.mark.long
 def test_shards_give_the_same_bits_in_one_launch_and_one_by_one(shape, rows):
     parts = [draw(shape, rows=rows, seed=s)[: n + 1].clone() for s, n in enumerate((5, 1, 3))]
     dys = [draw(p.shape, rows=rows, seed=10 + s) for s, p in enumerate(parts)]

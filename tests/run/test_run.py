@@ -42,7 +42,7 @@ PARTS = [
     (step, "Determinism"),
     (determinism.torch, "use_deterministic_algorithms"),
     (run, "Voice"),
-    (run, "TraceWriter"),
+    (run, "DigestWriter"),
     (run, "Saving"),
     (run, "Meter"),
     (run, "Feed"),

@@ -16,6 +16,7 @@ class Network:
             (a, b, lane): queue.SimpleQueue() for a in range(count) for b in range(count) for lane in range(LANES)
         }
         self.cut = threading.Event()
+        self.deaf = set()  # (from, to): what is sent there is gone, and nobody is told
         self.sent = dict.fromkeys(self.queues, 0)  # messages
         self.links = [FakeLinks(self, machine, count) for machine in range(count)]
 
@@ -28,7 +29,8 @@ class FakeLinks:
         if self._network.cut.is_set():
             raise RuntimeError("the network is cut")
         self._network.sent[self.machine, machine, lane] += 1
-        self._network.queues[self.machine, machine, lane].put(data.clone())
+        if (self.machine, machine) not in self._network.deaf:
+            self._network.queues[self.machine, machine, lane].put(data.clone())
         return self
 
     def wait(self):

@@ -19,12 +19,13 @@ ROUND = 1 << 32
 class Machines:
     """Machines with a segment and a bridge each; a context manager."""
 
-    def __init__(self, workers):
+    def __init__(self, workers, silence_s=None):
         self.workers, self.network = workers, Network(len(workers))
         self.segments = [Segment.create(8) for _ in workers]
         self.outcomes = [None] * len(workers)
         self.bridges = [
-            Bridge(segment, 1, workers, links) for segment, links in zip(self.segments, self.network.links, strict=True)
+            Bridge(segment, 1, workers, links, silence_s)
+            for segment, links in zip(self.segments, self.network.links, strict=True)
         ]
         self.threads = [threading.Thread(target=self._run, args=(m,)) for m in range(len(workers))]
         self.boxes = {w: Outbox(self.segments[m], w) for m, mine in enumerate(workers) for w in mine}
@@ -172,7 +173,10 @@ def test_a_machine_that_is_lost_ends_the_bridge_and_is_named():
             thread.join(5.0)
         assert [outcome[0] for outcome in machines.outcomes] == [1, 0]
         assert "the network is cut" in str(machines.outcomes[0][1])
-        assert core.aborted(machines.segments[0].base) == (1, "the connection to machine 1 broke: the network is cut")
+        assert core.aborted(machines.segments[0].base) == (
+            1,
+            "the connection to the machine of worker 1 broke: the network is cut",
+        )
 
 
 def test_a_failure_on_one_machine_reaches_the_others_once():
@@ -185,3 +189,23 @@ def test_a_failure_on_one_machine_reaches_the_others_once():
             assert text.endswith("é\nValueError: a bad day")
         time.sleep(0.1)
         assert sum(count for (_, _, lane), count in machines.network.sent.items() if lane == WORDS) == 2
+
+
+def test_machines_that_have_nothing_to_say_beat_and_none_is_lost():
+    with Machines([[0], [1]], silence_s=0.5) as machines:
+        time.sleep(1.2)
+        assert machines.outcomes == [None, None]
+        assert core.aborted(machines.segments[0].base) is None
+        assert 5 <= machines.network.sent[0, 1, WORDS] <= 14
+
+
+def test_a_way_that_is_cut_without_a_word_is_found_by_silence_and_only_its_ends_are_lost_to_each_other():
+    with Machines([[0], [1], [2]], silence_s=0.5) as machines:
+        machines.network.deaf |= {(1, 2), (2, 1)}
+        for machine in (1, 2):
+            machines.threads[machine].join(5.0)
+        assert [outcome and outcome[0] for outcome in machines.outcomes] == [None, 2, 1]
+        assert core.aborted(machines.segments[1].base) == (
+            2,
+            "the connection to the machine of worker 2 broke: it has said nothing for 0.5 s",
+        )

@@ -39,18 +39,18 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
 
 
 def refuse_figures(options: argparse.Namespace) -> None:
-    """Say which options are for runs whose workers all step together on this machine.
+    """Say which options are for runs whose workers all step together.
 
     Raises:
         ConfigError: One of them was given.
     """
-    given = [name for name in ("page", "log_json", "tensorboard") if getattr(options, name) is not None]
-    beside = ("on", "listen", "groups", "servers", "framework")
+    given = [name for name in ("page", "log_json", "tensorboard", "trace") if getattr(options, name) is not None]
+    beside = ("on", "groups", "servers", "framework")
     elsewhere = [name for name in beside if getattr(options, name) is not None]
     if given and elsewhere:
         raise ConfigError(
             f"--{given[0].replace('_', '-')} with --{elsewhere[0]}, expected one of them: it shows steps of workers "
-            "that step together on one machine so far; servers have pages of their own"
+            "that all step together; servers have pages of their own"
         )
 
 

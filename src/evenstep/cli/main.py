@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from evenstep.arithmetic import settings
-from evenstep.cli import doctor, graph, groups, machines, on, topo
+from evenstep.cli import doctor, graph, groups, machines, on, topo, trace
 from evenstep.core import env
 from evenstep.core.config import ARITHMETICS, DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
@@ -119,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
         help="how often a worker may compute wrong before it is dismissed (default: the script's, or 0)",
     )
     run.add_argument("--page", metavar="PORT", type=_port, help="serve a page of the run on this machine (0: any port)")
+    run.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write what every worker did when to FILE, for Perfetto"
+    )
     run.add_argument("--log-json", metavar="FILE", type=Path, help="append a line of JSON for every step to FILE")
     run.add_argument("--tensorboard", metavar="DIR", type=Path, help="write losses, metrics and what is logged to DIR")
     groups.add_arguments(run)
@@ -163,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands)
     topo.add_parser(commands)
     graph.add_parser(commands)
+    trace.add_parser(commands)
     _add_server(commands.add_parser(
         "server",
         help="serve the parameters of a model to workers that train it",
@@ -271,6 +275,7 @@ def _run(options: argparse.Namespace) -> int:
         tolerate_wrong=options.tolerate_wrong,
         log_json=options.log_json,
         tensorboard=options.tensorboard,
+        trace=options.trace,
         page=options.page,
         listen=machines.listen_of(options),
     )

@@ -16,7 +16,7 @@ __all__ = ["compare", "verify"]
 
 
 @dataclass(frozen=True)
-class Trace:
+class Digests:
     """What one run left: digests by tensor name for every version, and the closing fingerprint."""
 
     num_workers: int
@@ -47,12 +47,12 @@ def verify(
         ConfigError: The script made no step.
     """
     with tempfile.TemporaryDirectory(prefix="evenstep-verify-") as folder:
-        traces = []
+        runs = []
         for number, count in enumerate(counts):
-            traces.append(_trace(Path(folder) / f"{number}.jsonl", script, args, count, steps, shards, timeout_s))
-            last = traces[-1]
+            runs.append(_digests(Path(folder) / f"{number}.jsonl", script, args, count, steps, shards, timeout_s))
+            last = runs[-1]
             print(f"{count:>3} workers  {len(last.steps) - 1:>5} steps  fingerprint {last.fingerprint}", flush=True)
-    differences = [text for trace in traces[1:] if (text := compare(traces[0], trace))]
+    differences = [text for run in runs[1:] if (text := compare(runs[0], run))]
     for text in differences:
         print(text)
     if not differences:
@@ -60,7 +60,7 @@ def verify(
     return 1 if differences else 0
 
 
-def _trace(
+def _digests(
     path: Path,
     script: Path | str,
     args: Sequence[str],
@@ -68,8 +68,8 @@ def _trace(
     steps: int | None,
     shards: int | None,
     timeout_s: float,
-) -> Trace:
-    variables = {**os.environ, "EVENSTEP_TRACE": str(path)}
+) -> Digests:
+    variables = {**os.environ, "EVENSTEP_DIGESTS": str(path)}
     if steps is not None:
         variables["EVENSTEP_MAX_STEPS"] = str(steps)
     command = [sys.executable, "-m", "evenstep", "run", "-n", str(count)]
@@ -98,10 +98,10 @@ def _trace(
     if len(found) < 2:
         raise ConfigError(f"{script} made no step on {count} workers; verify compares what run.step commits")
     closing = [record["fingerprint"] for record in records if "fingerprint" in record]
-    return Trace(count, found, closing[-1] if closing else "(the run was never closed)")
+    return Digests(count, found, closing[-1] if closing else "(the run was never closed)")
 
 
-def compare(a: Trace, b: Trace) -> str | None:
+def compare(a: Digests, b: Digests) -> str | None:
     """The first step and the first tensor in which two runs differ, as a sentence; None if there is none."""
     where = f"{a.num_workers} and {b.num_workers} workers differ"
     for step, (left, right) in enumerate(zip(a.steps, b.steps, strict=False)):

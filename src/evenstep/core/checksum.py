@@ -1,57 +1,107 @@
-"""Whether tensors hold the same bytes, by numbers that are cheap to compute and to send."""
+"""Whether tensors hold the same bytes, by numbers that are cheap to compute and to send.
+
+A checksum has the same value wherever the tensor lies: on the CPU the C core computes it (`native/checksum.c`), on a
+GPU a kernel, or torch's operations where there is no Triton.
+"""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.native import core
 
-__all__ = ["checksum", "checksums"]
+__all__ = ["checksum", "checksums", "launch_checksums"]
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_ALSO_ODD = 0xBF58476D1CE4E5B9 - (1 << 64)
 _ROW = 128  # words that are added up at once; every tensor begins a row
 _PIECE = 1 << 23  # words that are mixed at once
+_PROGRAM = 1 << 13  # words of one program of the kernel
 
 
-@torch.no_grad()
+@lru_cache(maxsize=1)
+def _kernel() -> ModuleType | None:
+    """The kernel, or None where there is no Triton."""
+    try:
+        from evenstep.core import checksum_kernel
+    except ImportError:
+        return None
+    return checksum_kernel
+
+
 def checksum(tensor: Tensor) -> int:
-    """A 64-bit checksum of a tensor's elements, at the speed of memory. Equal only among tensors of one device type.
+    """A 64-bit checksum of a tensor's elements, at the speed of memory.
 
     On a GPU it waits for the device.
     """
     return checksums([tensor])[0]
 
 
-@torch.no_grad()
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """As `checksum`, of many tensors of one device: on a GPU in a few launches for all, and one wait."""
+    return [number & 0xFFFFFFFFFFFFFFFF for number in launch_checksums(tensors).tolist()]
+
+
+@torch.no_grad()
+def launch_checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """As `checksums`, as signed words [len(tensors)] on the tensors' device, for which nobody has waited yet."""
     flats = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     if all(flat.device.type == "cpu" for flat in flats):
-        return [core.checksum(flat.data_ptr(), flat.numel()) for flat in flats]
-    sums = _sums(flats).tolist()
-    return [(total ^ flat.numel()) & 0xFFFFFFFFFFFFFFFF for total, flat in zip(sums, flats, strict=True)]
+        numbers = [core.checksum(flat.data_ptr(), flat.numel()) for flat in flats]
+        return torch.tensor([number - (number >> 63 << 64) for number in numbers], dtype=torch.int64)
+    sums = _sums(flats) if _kernel() is None else _sums_by_kernel(flats)
+    return sums ^ torch.tensor([flat.numel() for flat in flats]).to(sums.device, non_blocking=True)
+
+
+def _sums_by_kernel(flats: Sequence[Tensor]) -> Tensor:
+    """As `_sums`, in one launch."""
+    device, module = flats[0].device, _kernel()
+    assert module is not None, "there is Triton"
+    words = [flat if flat.data_ptr() % 8 == 0 == flat.numel() % 8 else _padded(flat, 8) for flat in flats]
+    sizes = torch.tensor([flat.numel() // 8 for flat in words])
+    owner, begin = _rows(sizes, _PROGRAM)
+    tensors = torch.stack([torch.tensor([flat.data_ptr() for flat in words]), sizes], 1).to(device, non_blocking=True)
+    programs = torch.stack([owner, begin], 1).to(device, non_blocking=True)
+    totals = torch.zeros(len(flats), dtype=torch.int64, device=device)
+    if len(owner):
+        launch: Any = module.add_up
+        launch[(len(owner),)](tensors, programs, totals, PROGRAM=_PROGRAM, BLOCK=1024)
+    return totals
 
 
 def _sums(flats: Sequence[Tensor]) -> Tensor:
     """What the words of each tensor, mixed with their places, add up to; integers, so any order of adding is right."""
     device = flats[0].device
     sizes = torch.tensor([-(-flat.numel() // 8) for flat in flats])
-    rows = -(-sizes // _ROW)
-    padded = [
-        torch.nn.functional.pad(flat, (0, 8 * _ROW * int(count) - flat.numel()))
-        for flat, count in zip(flats, rows, strict=True)
-    ]
-    words = torch.cat(padded).view(torch.int64).view(-1, _ROW)
-    owner = torch.repeat_interleave(torch.arange(len(flats)), rows)
-    begin = (torch.arange(len(owner)) - (rows.cumsum(0) - rows)[owner]) * _ROW  # of each row, within its tensor
-    owner, begin, sizes = owner.to(device), begin.to(device), sizes.to(device)
+    words = torch.cat([_padded(flat, 8 * _ROW) for flat in flats]).view(torch.int64).view(-1, _ROW)
+    owner, begin = (each.to(device) for each in _rows(sizes, _ROW))
+    sizes = sizes.to(device)
     totals = torch.zeros(len(flats), dtype=torch.int64, device=device)
     within, step = torch.arange(_ROW, device=device), _PIECE // _ROW
     for first in range(0, len(words), step):
         piece, theirs = words[first : first + step], owner[first : first + step]
         place = begin[first : first + step, None] + within
-        mixed = (piece ^ (place + 1)) * _ODD
-        mixed = (mixed ^ mixed >> 29) * _ODD
+        mixed = _folded(piece ^ (place + 1) * _ODD, 32) * _ODD
+        mixed = _folded(_folded(mixed, 29) * _ALSO_ODD, 32)
         totals.index_add_(0, theirs, torch.where(place < sizes[theirs, None], mixed, 0).sum(1))
     return totals
+
+
+def _folded(words: Tensor, by: int) -> Tensor:
+    """Words, each xor its high bits; a shift without a sign, which torch has not."""
+    return words ^ (words >> by & (1 << 64 - by) - 1)
+
+
+def _padded(flat: Tensor, to: int) -> Tensor:
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % to))
+
+
+def _rows(sizes: Tensor, row: int) -> tuple[Tensor, Tensor]:
+    """Of every row of so many words: to which tensor it belongs, and which of its words is the first."""
+    rows = -(-sizes // row)
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), rows)
+    return owner, (torch.arange(len(owner)) - (rows.cumsum(0) - rows)[owner]) * row

@@ -252,7 +252,10 @@ class Children:
         """Wait, at most so long, and hand on what has come; False if nothing has."""
         ready = self._selector.select(max(wait_s, 0.0))
         for key, _ in sorted(ready, key=lambda item: self._order(item[0].data)):
-            if key.fd in self._selector.get_map():  # else it was closed meanwhile
+            now = self._selector.get_map().get(key.fd)
+            if (
+                now is not None and now.data is key.data
+            ):  # else it was closed meanwhile, and its number may be another's
                 self._handle(key.data)
         return bool(ready)
 

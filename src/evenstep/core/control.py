@@ -27,12 +27,20 @@ def _name(pid: int) -> str:
 
 
 class Control:
-    """The supervisor's end."""
+    """The end of whoever answers for a job: its supervisor, or the job itself.
+
+    Raises:
+        OSError: Somebody in this process answers already.
+    """
 
     def __init__(self) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.bind(_name(os.getpid()))
-        self.socket.listen()
+        try:
+            self.socket.bind(_name(os.getpid()))
+            self.socket.listen()
+        except OSError:
+            self.socket.close()
+            raise
 
     def answer(self, command: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Answer one caller, who has a second to say what it wants."""
@@ -75,7 +83,7 @@ def ask(request: dict[str, Any], pid: int | None = None) -> dict[str, Any]:
         try:
             connection.connect(_name(pid))
             connection.sendall(json.dumps(request).encode())
-            answer: dict[str, Any] = json.loads(connection.recv(_MOST_BYTES))
+            answer: dict[str, Any] = json.loads(b"".join(iter(lambda: connection.recv(_MOST_BYTES), b"")))
         except (OSError, ValueError) as error:
             raise ConfigError(f"no job answers as process {pid} ({error}); `evenstep status` lists them") from error
     if "error" in answer:

@@ -38,7 +38,7 @@ class Environment:
         segment_fd: The inherited file descriptor of the shared segment, if the launcher made one.
         torchrun: Whether torchrun started this process.
         events_fd: Where progress and errors are written as JSON lines for the launcher to show, if it listens.
-        trace: Where worker 0 writes a digest of every tensor after each step, for `evenstep verify`.
+        digests: Where worker 0 writes a digest of every tensor after each step, for `evenstep verify`.
         max_steps: After how many steps the batches end, for `evenstep verify --steps`.
         supervised: Whether the launcher replaces workers.
         timeout_s: How long any wait for another worker may take, if the launcher's command line says so.
@@ -58,7 +58,7 @@ class Environment:
     segment_fd: int | None = None
     torchrun: bool = False
     events_fd: int | None = None
-    trace: Path | None = None
+    digests: Path | None = None
     max_steps: int | None = None
     supervised: bool = False
     timeout_s: float | None = None
@@ -97,12 +97,12 @@ def read() -> Environment:
     Raises:
         ConfigError: A variable is not a number, or there is no such worker.
     """
-    trace, faults = os.environ.get("EVENSTEP_TRACE"), os.environ.get("EVENSTEP_FAULTS")
+    digests, faults = os.environ.get("EVENSTEP_DIGESTS"), os.environ.get("EVENSTEP_FAULTS")
     common: dict[str, Any] = {
         "shards": _number("EVENSTEP_SHARDS"),
         "arithmetic": os.environ.get("EVENSTEP_ARITHMETIC") or None,
         "events_fd": _number("EVENSTEP_EVENTS_FD"),
-        "trace": Path(trace) if trace else None,
+        "digests": Path(digests) if digests else None,
         "max_steps": _number("EVENSTEP_MAX_STEPS"),
         "supervised": bool(_number("EVENSTEP_SUPERVISED")),
         "timeout_s": _number("EVENSTEP_STEP_TIMEOUT_MS", 1000),

@@ -22,7 +22,7 @@ POINTS = (
 )
 """All of them, in the order in which a run first comes by."""
 
-DATA = ("gradient", "statistics", "buffer", "parameter", "node")
+DATA = ("gradient", "statistics", "buffer", "parameter", "node", "image")
 """What passes by where a machine that computes wrong would spoil it."""
 
 _handler: Callable[[str], None] | None = None

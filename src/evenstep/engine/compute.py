@@ -30,6 +30,7 @@ from evenstep.engine.slots import Lane, spanning_layers
 from evenstep.engine.strangers import Strangers
 from evenstep.engine.witness import Witness
 from evenstep.exchange.surroundings import inside
+from evenstep.exchange.tracing import Kind
 
 __all__ = ["Compute", "Samples", "StepFunction", "Work"]
 
@@ -126,7 +127,7 @@ class Compute:
     def __init__(self, context: Context, models: Models, timeout_s: float) -> None:
         self.context, self._models = context, models
         self._stream = Stream()
-        self._lanes = Lanes(timeout_s)
+        self._lanes = Lanes(timeout_s, context.tracer)
         self._lane_of: list[Lane] = []  # [0] is the model itself, the others have leaves of their own
         self._hooks: list[Any] = []
         self._calling = False
@@ -168,7 +169,7 @@ class Compute:
             self._stream.resume()
             try:
                 with inside(Alone(shard, work.rows(shard), None if not values else next(iter(values)))):
-                    with self._user_code():
+                    with self._user_code(), self.context.tracer.span(Kind.FORWARD, number=shard):
                         value = work.function(part)
                     loss, metrics = split(value)
                     losses = work.share(shard, loss)
@@ -259,7 +260,8 @@ class Compute:
         index = {name: i for i, name in enumerate(prepared.names)}
         self._arrivals = {id(lane): (work, index, shard) for lane, shard in zip(lanes, shards, strict=True)}
         try:
-            torch.autograd.backward(losses, inputs=leaves + own)
+            with self.context.tracer.span(Kind.BACKWARD, number=shards[0] if len(shards) == 1 else -1):
+                torch.autograd.backward(losses, inputs=leaves + own)
         finally:
             self._arrivals = {}
         for name, p in zip(prepared.names, prepared.parameters, strict=True):

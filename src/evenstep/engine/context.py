@@ -24,10 +24,11 @@ class Context:
     Attributes:
         spans: The shards of each worker.
         meetings: How GPUs meet without their hosts, if they can in this generation.
+        tracer: Notes what this worker does when.
     """
 
     def __init__(self, group: Group, seed: int) -> None:
-        self._group, self._seed = group, seed
+        self._group, self._seed, self.tracer = group, seed, group.tracer
         self.spans: Sequence[tuple[int, int]] = ()
         self.meetings: Meetings | None = None
 

@@ -4,6 +4,7 @@ It changes in operations of the ledger only. Whoever is about to change somethin
 that comes to nothing can be taken back.
 """
 
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import CheckpointError, UnsupportedError
+from evenstep.core.errors import CheckpointError, UnsupportedError, WrongError
 from evenstep.engine.carries import Carried, Carries
 from evenstep.engine.carrying import BetweenMachines
 from evenstep.engine.image import Image
@@ -165,6 +166,7 @@ class Holdings:
 
         Raises:
             CheckpointError: Nobody has it any more.
+            WrongError: Its image is all that is left of it, and that is wrong.
         """
         group, sites = self.group, self.state.sites
         if self.memory.shared:
@@ -183,9 +185,21 @@ class Holdings:
             self.state.spread("the state", entries, lacking.index(False), only)
 
     def _begin_from_image(self) -> None:
-        """Nobody has the state any more, or there has never been any."""
+        """Nobody has the state any more, or there has never been any.
+
+        Raises:
+            CheckpointError: There is no image of it.
+            WrongError: That is not what was copied there.
+        """
         image = self.state.image
         if image is not None and self.ledger.done == image.operations:
+            wrong = self.group.gather_json("wrong images", self.state.names_in(image.wrong()))
+            if found := next(filter(None, wrong), None):
+                raise WrongError(
+                    "all workers were lost, and the image of the state is not what was copied there, in or beside "
+                    f"'{found[0]}': the memory of machine {socket.gethostname()} has changed by itself. It is not "
+                    "used; go on from the last checkpoint, on another machine (--resume)"
+                )
             with torch.no_grad():
                 image.load()
         elif self.ledger.journal.committed:

@@ -4,6 +4,9 @@ After a step is committed the state flows there on a stream of its own while the
 before that changes anything; every site copies its share. There are two images, taken in turns, and a word on the board
 says which is whole: so there always is one. If all sites are lost, they begin from it, and what was committed since is
 done again. Copying slows down what is computed meanwhile, so a large state is copied every few steps only.
+
+Beside every piece of an image lies its *seal*: the checksum of the piece of the state, made where that is, with the
+number of operations behind it. So whoever reads an image knows whether it is what was copied, and of one moment.
 """
 
 import math
@@ -11,11 +14,14 @@ import mmap
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from evenstep.core import points
+from evenstep.core.checksum import checksums, launch_checksums
 from evenstep.exchange.group import Group
 from evenstep.plan.placement import cut
 from evenstep.transport.memory import FlatRegion, aligned
@@ -24,8 +30,31 @@ __all__ = ["Image"]
 
 _MOST_COST = 0.02  # of the time of a step
 _SLOWDOWN = 0.1  # of the time of a copy: by so much it delays what is computed at the same time
+_PIECE_BYTES = 1 << 20
 
 Copied = tuple[int, int]  # how many operations the last whole copy has behind it, and after how many the next is due
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a part of the state is: itself, both images of it, and the seals of both. All but the last are bytes."""
+
+    flat: Tensor
+    rooms: tuple[Tensor, Tensor]
+    seals: tuple[Tensor, Tensor]
+
+    def pieces(self, first: int = 0, end: int | None = None) -> list[slice]:
+        """Some of its pieces, by their numbers."""
+        numbers = range(len(self.seals[0]))[first:end]
+        return [slice(n * _PIECE_BYTES, min((n + 1) * _PIECE_BYTES, self.flat.numel())) for n in numbers]
+
+    def wrong(self, which: int, operations: int, first: int = 0, end: int | None = None) -> list[slice]:
+        """Those of some pieces whose image is not what was copied after so many operations."""
+        pieces, room = self.pieces(first, end), self.rooms[which]
+        points.touch("image", *(room[piece] for piece in pieces))
+        seals = self.seals[which][first:end] ^ operations
+        found = zip(pieces, checksums([room[piece] for piece in pieces]), seals.tolist(), strict=True)
+        return [piece for piece, number, seal in found if number != seal & 0xFFFFFFFFFFFFFFFF]
 
 
 class Image:
@@ -41,7 +70,7 @@ class Image:
         self._group, self._device = group, device
         self._every = 1 if every == "auto" else every
         self._chosen = every != "auto"
-        self._places: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = []  # the state, and both images of it
+        self._places: list[_Place] = []
         self._pinned: list[int] = []
         self._begun = self._copied = 0  # operations behind the copy that was begun last, and behind the last whole one
         self._begun_at = 0.0
@@ -55,19 +84,22 @@ class Image:
 
     def cover(self, region: FlatRegion) -> None:
         """Take a part of the state into images from now on. All workers must call this alike."""
-        images: tuple[list[Tensor], list[Tensor]] = ([], [])
         for flat in region.flats:
-            for image in images:
-                room = self._group.segment.memory.reserve(flat.numel()).tensor(flat.shape, torch.uint8)
-                self._pin(room)
-                image.append(room)
-        self._places.append((region.flats, *images))
+            num_pieces = -(-flat.numel() // _PIECE_BYTES)
+            first, second = (self._room(flat.numel(), torch.uint8) for _ in range(2))
+            seals, others = (self._room(num_pieces, torch.int64) for _ in range(2))
+            self._places.append(_Place(flat, (first, second), (seals, others)))
+
+    def _room(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the segment that the GPU can write to by itself."""
+        room = self._group.segment.memory.reserve(count * dtype.itemsize).tensor(torch.Size([count]), dtype)
+        self._pin(room)
+        return room
 
     def _pin(self, room: Tensor) -> None:
-        """Let the GPU copy to it by itself."""
         if self._stream is None or not room.numel():
             return
-        code = _cudart().cudaHostRegister(room.data_ptr(), aligned(room.numel(), mmap.PAGESIZE), 0)
+        code = _cudart().cudaHostRegister(room.data_ptr(), aligned(room.nbytes, mmap.PAGESIZE), 0)
         if int(code):
             warnings.warn(
                 f"the image of the state cannot be pinned ({code}), so that copying it delays steps; allow more locked "
@@ -105,18 +137,23 @@ class Image:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._events[0].record()
-                self._copy_share()
+                self._copy_share(operations)
                 self._events[1].record()
         else:
-            self._copy_share()
+            self._copy_share(operations)
         self._begun, self._begun_at = operations, time.monotonic()
 
-    def _copy_share(self) -> None:
-        """Copy what this site copies of the state to the image that is not whole."""
-        for flats, *images in self._places:
-            for flat, room in zip(flats, images[1 - self._image[1]], strict=True):
-                first, end = cut(flat.numel(), self._group.num_workers)[self._group.rank]
-                room[first:end].copy_(flat[first:end], non_blocking=True)
+    def _copy_share(self, operations: int) -> None:
+        """Copy what this site copies of the state to the image that is not whole, and seal it."""
+        which = 1 - self._image[1]
+        for place in self._places:
+            first, end = cut(len(place.seals[which]), self._group.num_workers)[self._group.rank]
+            pieces = place.pieces(first, end)
+            if pieces:
+                share = slice(pieces[0].start, pieces[-1].stop)
+                seals = launch_checksums([place.flat[piece] for piece in pieces]) ^ operations
+                place.rooms[which][share].copy_(place.flat[share], non_blocking=True)
+                place.seals[which][first:end].copy_(seals, non_blocking=True)
 
     def _choose(self, operations: int) -> None:
         """Choose after how many operations the next one is taken, by what the last one took."""
@@ -143,12 +180,36 @@ class Image:
         """How many operations the image has behind it."""
         return self._image[0]
 
-    def load(self) -> None:
-        """Put the image in the place of the state."""
+    def wrong(self) -> list[Tensor]:
+        """The parts of the state, as bytes, whose image is not what was copied there."""
         operations, which = self._image
-        for flats, *images in self._places if operations else ():
-            for flat, room in zip(flats, images[which], strict=True):
-                flat.copy_(room)
+        places = self._places if operations else []
+        return [place.flat[piece] for place in places for piece in place.wrong(which, operations)]
+
+    def load(self) -> None:
+        """Put the image, which is right, in the place of the state."""
+        operations, which = self._image
+        for place in self._places if operations else ():
+            place.flat.copy_(place.rooms[which])
+
+    def find(self, tensor: Tensor, operations: int) -> Tensor | None:
+        """What a tensor of the state was after so many operations, if that was copied last and is right; on the host.
+
+        For a run of one site; waits until the copy is whole.
+        """
+        if self._begun != operations or not operations:
+            return None
+        if self._events is not None:
+            self._events[1].synchronize()
+        which = self._image[1] if operations == self._image[0] else 1 - self._image[1]
+        for place in self._places:
+            begin = tensor.data_ptr() - place.flat.data_ptr()
+            if 0 <= begin < place.flat.numel():
+                end = begin + tensor.nbytes
+                if place.wrong(which, operations, begin // _PIECE_BYTES, -(-end // _PIECE_BYTES)):
+                    return None
+                return place.rooms[which][begin:end].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        return None
 
     def close(self) -> None:
         """Let go of the memory."""

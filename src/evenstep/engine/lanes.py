@@ -5,6 +5,7 @@ user code never runs twice at once and the process-wide random generators can be
 inside the forward of a spanning layer; backward is one call for all.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from evenstep.engine.slots import Lane
 from evenstep.exchange.rendezvous import Lead, Participant, Rendezvous
 from evenstep.exchange.surroundings import inside
 from evenstep.exchange.threads import Threads, side_by_side
+from evenstep.exchange.tracing import Kind, Tracer
 
 __all__ = ["Crew", "LaneSurroundings", "Lanes"]
 
@@ -83,22 +85,31 @@ class LaneSurroundings:
 
 
 class Lanes:
-    """Runs one function for each of some shards, each in its lane."""
+    """Runs one function for each of some shards, each in its lane.
 
-    def __init__(self, timeout_s: float) -> None:
+    Args:
+        timeout_s: How long a lane may wait for another.
+        tracer: Notes which lane has its turn when.
+    """
+
+    def __init__(self, timeout_s: float, tracer: Tracer) -> None:
+        self._tracer, self._turn_ns = tracer, 0
         self._rendezvous = Rendezvous(
             noun="shard", timeout_s=timeout_s, turns=True, resume=self._resume, pause=self._pause
         )
         self._streams: Sequence[Stream] = ()
         self._threads = Threads("lane")
         self._lanes: Sequence[Lane] = ()
+        self._shards: Sequence[int] = ()
         self.token: Tensor | None = None  # of the last run: differentiated too, it brings backward to every joint node
 
     def _resume(self, participant: Participant) -> None:
         self._lanes[participant.index].resume()
         self._streams[participant.index].resume()
+        self._turn_ns = time.monotonic_ns()
 
     def _pause(self, participant: Participant) -> None:
+        self._tracer.note(Kind.FORWARD, self._turn_ns, number=self._shards[participant.index])
         self._streams[participant.index].pause()
         self._lanes[participant.index].pause()
 
@@ -117,7 +128,7 @@ class Lanes:
         Blocks until all have ended. The first error that is not merely a consequence of another's is raised, with a
         note that names its shard.
         """
-        self._lanes, self._streams = lanes, streams
+        self._lanes, self._streams, self._shards = lanes, streams, shards
 
         def body(me: Participant) -> Any:
             surroundings = LaneSurroundings(me, prefix, crew, rows[me.index])

@@ -49,7 +49,7 @@ class DeviceCompute:
 
     def __init__(self, context: Context, models: Models, carries: Carries, timeout_s: float, graphs: Graphs) -> None:
         self.context, self.models, self.carries, self._graphs = context, models, carries, graphs
-        self.lanes = Lanes(timeout_s)
+        self.lanes = Lanes(timeout_s, context.tracer)
         self._lane_of: list[Lane] = []
         self.strangers = Strangers()
         self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together

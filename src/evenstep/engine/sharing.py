@@ -79,7 +79,13 @@ class Sharing:
         return [(0, 0)] * self._idle + spans
 
     def lay_out(self, prepared: PreparedOptimizer) -> None:
-        """Make the way of an optimizer's gradients."""
+        """Make the way of an optimizer's gradients.
+
+        A worker that has entered a generation may find that it has to catch up first: then shards are not shared out
+        yet, and the way is made when they are.
+        """
+        if self._planned_for != self._group.generation:
+            return
         prepared.gradients.lay_out(*self._updates.lay_out(prepared, self.spans))
 
     def keep_pace(self, seconds: Sequence[float]) -> None:

@@ -150,6 +150,12 @@ class State:
         """The live images by name. Read them between steps only."""
         return {name: entry.live for name, entry in self.entries.items() if entry.counts}
 
+    def names_in(self, parts: Sequence[Tensor]) -> list[str]:
+        """The names of the tensors that lie in some parts of the state, given as bytes, in the order of these."""
+        ranges = [(part.data_ptr(), part.data_ptr() + part.numel()) for part in parts]
+        lies = [(name, e.live.data_ptr(), e.live.data_ptr() + e.live.nbytes) for name, e in self.entries.items()]
+        return [name for first, end in ranges for name, begin, stop in lies if begin < end and stop > first]
+
     def digests(self) -> dict[str, str]:
         """A digest for every tensor and plain value, by name."""
         found = {name: digest(name, tensor).hex() for name, tensor in self.tensors().items()}

@@ -47,6 +47,7 @@ from evenstep.engine.updates import Updates
 from evenstep.exchange.board import Spent
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
+from evenstep.exchange.tracing import Kind
 from evenstep.native import core
 
 __all__ = ["Engine", "Outcome", "StepTask"]
@@ -247,7 +248,8 @@ class Engine:
         if isinstance(begun, Results):
             aside = {"contents": {}, "samples": sum(task.samples.sizes), "logged": {}}
             return Entry(kind, [begun.loss, begun.metrics, None, [], [], False], aside=aside)
-        parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
+        with self.group.tracer.span(Kind.LOAD):
+            parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
         firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
         keeps = self.state.sites.for_each_rank(firsts)
@@ -272,7 +274,8 @@ class Engine:
             norm = self._clip(work, sums)
             points.reach("before update")
             begin = time.monotonic()
-            mine = self.updates.update(work, sums)
+            with self.group.tracer.span(Kind.UPDATE):
+                mine = self.updates.update(work, sums)
             self._update_s += time.monotonic() - begin
         first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
         others = self.models.buffers_to_spread(changed, everywhere=None not in firsts)
@@ -292,8 +295,9 @@ class Engine:
         active = [rank for rank, (first, end) in enumerate(self.sharing.spans) if any(work.sizes[first:end])]
         gradients.begin(1 + self.group.exchanges, active, list(work.parts))
         begin, waited_s = time.monotonic(), self.group.waited_s
-        results = self.compute.run(work) if work.parts else dict
-        gradients.end_backward()
+        with self.group.tracer.span(Kind.COMPUTE):
+            results = self.compute.run(work) if work.parts else dict
+            gradients.end_backward()
         busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
         self._compute_s += busy_s
         facts = {

@@ -6,6 +6,7 @@ Each word has one writer. What they say is for looking after a run, never part o
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from evenstep.native import core
 from evenstep.transport.segment import Segment
@@ -40,6 +41,7 @@ _COMMITTED = 3  # of the supervisor's row, but written by the first worker: how 
 _LACKS_STATE = 4  # of the supervisor's row too: whether the memory of this machine has yet to be given the state
 _IMAGE = 5  # 1 + twice the operations that the image of the state has behind it + which of two images it is
 _FINGERPRINT = 7  # how often the supervisor has asked for one
+_TRACED = 8  # whether workers leave spans of what they do
 _AGAIN = 6  # 1 + the operations behind the state, while operations of the journal are done again
 
 _SPENT = (_Of.COMPUTE, _Of.WAIT, _Of.UPDATE, _Of.STEPS)
@@ -141,6 +143,20 @@ class Board:
             busy_s, self._load(worker, _Of.STEP), shard - 1 if shard else None, bool(self._load(worker, _Of.WAITING))
         )
 
+    def row(self, worker: int) -> dict[str, Any]:
+        """What a worker does, which shards it has, and where its time has gone, as JSON."""
+        doing, spent, shards = self.doing(worker), self.spent(worker), self.shards(worker)
+        return {
+            "step": doing.step,
+            "shards": [shards.start, shards.stop],
+            "shard": doing.shard,
+            "waiting": doing.waiting,
+            "compute_s": spent.compute_s,
+            "wait_s": spent.wait_s,
+            "update_s": spent.update_s,
+            "exchange_s": max(spent.steps_s - spent.compute_s - spent.wait_s - spent.update_s, 0.0),
+        }
+
     def clear(self, worker: int) -> None:
         """A place is free: whoever takes it does nothing yet."""
         for number in _Of:
@@ -163,6 +179,15 @@ class Board:
     def fingerprints_asked(self) -> int:
         """How often a fingerprint was asked for."""
         return self._load(self._supervisor, _FINGERPRINT)
+
+    @property
+    def traced(self) -> bool:
+        """Whether somebody wants to know what workers do when; said before the first of them starts."""
+        return bool(self._load(self._supervisor, _TRACED))
+
+    @traced.setter
+    def traced(self, traced: bool) -> None:
+        self._store(self._supervisor, _TRACED, int(traced))
 
     @property
     def committed(self) -> int:

@@ -13,6 +13,7 @@ from evenstep.core.events import Event
 from evenstep.exchange.board import Board
 from evenstep.exchange.generations import Generation
 from evenstep.exchange.slots import SLICE_NS, Slots
+from evenstep.exchange.tracing import Tracer
 from evenstep.transport.outbox import ARRIVED, EVERYONE, POST, PUT, Mark, Outbox, Request
 from evenstep.transport.segment import Segment
 
@@ -70,6 +71,7 @@ class Puts:
     def __init__(self, segment: Segment, rounds: Bridged) -> None:
         self._segment, self._rounds = segment, rounds
         self._arrived, self._board = Mark(segment, ARRIVED), Board(segment)
+        self._tracer = Tracer(segment, rounds.worker)
 
     def put(self, machine: int, data: Tensor | None, word: Tensor, value: int) -> None:
         """Copy memory to the same place of another machine, or of EVERYONE, then set a word there. Does not wait.
@@ -107,9 +109,9 @@ class Puts:
             PeerError: A worker failed, or a machine is lost.
             SilenceError: It did not come within the timeout.
         """
-        rounds, begin = self._rounds, time.monotonic()
         if ready():
             return
+        rounds, begin, begin_ns = self._rounds, time.monotonic(), time.monotonic_ns()
         self._board.waits(rounds.worker, True)
         try:
             while True:
@@ -123,3 +125,4 @@ class Puts:
         finally:
             self._board.waits(rounds.worker, False)
             rounds.waited_s += time.monotonic() - begin
+            self._tracer.waited(begin_ns, -1, what)

@@ -26,6 +26,7 @@ from evenstep.exchange.generations import Generation
 from evenstep.exchange.membership import Fixed, Membership, Supervised
 from evenstep.exchange.rounds import Rounds
 from evenstep.exchange.slots import Slots
+from evenstep.exchange.tracing import Kind, Tracer
 from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.segment import Segment
@@ -66,11 +67,12 @@ class Group:
         leads: Whether this worker is the first of its machine, which looks after its memory for all of them.
         at_home: Whether it is on the machine where files are written and read.
         puts: The way to the memory of other machines, if there may be any.
+        tracer: Notes what this worker does when.
     """
 
     def __init__(self, segment: Segment, rounds: Rounds, membership: Membership, puts: Puts | None = None) -> None:
         self.segment, self.worker, self.elastic = segment, rounds.worker, membership.elastic
-        self.board = Board(segment)
+        self.board, self.tracer = Board(segment), Tracer(segment, rounds.worker)
         self._rounds, self._membership, self.puts = rounds, membership, puts
         self.exchanges = 0
         self._inner = 0  # exchanges among some of the workers since the last of all
@@ -151,7 +153,8 @@ class Group:
             Dismissed: This worker is not needed any more.
             SilenceError: The supervisor said nothing.
         """
-        self._take(self._membership.next(self.generation, self.timeout_s))
+        with self.tracer.span(Kind.WAIT, "the next generation"):
+            self._take(self._membership.next(self.generation, self.timeout_s))
 
     def _take(self, generation: Generation) -> None:
         self.generation, self.left = generation.number, False
@@ -245,11 +248,20 @@ class Group:
         else:
             self._inner += 1
         seq = self.exchanges << 32 | self._inner
-        self._rounds.post(seq, tag, mine, num_bytes, layout.workers)
-        points.reach("exchange")
-        deadline = time.monotonic() + self._rounds.timeout_s
-        for worker, at, theirs in zip(layout.workers, layout.places, layout.sizes, strict=True):
-            self._rounds.collect(worker, seq, tag, place + at, theirs, deadline)
+        collect = self._traced_collect if self.tracer.on else self._rounds.collect
+        with self.tracer.span(Kind.EXCHANGE, tag):
+            self._rounds.post(seq, tag, mine, num_bytes, layout.workers)
+            points.reach("exchange")
+            deadline = time.monotonic() + self._rounds.timeout_s
+            for worker, at, theirs in zip(layout.workers, layout.places, layout.sizes, strict=True):
+                collect(worker, seq, tag, place + at, theirs, deadline)
+
+    def _traced_collect(self, worker: int, seq: int, tag: str, place: int, num_bytes: int, deadline: float) -> None:
+        begin_ns = time.monotonic_ns()
+        try:
+            self._rounds.collect(worker, seq, tag, place, num_bytes, deadline)
+        finally:
+            self.tracer.waited(begin_ns, worker)
 
     def gather_blobs(self, tag: str, mine: Tensor, active: Sequence[bool]) -> list[Tensor]:
         """Offer bytes [n] of any number but 0; return those of all active workers. Only these take part."""

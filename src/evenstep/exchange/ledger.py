@@ -13,6 +13,7 @@ So there is one loop for going on, doing again and catching up. `tests/model/pro
 for every order of events.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -24,6 +25,7 @@ from evenstep.core.errors import BeginsAgain, MismatchError, NondeterminismError
 from evenstep.exchange.board import Asked
 from evenstep.exchange.group import Group
 from evenstep.exchange.journal import Entry, Journal
+from evenstep.exchange.tracing import Kind
 
 __all__ = ["Ledger", "Operation", "Undecided"]
 
@@ -159,7 +161,7 @@ class Ledger:
 
     def _try(self, operation: Operation, attempt: Callable[[], Entry]) -> Entry | None:
         """Try the next operation once; None if the workers have to change first, or it is in the journal meanwhile."""
-        entry = None
+        entry, begin_ns, name = None, time.monotonic_ns(), f"{operation.kind}, to be done again"
         if operation.is_step:  # others may take any time, and so may the wait for the next generation
             self.group.board.begin(self.group.worker, operation.step)
         try:
@@ -168,7 +170,9 @@ class Ledger:
             entry = attempt()
             if self.group.board.again is not None:
                 entry = self._repeated(entry)
-            self._commit(operation, entry)
+            with self.group.tracer.span(Kind.COMMIT):
+                self._commit(operation, entry)
+            name = operation.kind
         except BaseException as error:
             committed = self.catching_up  # then whatever went wrong came too late to matter to this operation
             if not committed and self.holder is not None:
@@ -180,6 +184,7 @@ class Ledger:
             return entry if committed else None
         finally:
             self.group.board.end(self.group.worker)
+            self.group.tracer.note(Kind.OPERATION, begin_ns, name, operation.step)
         return entry
 
     def _recover(self) -> bool:
@@ -200,7 +205,8 @@ class Ledger:
             if self.volatile:
                 self._see_who_has_it()
             if self.holder is not None:
-                self.holder.recover()
+                with self.group.tracer.span(Kind.RECOVERY, number=self.group.generation):
+                    self.holder.recover()
             if behind:
                 self._go_back()
             self._recovered, self._has = self.group.generation, self._next

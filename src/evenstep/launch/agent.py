@@ -32,14 +32,16 @@ from evenstep.launch.connection import Connection, Lost
 from evenstep.launch.door import PROTOCOL, proof_of, split_address
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import likeness
-from evenstep.launch.machine import Bridging, End, Here
+from evenstep.launch.machine import End, Here
+from evenstep.launch.trails import Piece
 from evenstep.launch.worker import warm_up
+from evenstep.transport.bridge import Bridging
 from evenstep.transport.segment import Segment
 
 __all__ = ["join"]
 
 _LOOK_S = 0.25
-_STEPS_S = 0.5  # how often to tell how far the workers are
+_ROWS_S = 0.5  # how often to tell what the workers do
 _ANSWER_S = 30.0
 _AGAIN_S = 0.5  # between two attempts to reach the head
 
@@ -47,9 +49,12 @@ _AGAIN_S = 0.5  # between two attempts to reach the head
 class _Agent:
     """Carries out what the head asks for: see `Hears` for what it tells it."""
 
-    def __init__(self, number: int, connection: Connection, job: Job, segment: Segment, silence_s: float) -> None:
+    def __init__(
+        self, number: int, connection: Connection, job: Job, segment: Segment, silence_s: float, *, traced: bool
+    ) -> None:
         self._connection, self._silence_s = connection, silence_s
-        self._here = Here(number, socket.gethostname(), job, segment, self, machines=True, job_name="joined")
+        name = socket.gethostname()
+        self._here = Here(number, name, job, segment, self, machines=True, job_name="joined", traced=traced)
         self._places: set[int] = set()
         self._told_at = 0.0
         self._code: int | None = None
@@ -73,7 +78,7 @@ class _Agent:
                     self._do(message, data)
                 now = time.monotonic()
                 self._here.look_after(now)
-                self._tell_steps(now)
+                self._tell_rows(now)
                 connection.beat(now)
                 if now - connection.heard_at > self._silence_s:
                     raise Lost(f"has said nothing for {self._silence_s:g} s")
@@ -86,10 +91,10 @@ class _Agent:
         if number != signal.SIGHUP:
             self._signal = number
 
-    def _tell_steps(self, now: float) -> None:
-        if now - self._told_at >= _STEPS_S:
+    def _tell_rows(self, now: float) -> None:
+        if now - self._told_at >= _ROWS_S:
             self._told_at = now
-            self._say("steps", steps={place: self._here.step_of(place) for place in self._places})
+            self._say("rows", rows={place: self._here.row_of(place) for place in self._places})
 
     # ---- what the head asks for ----
 
@@ -129,6 +134,11 @@ class _Agent:
         """See `Hears`."""
         waits = kind == "events" and any(b'"waits"' in line for line in lines)
         self._say("heard", b"\n".join(lines), place=place, kind=kind, round=self._here.round if waits else 0)
+
+    def did(self, machine: int, pieces: Sequence[Piece], ahead_ns: int = 0) -> None:
+        """See `Hears`."""
+        for piece in pieces:
+            self._say("did", piece.spans, place=piece.place, pid=piece.pid)
 
     def gave_up(self, machine: int, place: int, text: str, leaves: bool) -> None:
         """See `Hears`."""
@@ -230,7 +240,7 @@ def _take_part(connection: Connection, num_workers: int, token: str) -> int:
     say(f"joined as machine {number} with {num_workers} worker{'s' if num_workers > 1 else ''}")
     with ExitStack() as stack:
         segment = stack.enter_context(closing(Segment.create(MAX_SHARDS)))
-        return _Agent(number, connection, job, segment, said["silence_s"]).run()
+        return _Agent(number, connection, job, segment, said["silence_s"], traced=said["traced"]).run()
 
 
 def _answer(connection: Connection) -> dict[str, Any]:

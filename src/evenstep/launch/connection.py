@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from evenstep.core.errors import EvenstepError
+from evenstep.launch.clocks import Clock
 
 __all__ = ["Connection", "Lost", "Message"]
 
@@ -43,6 +44,7 @@ class Connection:
     Attributes:
         most_bytes: What a message may have.
         heard_at: When something last came.
+        clock: The other end's.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Connection:
             )
         self._socket = sock
         self.most_bytes = FEW_BYTES
-        self.heard_at = time.monotonic()
+        self.heard_at, self.clock = time.monotonic(), Clock()
         self._beat_at = 0.0
         self._in, self._out = bytearray(), bytearray()
         self._kept: list[Message] = []  # what came together with what was waited for
@@ -106,7 +108,7 @@ class Connection:
         """
         if now - self._beat_at >= _BEAT_S:
             self._beat_at = now
-            self.send({"beat": True})
+            self.send({"beat": self.clock.beat()})
         else:
             self.flush()
 
@@ -146,8 +148,12 @@ class Connection:
             pass
         except (OSError, ValueError) as error:
             raise Lost(f"is lost: {_words(error)}") from error
-        found = self._kept + [message for message in iter(self._next, None) if "beat" not in message[0]]
-        self._kept = []
+        found, self._kept = self._kept, []
+        for message, beside in iter(self._next, None):
+            if "beat" in message:
+                self.clock.heard(message["beat"])
+            else:
+                found.append((message, beside))
         if over and not found:
             raise Lost("is lost: its connection closed")
         return found  # if it is over, the next call says so

@@ -22,7 +22,7 @@ from evenstep.launch.connection import Connection, Lost
 
 __all__ = ["PROTOCOL", "Arrival", "Door", "Listen", "is_loopback", "proof_of", "read_token", "split_address"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 _PATIENCE_S = 20.0  # for all of it: the newcomer may have to look up and hash things on a slow disk
 _MOST_ARRIVING = 64
 

@@ -6,9 +6,16 @@ from typing import Any
 
 from evenstep.exchange.generations import Generation
 from evenstep.launch.connection import Connection, Lost
-from evenstep.launch.machine import Bridging, End, Hears
+from evenstep.launch.machine import End, Hears
+from evenstep.launch.trails import Piece
+from evenstep.transport.bridge import Bridging
 
 __all__ = ["There"]
+
+_NOTHING = {  # of a worker of which nothing was heard yet
+    **{"step": 0, "shards": [0, 0], "shard": None, "waiting": False},
+    **dict.fromkeys(("compute_s", "wait_s", "update_s", "exchange_s"), 0.0),
+}
 
 
 class There:
@@ -32,7 +39,7 @@ class There:
         self.connection, self._hears = connection, hears
         self.journal: int | None = 0
         self._pids: dict[int, int] = {}
-        self._steps: dict[int, int] = {}
+        self._rows: dict[int, dict[str, Any]] = {}
         self._left_out = True
 
     def _do(self, what: str, data: bytes = b"", **fields: Any) -> None:
@@ -89,9 +96,9 @@ class There:
         """The run is over."""
         self._do("end", code=code)
 
-    def step_of(self, place: int) -> int:
-        """See `Machine`."""
-        return self._steps.get(place, 0)
+    def row_of(self, place: int) -> dict[str, Any]:
+        """See `Machine`. As it was up to half a second ago."""
+        return self._rows.get(place, _NOTHING)
 
     def pid_of(self, place: int) -> int:
         """See `Machine`."""
@@ -128,7 +135,10 @@ class There:
                 self._hears.ended(self.number, message["place"], End(**message["end"]))
             case "broke":
                 self._hears.broke(self.number, message["generation"], message["culprit"], message["text"])
-            case "steps":
-                self._steps = {int(place): step for place, step in message["steps"].items()}
+            case "rows":
+                self._rows = {int(place): dict(row) for place, row in message["rows"].items()}
+            case "did":
+                piece = Piece(message["place"], message["pid"], data)
+                self._hears.did(self.number, [piece], self.connection.clock.ahead_ns)
             case "journal" if self._left_out:
                 self.journal = message["count"]

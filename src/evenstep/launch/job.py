@@ -32,6 +32,7 @@ class Job:
         tolerate_wrong: How often a worker may compute wrong before it goes; None: the script's.
         log_json: Where a line of JSON goes for every step.
         tensorboard: Where event files for TensorBoard go.
+        trace: Where it goes what every worker did when.
         page: The port of the page of the run; 0: any; None: there is none.
         listen: How other machines join; None: none can.
         keeper: The one worker of this machine keeps the state and computes nothing, unless nobody else is there.
@@ -53,6 +54,7 @@ class Job:
     tolerate_wrong: int | None = None
     log_json: Path | None = None
     tensorboard: Path | None = None
+    trace: Path | None = None
     page: int | None = None
     listen: Listen | None = None
     keeper: bool = False

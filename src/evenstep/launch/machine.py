@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from evenstep.core import env
 from evenstep.core.children import Child, Children, default_signals
@@ -18,13 +18,15 @@ from evenstep.exchange.generations import Generation
 from evenstep.exchange.journal import Journal
 from evenstep.launch.job import Job
 from evenstep.launch.memory import Starvation
+from evenstep.launch.trails import Piece, Trails
 from evenstep.launch.worker import STACK_SIGNAL, run_worker
 from evenstep.launch.worker_process import WorkerProcess
 from evenstep.native import core
 from evenstep.transport import bridge
+from evenstep.transport.bridge import Bridging
 from evenstep.transport.segment import Segment
 
-__all__ = ["Bridging", "End", "Hears", "Here", "Machine"]
+__all__ = ["End", "Hears", "Here", "Machine"]
 
 _STOPPED_S = 1.0  # how long a worker may be stopped
 _STACK_S = 0.3  # how long a worker that is given up has to write its stack
@@ -50,30 +52,14 @@ class End:
     step: int
 
 
-@dataclass(frozen=True)
-class Bridging:
-    """How the machines of a generation reach each other.
-
-    Attributes:
-        machine: Which of them this is, counted in this generation.
-        workers: The workers of each.
-        store: Where their bridges find each other.
-        address: Under which address the others reach this one.
-        backend: By what bytes move.
-    """
-
-    machine: int
-    workers: Sequence[Sequence[int]]
-    store: tuple[str, int]
-    address: str | None
-    backend: str
-
-
 class Hears(Protocol):
     """Who is told what happens on a machine."""
 
     def heard(self, machine: int, place: int, kind: str, lines: Sequence[bytes]) -> None:
         """A worker has written whole lines: to "out", "err" or "events"."""
+
+    def did(self, machine: int, pieces: Sequence[Piece], ahead_ns: int = 0) -> None:
+        """What workers did when; the clock of their machine is ahead of this one's by so much."""
 
     def gave_up(self, machine: int, place: int, text: str, leaves: bool) -> None:
         """A worker that does nothing any more is about to be killed, and why; perhaps nobody is to replace it."""
@@ -129,8 +115,8 @@ class Machine(Protocol):
     def leave_out(self) -> None:
         """A generation begins without workers of this machine."""
 
-    def step_of(self, place: int) -> int:
-        """Which step a worker is in, or has done last."""
+    def row_of(self, place: int) -> dict[str, Any]:
+        """What a worker does and has done: see `Board.row`."""
 
     def pid_of(self, place: int) -> int:
         """The number of a worker's process."""
@@ -147,15 +133,25 @@ class Here:
         hears: Who is told what happens.
         machines: Whether there may be others.
         job_name: Tells the job from others.
+        traced: Whether somebody wants to know what its workers do when.
     """
 
     def __init__(
-        self, number: int, name: str, job: Job, segment: Segment, hears: Hears, *, machines: bool, job_name: str
+        self,
+        number: int,
+        name: str,
+        job: Job,
+        segment: Segment,
+        hears: Hears,
+        *,
+        machines: bool,
+        job_name: str,
+        traced: bool = False,
     ) -> None:
         self.number, self.name, self.capacity = number, name, job.num_workers
         self._job, self._segment, self._hears = job, segment, hears
         self._machines, self._job_name = machines, job_name
-        self.board = Board(segment)
+        self.board, self._trails = Board(segment), Trails(segment) if traced else None
         self.children = Children(self._on_lines, self._on_end)
         self._attended: dict[Child, Callable[[Child], None]] = {}
         self._processes: dict[int, WorkerProcess] = {}  # the present or last one of every place
@@ -206,6 +202,8 @@ class Here:
 
         child = self.children.start(main, ("out", "err", "events"), keep={self._segment.fd})
         core.set_pid(self._segment.base, place, child.pid)  # so that the others notice one that ends before it joins
+        if self._trails is not None:
+            self._trails.started(place, child.pid)
         self._processes[place] = WorkerProcess(place, child, where=f" on {self.name}" if self._machines else "")
 
     def signal(self, place: int, number: int) -> None:
@@ -252,9 +250,9 @@ class Here:
         """See `Machine`."""
         self._end_bridge()
 
-    def step_of(self, place: int) -> int:
+    def row_of(self, place: int) -> dict[str, Any]:
         """See `Machine`."""
-        return self.board.doing(place).step
+        return self.board.row(place)
 
     def pid_of(self, place: int) -> int:
         """See `Machine`."""
@@ -281,10 +279,7 @@ class Here:
     def _start_bridge(self, generation: int, plan: Bridging) -> None:
         def main(_: Mapping[str, int]) -> int:
             default_signals()
-            lost = bridge.serve(
-                self._segment, generation, plan.workers, plan.machine, plan.store, plan.address, plan.backend, _MEET_S
-            )
-            return 0 if lost is None else 1
+            return 0 if bridge.serve(self._segment, generation, plan, _MEET_S) is None else 1
 
         self._bridge = (self.children.start(main, (), keep={self._segment.fd}), generation)
 
@@ -297,6 +292,8 @@ class Here:
 
     def look_after(self, now: float) -> None:
         """Kill who is to be killed, and look whether anybody is stopped or stuck. Call it several times a second."""
+        if self._trails is not None and (pieces := self._trails.take()):
+            self._hears.did(self.number, pieces)
         for worker in [p for p in self._processes.values() if p.child.alive]:
             if worker.kill_at is None:
                 self._look_at(worker, now)
@@ -335,7 +332,10 @@ class Here:
             return
         worker = next(p for p in self._processes.values() if p.child is child)
         code = child.reap()
+        if self._trails is not None:
+            self._trails.ended(worker.number)
+            self._hears.did(self.number, self._trails.take(at_once=True))
         if code == -signal.SIGKILL and worker.given_up is None and self._starvation.struck():
             worker.starved = True
-        step, text = self.step_of(worker.number), worker.describe_end()
+        step, text = self.board.doing(worker.number).step, worker.describe_end()
         self._hears.ended(self.number, worker.number, End(code, text, worker.given_up, worker.starved, step))

@@ -5,7 +5,7 @@ there is one machine, and nobody can come.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,18 +13,18 @@ from typing import Any, Protocol
 from evenstep.core.children import Children
 from evenstep.core.config import MAX_SHARDS
 from evenstep.exchange.generations import Generation
+from evenstep.launch.breaks import Breaks
 from evenstep.launch.connection import Connection, Lost
 from evenstep.launch.door import Door, Listen
 from evenstep.launch.far import There
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import difference, likeness
-from evenstep.launch.machine import Bridging, Hears, Here, Machine
+from evenstep.launch.machine import Hears, Here, Machine
 from evenstep.launch.store import StoreProcess
+from evenstep.transport.bridge import Bridging
 from evenstep.transport.links import check_backend
 
 __all__ = ["Decides", "Machines"]
-
-_MOST_BREAKS = 3  # so often may the way to a machine break without a committed step in between
 
 
 class Decides(Hears, Protocol):
@@ -65,7 +65,7 @@ class Machines:
         self._machine_of: dict[int, int] = dict.fromkeys(range(job.num_workers), here.number)
         self._last: set[int] = set()  # the machines of the present generation
         self._numbers = here.number  # that were given so far
-        self._breaks: dict[int, int] = {}  # since a step was committed
+        self._breaks = Breaks(here.number)
         self.workers_awaited = self._listen.workers if self._listen is not None else 0
         self._stack = ExitStack()
         self._door: Door | None = None
@@ -122,6 +122,30 @@ class Machines:
         offered = sum(there.capacity for there in self._far.values())
         return len(self.all) >= self._listen.machines and offered >= self.workers_awaited
 
+    def described(self, alive: Mapping[int, bool]) -> dict[str, Any]:
+        """Machines and workers as JSON.
+
+        Args:
+            alive: The places in which a worker is, each with whether it is a member.
+        """
+        return {
+            "machines": [
+                {"machine": number, "name": machine.name, "workers": self.places_of(machine)}
+                for number, machine in self.all.items()
+            ],
+            "workers": [
+                {
+                    "worker": place,
+                    "pid": machine.pid_of(place),
+                    "member": is_member,
+                    "machine": machine.number,
+                    **machine.row_of(place),
+                }
+                for place, is_member in alive.items()
+                for machine in [self.of(place)]
+            ],
+        }
+
     def describe(self, machine: Machine) -> str:
         """Which one."""
         return f"machine {machine.number} ({machine.name})"
@@ -141,6 +165,7 @@ class Machines:
             "resume": job.resume,
             "recheck": job.recheck,
             "tolerate_wrong": job.tolerate_wrong,
+            "traced": job.trace is not None,
             "silence_s": self._listen.silence_s if self._listen is not None else None,
         }
 
@@ -204,19 +229,18 @@ class Machines:
             del self._machine_of[place]
         self._decides.lost(there, places, why)
 
-    def broke(self, reporter: int, culprit: int, text: str) -> None:
+    def broke(self, generation: int, reporter: int, culprit: int, text: str) -> None:
         """A bridge broke. If that happens again and again, one of the two machines cannot be reached by the other."""
-        other = self._machine_of.get(culprit, self.here.number)
-        blamed = self.all.get(other if other != self.here.number else reporter)
-        if blamed is None:
-            return
-        self._breaks[blamed.number] = self._breaks.get(blamed.number, 0) + 1
-        if self._breaks[blamed.number] >= _MOST_BREAKS:
-            self.lose(blamed, f"cannot be reached: {text}")
+        other = self._machine_of.get(culprit, -1)
+        if reporter not in self.all or other not in self.all:
+            return  # that is why
+        blamed = self._breaks.note(generation, reporter, other)
+        if blamed is not None:
+            self.lose(self.all[blamed], f"cannot be reached: {text}")
 
     def committed(self) -> None:
         """A step is committed: whatever broke before, the run gets on."""
-        self._breaks = {}
+        self._breaks.committed()
 
     # ---- generations ----
 
@@ -239,17 +263,24 @@ class Machines:
                 continue
             bridging = None
             if len(taking_part) > 1:
-                bridging = self._bridging(machine, taking_part.index(number), workers)
+                bridging = self._bridging(machine, taking_part, workers)
             machine.announce(said, bridging, lacks_state=bool(self._last) and number not in self._last)
         self._last = set(taking_part)
 
-    def _bridging(self, machine: Machine, index: int, workers: Sequence[Sequence[int]]) -> Bridging:
+    def _bridging(self, machine: Machine, machines: Sequence[int], workers: Sequence[Sequence[int]]) -> Bridging:
         assert self._listen is not None, "else there are no others"
-        there = self._far.get(machine.number)
-        ways = [far.connection.here for far in self._far.values()]  # addresses under which others have come
-        host = ways[0] if there is None else there.connection.here
-        address = ways[0] if there is None else there.connection.there
-        return Bridging(index, workers, (host, self._store.port), address, self._listen.between)
+        far = self._far
+        way = next(iter(far.values())).connection.here  # an address under which others have come
+        host = far[machine.number].connection.here if machine.number in far else way
+        addresses = [far[number].connection.there if number in far else way for number in machines]
+        return Bridging(
+            machines.index(machine.number),
+            workers,
+            (host, self._store.port),
+            addresses,
+            self._listen.between,
+            self._listen.silence_s,
+        )
 
     def end(self, code: int) -> None:
         """The run is over, for everyone."""

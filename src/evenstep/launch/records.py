@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from evenstep.core.errors import ConfigError
-from evenstep.run.figures import StepFigures
+from evenstep.exchange.figures import StepFigures
 
 __all__ = ["EventFile", "JsonLines", "Record"]
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from time import monotonic
 
+from evenstep.exchange.figures import Figures
 from evenstep.launch.job import Job
 from evenstep.launch.records import EventFile, JsonLines, Record
-from evenstep.run.figures import Figures
 from evenstep.transport.segment import Segment
 
 __all__ = ["Scribe"]

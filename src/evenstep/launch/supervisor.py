@@ -32,7 +32,6 @@ from evenstep.launch.console import Console
 from evenstep.launch.job import Job
 from evenstep.launch.machine import End, Here, Machine
 from evenstep.launch.machines import Machines
-from evenstep.launch.page_process import PageProcess
 from evenstep.launch.roster import (
     MAX_CRASHES,
     Announce,
@@ -52,8 +51,11 @@ from evenstep.launch.roster import (
 )
 from evenstep.launch.scribe import Scribe
 from evenstep.launch.seat import Seat
-from evenstep.launch.seen import Seen
+from evenstep.launch.trace_file import TraceFile
+from evenstep.launch.trails import Piece
 from evenstep.launch.worker import warm_up
+from evenstep.page.process import PageProcess
+from evenstep.page.seen import Seen
 from evenstep.run.progress import Progress
 from evenstep.transport.segment import Segment
 
@@ -73,13 +75,16 @@ class _Supervisor:
         control: Control,
         scribe: Scribe,
         page: PageProcess | None = None,
+        trace: TraceFile | None = None,
     ) -> None:
         self._job, self._console, self._control = job, console, control
-        self._segment, self._scribe, self._page = segment, scribe, page
-        self._seen = Seen()
+        self._segment, self._scribe, self._page, self._trace = segment, scribe, page, trace
+        self._seen, self._opened = Seen(), ExitStack()
         machines = job.listen is not None
         name = socket.gethostname()
-        self._here = Here(0, name, job, segment, self, machines=machines, job_name=secrets.token_hex(4))
+        self._here = Here(
+            0, name, job, segment, self, machines=machines, job_name=secrets.token_hex(4), traced=trace is not None
+        )
         self._board = self._here.board
         self._machines = Machines(self._here, job, self, console.say)
         self._roster = Roster(job.num_workers, max_restarts=job.max_restarts)
@@ -115,6 +120,7 @@ class _Supervisor:
             "closed": lambda worker, _: self._on_script(worker, Script.CLOSED),
             "ended": lambda worker, _: self._on_script(worker, Script.ENDED),
             "fingerprint": lambda _, event: console.note_fingerprint(event["operation"], event["fingerprint"]),
+            "page": self._on_page,
             "saved": lambda _, event: self._seen.saved(event["saved"]),
             "fingerprint now": lambda _, event: self._seen.fingerprint(*event["fingerprint now"]),
             "error": self._on_error,
@@ -127,12 +133,11 @@ class _Supervisor:
     def run(self) -> int:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
         children = self._here.children
-        with Signals(self._on_signal, *numbers) as signals, children, self._machines:
+        with self._opened, Signals(self._on_signal, *numbers) as signals, children, self._machines:
             children.watch(signals, signals.deliver)
             children.watch(self._control.socket, lambda: self._control.answer(self._command))
             if self._page is not None:
-                self._here.attend(self._page.start(self._segment, os.getpid()), self._page_ended)
-                self._console.say(f"page {self._page.url}, its buttons need the token {self._page.token}", secret=True)
+                self._show_page(self._page)
             self._begin()
             while self._starts or self._roster.alive or self._awaits_machines:
                 children.turn(self._wait_s())
@@ -210,7 +215,10 @@ class _Supervisor:
             self._abort(worker.number, how)
         wait = f" in {lost.delay_s:g} s" if lost.delay_s else ""
         next_ = f"{lost.left} go on" if lost.delay_s is None else f"it is replaced{wait}"
-        self._console.say(f"{how} at step {worker.ended.step}; {next_}")
+        sentence = f"{how} at step {worker.ended.step}; {next_}"
+        self._console.say(sentence)
+        if lost.was_member:
+            self._seen.lost(sentence)
 
     def _fail(self, worker: Seat) -> None:
         """The run is over, and this worker is why."""
@@ -251,6 +259,10 @@ class _Supervisor:
             taken = sum(machine.capacity for machine in self._machines.all.values()) - self._keepers
         if self._roster.ending is not Ending.NONE or self._roster.is_over:
             return "the run is ending: it takes no more workers"
+        if taken >= most:
+            return (
+                f"all {most} shards have a worker already: start the run with more --shards, or fewer workers elsewhere"
+            )
         if taken + count > most:
             return f"it offers {count} workers, but {taken} of {most} shards have one already: use -n {most - taken}"
         return None
@@ -271,6 +283,7 @@ class _Supervisor:
         lost = [place for place in places if (worker := self._roster.of(place)) is not None and worker.alive]
         gone = f"; worker{'s' if len(lost) > 1 else ''} {_listed(lost)} went with it" if lost else ""
         self._console.say(f"{self._machines.describe(machine)} {why}{gone}")
+        self._seen.lost(f"{self._machines.describe(machine)} {why}{gone}")
         if any(self._roster.of(place).is_member for place in lost):  # type: ignore[union-attr]  # they are on it
             self._lost_at = self._lost_at or time.monotonic()
             self._abort(lost[0], f"{self._machines.describe(machine)} {why}")
@@ -281,7 +294,12 @@ class _Supervisor:
         """See `Hears`."""
         if generation == self._roster.generation and self._roster.ending is Ending.NONE and not self._roster.is_over:
             self._abort(culprit, text)
-            self._machines.broke(machine, culprit, text)
+            self._machines.broke(generation, machine, culprit, text)
+
+    def did(self, machine: int, pieces: Sequence[Piece], ahead_ns: int = 0) -> None:
+        """See `Hears`."""
+        if self._trace is not None:
+            self._trace.add(machine, self._machines.all[machine].name, pieces, ahead_ns)
 
     def gave_up(self, machine: int, place: int, text: str, leaves: bool) -> None:
         """See `Hears`."""
@@ -388,22 +406,9 @@ class _Supervisor:
             "restarts": self._roster.restarts,
             "num_shards": self._shards,
             "script": str(self._job.script),
+            "buttons": ["add", "remove", "checkpoint", "fingerprint", "stop"],
             **self._seen.described(self._console.said),
-            "machines": [
-                {"machine": machine.number, "name": machine.name, "workers": self._machines.places_of(machine)}
-                for machine in self._machines.all.values()
-            ],
-            "workers": [
-                {
-                    "worker": worker.place,
-                    "pid": machine.pid_of(worker.place),
-                    "step": machine.step_of(worker.place),
-                    "member": worker.is_member,
-                    "machine": machine.number,
-                }
-                for worker in self._roster.alive
-                for machine in [self._machines.of(worker.place)]
-            ],
+            **self._machines.described({worker.place: worker.is_member for worker in self._roster.alive}),
         }
 
     # ---- what workers say ----
@@ -422,6 +427,19 @@ class _Supervisor:
             for name, handle in self._events.items():
                 if name in event:
                     handle(worker, event)
+
+    def _show_page(self, page: PageProcess) -> None:
+        self._page = page
+        self._here.attend(page.start(self._segment, os.getpid()), self._page_ended)
+        self._console.say(page.invitation, secret=True)
+
+    def _on_page(self, _: Seat, event: Event) -> None:
+        """The script asks for a page; that of the command line goes before."""
+        if self._page is None:
+            try:
+                self._show_page(self._opened.enter_context(closing(PageProcess(event["page"], "Run(page=...)"))))
+            except ConfigError as error:
+                self._console.say(f"{error}; the run goes on without a page")
 
     def _page_ended(self, child: Child) -> None:
         self._console.say(f"the page {child.describe_end()}; the run goes on without it")
@@ -497,6 +515,8 @@ class _Supervisor:
     def _finish(self) -> int:
         self._console.end_progress()
         self._scribe.finish(self._trained)
+        if self._trace is not None:
+            self._trace.finish()
         if self._failed is not None:
             return self._report_failure(self._failed)
         if self._stop_signal is not None and not self._came_to_its_end():
@@ -552,5 +572,6 @@ def supervise(job: Job) -> int:
         segment = stack.enter_context(closing(Segment.create(MAX_SHARDS)))
         control = stack.enter_context(closing(Control()))
         scribe = stack.enter_context(closing(Scribe(segment, job, console.say)))
-        page = None if job.page is None else stack.enter_context(closing(PageProcess(job.page)))
-        return _Supervisor(job, console, segment, control, scribe, page).run()
+        page = None if job.page is None else stack.enter_context(closing(PageProcess(job.page, f"--page {job.page}")))
+        trace = None if job.trace is None else stack.enter_context(closing(TraceFile(job.trace, job, console)))
+        return _Supervisor(job, console, segment, control, scribe, page, trace).run()

@@ -8,9 +8,9 @@ from evenstep.core.events import send
 from evenstep.core.output import unheard
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
+from evenstep.run.digests import DigestWriter
 from evenstep.run.meter import Meter
 from evenstep.run.operations import RunOperations
-from evenstep.run.trace import TraceWriter
 
 __all__ = ["end"]
 
@@ -20,7 +20,7 @@ def end(
     operations: RunOperations,
     fingerprint: Callable[[], str],
     meter: Meter,
-    trace: TraceWriter,
+    digests: DigestWriter,
     env: Environment,
 ) -> None:
     """Wait for all workers, and show the fingerprint, unless the run is quiet. All workers must call this alike."""
@@ -35,7 +35,7 @@ def end(
             engine.holdings.pull()
         meter.close()
         found = entry.value or fingerprint()
-        trace.end(found)
+        digests.end(found)
         if engine.config.quiet:
             return
         if env.events_fd is not None:

@@ -2,8 +2,8 @@
 
 from evenstep.engine.logged import mean_of_all
 from evenstep.engine.step import Engine
+from evenstep.exchange.figures import LOGGED
 from evenstep.exchange.journal import Entry
-from evenstep.run.figures import LOGGED
 from evenstep.run.saving import Perform
 
 __all__ = ["log_last"]

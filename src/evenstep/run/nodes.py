@@ -17,6 +17,7 @@ from evenstep.core.errors import ConfigError, SilenceError
 from evenstep.distributed.members import Meeting
 from evenstep.exchange.group import Group
 from evenstep.transport import bridge
+from evenstep.transport.bridge import Bridging
 from evenstep.transport.links import address_towards
 from evenstep.transport.segment import Segment
 
@@ -112,11 +113,13 @@ def _build_bridge(
 ) -> None:
     """Start the bridge of this machine; it is there until all machines are done."""
     where = env.store_address()
-    address, machine = address_towards(*where), group.machine
+    machine = group.machine
+    addresses = [address_towards(*where) if each == machine else None for each in range(len(machines))]
+    plan = Bridging(machine, machines, where, addresses, "gloo")
 
     def main() -> int:
         default_signals()
-        bridge.serve(segment, _GENERATION, machines, machine, where, address, "gloo", timeout_s)
+        bridge.serve(segment, _GENERATION, plan, timeout_s)
         return 0
 
     child = fork(main, keep={segment.fd})

@@ -31,8 +31,10 @@ from evenstep.engine.step import StepTask
 from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
 from evenstep.nn.gather import gather
+from evenstep.page.process import check_port
 from evenstep.run import unclosed
 from evenstep.run.agreement import agree, check_arithmetic, find_standing
+from evenstep.run.digests import DigestWriter
 from evenstep.run.ending import end
 from evenstep.run.evaluation import Evaluation
 from evenstep.run.feed import Arrangement, Batches, Feed, Loading
@@ -41,12 +43,12 @@ from evenstep.run.kinds import open_engine
 from evenstep.run.last_words import log_last
 from evenstep.run.meter import Meter
 from evenstep.run.operations import RunOperations
+from evenstep.run.porter import open_page
 from evenstep.run.progress import Display, Pipe
 from evenstep.run.saving import Saving
 from evenstep.run.server import Server
 from evenstep.run.sharing import collect, exchange, once
 from evenstep.run.summed import Summed
-from evenstep.run.trace import TraceWriter
 from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
@@ -85,6 +87,8 @@ class Run:
             docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
         server: The parameter server at which workers meet, as an `evenstep.Server`, or its address if the rest of that
             is as by default. None: workers add up gradients among themselves.
+        page: Whether a page of this run is served on this machine: True, or at which port. `evenstep run --page` goes
+            before it. See docs/watching.md.
 
     Attributes:
         worker: The number of this worker in its group, 0 for the first.
@@ -113,6 +117,7 @@ class Run:
         recheck: int = 0,
         tolerate_wrong: int = 0,
         server: Server | str | None = None,
+        page: bool | int = False,
     ) -> None:
         self._env = env = environment.read()
         self.config = RunConfig.resolve(
@@ -131,7 +136,7 @@ class Run:
             tolerate_wrong=tolerate_wrong if self._env.tolerate_wrong is None else self._env.tolerate_wrong,
         )
         self.grad_norm: float | None = None
-        server = Server.of(server)
+        server, port = Server.of(server), check_port(page)
         standing = find_standing(env, server)
         served = standing is not None or server is not None
         check_arithmetic(self.config, env, sys._getframe(1), served=served)
@@ -153,13 +158,16 @@ class Run:
                 self._operations.version = lambda: self.version
                 self._compose(opened)
                 self._begin(progress=progress)
+                porter = open_page(port, env, self._ledger.group, self.shards, served=served)
+                if porter is not None:
+                    opened.callback(porter.close)
             self._opened = opened.pop_all()
 
     def _compose(self, opened: ExitStack) -> None:
         """Make the parts around the engine."""
         env, perform, place = self._env, self._operations.perform, (self.group, self.num_groups)
         self._voice = Voice(env, self._ledger, speaks=self._speaks)
-        self._trace = TraceWriter(env.trace, self._engine)
+        self._digests = DigestWriter(env.digests, self._engine)
         self._saving = Saving(self._engine, self._others, perform, env.job)
         opened.callback(self._saving.close)
         self._meter = Meter(lambda: self._ledger.group.rank == 0 and self._ledger.took_part)
@@ -205,7 +213,7 @@ class Run:
                 self._engine.updates.finish()
                 self._saving.conclude()
             log_last(self._engine, self._operations.perform)
-            end(self._engine, self._operations, self.fingerprint, self._meter, self._trace, self._env)
+            end(self._engine, self._operations, self.fingerprint, self._meter, self._digests, self._env)
             self._saving.close()
             self._ledger.group.tell({"closed": True})
         finally:
@@ -375,10 +383,10 @@ class Run:
             if reduction not in ("mean", "sum"):
                 raise ConfigError(f"reduction={reduction!r}, expected 'mean' or 'sum'")
             function = function if reduction == "mean" else Summed(function, len(samples))
-            self._trace.before_step()
+            self._digests.before_step()
             clipping = Clipping(clip_norm, clip_value)
             outcome = self._engine.step(StepTask(samples, function, trained, clipping, Scaling(scaler)))
-            self._trace.after_step()
+            self._digests.after_step()
             self._saving.heed()
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
         self._meter.add(sum(samples.sizes), float(outcome.loss), outcome.metrics)

@@ -5,15 +5,19 @@ by the worker itself on its own and by the bridge on the others. Beside that the
 the same place of the others' (tree nodes of gradients, state). Each generation has a bridge of its own, in a process of
 its own; when the generation is over it is killed, and nothing of it is left.
 
-What workers of one machine post in one exchange goes as one message to each other machine.
+What workers of one machine post in one exchange goes as one message to each other machine. Bridges *beat* where they
+have nothing to say: the way between two machines may be cut though both reach the head.
 """
 
 import ctypes
 import mmap
 import queue
+import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -25,8 +29,9 @@ from evenstep.native import core
 from evenstep.transport.links import RANGES, WORDS, Link, Links, connect
 from evenstep.transport.outbox import ARRIVED, EVERYONE, POST, Mark, Request, Requests
 from evenstep.transport.segment import SEGMENT_BYTES, Segment
+from evenstep.transport.silence import Silence
 
-__all__ = ["Bridge", "serve"]
+__all__ = ["Bridge", "Bridging", "serve"]
 
 _FIRST_BYTES = 4096  # what comes at once; only what does not fit into it needs a second message
 _HEAD = struct.Struct("<QQ")  # of a message: bytes in all, number of posts
@@ -34,7 +39,31 @@ _POST = struct.Struct(f"<QQQ{core.ES_TAG_BYTES}s")  # of a post: worker, sequenc
 _SLOT_HEAD = struct.Struct(f"<QQQQQ{core.ES_TAG_BYTES}s")  # as it lies before the data of a slot (core.c)
 _FAILURE_BYTES = 3500  # of the end of what is said of a failure; all of it is one message
 _LOOK_S = 0.05
+_ANY_PORT = 9
+_PROBE_S = 1.0  # how long a machine may take to answer at all
+_NOBODY = -1
 _UnderWay: TypeAlias = "tuple[int, Link, Tensor]"  # to which machine, and what, which must stay until it has left
+
+
+@dataclass(frozen=True)
+class Bridging:
+    """How the machines of a generation reach each other.
+
+    Attributes:
+        machine: Which of them this is, counted in this generation.
+        workers: The workers of each.
+        store: Where their bridges find each other.
+        addresses: Under which address the others reach each; None: not known.
+        backend: By what bytes move.
+        silence_s: How long a bridge may say nothing before its machine is lost; None: for ever.
+    """
+
+    machine: int
+    workers: Sequence[Sequence[int]]
+    store: tuple[str, int]
+    addresses: Sequence[str | None]
+    backend: str
+    silence_s: float | None = None
 
 
 class Bridge:
@@ -45,9 +74,17 @@ class Bridge:
         generation: Its number.
         workers: The workers of each machine.
         links: To the other machines.
+        silence_s: See `Bridging`.
     """
 
-    def __init__(self, segment: Segment, generation: int, workers: Sequence[Sequence[int]], links: Links) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        generation: int,
+        workers: Sequence[Sequence[int]],
+        links: Links,
+        silence_s: float | None = None,
+    ) -> None:
         self._segment, self._links, self._workers = segment, links, workers
         self._requests = Requests(segment, workers[links.machine], generation)
         self._others = [machine for machine in range(links.count) if machine != links.machine]
@@ -55,7 +92,8 @@ class Bridge:
         self._begin = torch.frombuffer(self._whole, dtype=torch.uint8, count=1).data_ptr()
         self._arrivals = Mark(segment, ARRIVED)
         self._posts: dict[int, list[int]] = {}  # by sequence number: who has posted
-        # what is sent for each request, with its worker and number
+        self._silence = None if silence_s is None else Silence(self._others, silence_s, time.monotonic())
+        # what is sent for each request, with its worker (-1: nobody's) and number
         self._under_way: queue.SimpleQueue[tuple[list[_UnderWay], int, int] | None] = queue.SimpleQueue()
         self._told = False  # the other machines of a failure
         self._last_words: list[_UnderWay] = []  # in which that was done: gloo drops what nobody holds
@@ -82,12 +120,14 @@ class Bridge:
                 found = True
                 self._under_way.put((self._carry_out(worker, request), worker, number))
             self._pass_on_failure()
+            self._beat()
             if not found:
                 self._requests.mark.wait(seen, _LOOK_S)
         self._under_way.put(None)
         if self._failure is not None:
             machine, error = self._failure
-            self._abort(self._workers[machine][0], f"the connection to machine {machine} broke: {error}")
+            worker = self._workers[machine][0]
+            self._abort(worker, f"the connection to the machine of worker {worker} broke: {error}")
         return self._failure
 
     def stop(self) -> None:
@@ -142,7 +182,21 @@ class Bridge:
         for machine in self._others:
             self._last_words += self._send(machine, WORDS, data)
 
+    def _beat(self) -> None:
+        """Let the others hear something, and find out who says nothing."""
+        if self._silence is None:
+            return
+        now = time.monotonic()
+        for machine in self._silence.due(now):
+            message = _HEAD.pack(_HEAD.size, 0).ljust(_FIRST_BYTES, b"\0")
+            data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            self._under_way.put((self._send(machine, WORDS, data), _NOBODY, 0))
+        for machine in self._silence.lost(now):
+            self._lose(machine, RuntimeError(f"it has said nothing for {self._silence.silence_s:g} s"))
+
     def _send(self, machine: int, lane: int, data: Tensor) -> list[_UnderWay]:
+        if self._silence is not None and lane == WORDS:
+            self._silence.said(machine, time.monotonic())
         try:
             return [(machine, self._links.send(machine, lane, data), data)]
         except RuntimeError as error:
@@ -159,8 +213,9 @@ class Bridge:
                 except RuntimeError as error:
                     self._lose(machine, error)
                     return
-            self._requests.is_sent(worker, number)
-            self._arrivals.bump()
+            if worker != _NOBODY:
+                self._requests.is_sent(worker, number)
+                self._arrivals.bump()
 
     def _range(self, offset: int, num_bytes: int) -> Tensor:
         return torch.frombuffer(self._whole, dtype=torch.uint8, offset=offset, count=num_bytes)
@@ -171,6 +226,8 @@ class Bridge:
         try:
             while not self._stopped.is_set():
                 take(machine)
+                if self._silence is not None:
+                    self._silence.heard(machine, time.monotonic())
         except RuntimeError as error:
             self._lose(machine, error)
 
@@ -184,7 +241,7 @@ class Bridge:
             message[:_FIRST_BYTES] = first
             self._links.receive(machine, WORDS, message[_FIRST_BYTES:])
         place = _HEAD.size
-        if count == 0:
+        if count == 0 and size > _HEAD.size:
             failure = ctypes.string_at(message.data_ptr() + place, size - place)
             self._abort(int.from_bytes(failure[:8], "little"), failure[8:].decode(errors="replace"))
         for _ in range(count):
@@ -215,38 +272,66 @@ class Bridge:
         self._stopped.set()
 
 
-def serve(
-    segment: Segment,
-    generation: int,
-    workers: Sequence[Sequence[int]],
-    machine: int,
-    store: tuple[str, int],
-    address: str | None,
-    backend: str,
-    timeout_s: float,
-) -> tuple[int, BaseException] | None:
+def serve(segment: Segment, generation: int, plan: Bridging, timeout_s: float) -> tuple[int, BaseException] | None:
     """Be the bridge of a machine in one generation, in a process of one's own. Returns when a machine is lost.
 
     Args:
         segment: Of this machine.
         generation: Which one.
-        workers: The workers of each machine.
-        machine: Which machine this is.
-        store: Where the store is through which bridges find each other.
-        address: The address under which the others reach this machine.
-        backend: By what bytes move.
+        plan: How the machines reach each other.
         timeout_s: How long the others may take to come.
 
     Returns:
-        Which machine was lost, and why; this one if the others could not be reached.
+        Which machine was lost, and why; this one if it is not known which.
     """
     torch.set_num_threads(1)
+    links = _meet(generation, plan, timeout_s)
+    if isinstance(links, tuple):
+        lost, error = links
+        core.abort_all(
+            segment.base, segment.num_workers, plan.workers[lost][0], f"no bridge to other machines: {error}"
+        )
+        return links
+    return Bridge(segment, generation, plan.workers, links, plan.silence_s).run()
+
+
+def _meet(generation: int, plan: Bridging, timeout_s: float) -> Links | tuple[int, BaseException]:
+    """Find the others; or which machine cannot be reached, and why.
+
+    Connecting cannot be interrupted, so it has a thread of its own, which ends with this process.
+    """
+    outcome: queue.SimpleQueue[Links | RuntimeError] = queue.SimpleQueue()
+
+    def connect_all() -> None:
+        try:
+            timeout = timedelta(seconds=timeout_s)
+            found = TCPStore(*plan.store, is_master=False, timeout=timeout, wait_for_workers=False)
+            rooms = PrefixStore(f"evenstep/bridge/{generation}", found)
+            address, count = plan.addresses[plan.machine], len(plan.workers)
+            outcome.put(connect(plan.backend, rooms, plan.machine, count, address, timeout_s))
+        except RuntimeError as error:
+            outcome.put(error)
+
+    threading.Thread(target=connect_all, name="evenstep-bridge-meets", daemon=True).start()
+    while True:
+        try:
+            found = outcome.get(timeout=None if plan.silence_s is None else plan.silence_s / 2)
+        except queue.Empty:
+            lost = next((m for m, address in enumerate(plan.addresses) if m != plan.machine and _is_cut(address)), None)
+            if lost is not None:
+                return lost, RuntimeError(f"nobody answers at {plan.addresses[lost]}")
+            continue
+        return (plan.machine, found) if isinstance(found, RuntimeError) else found
+
+
+def _is_cut(address: str | None) -> bool:
+    """Whether nothing comes back from an address: not even that nobody listens at a port."""
+    if address is None:
+        return False
     try:
-        timeout = timedelta(seconds=timeout_s)
-        found = TCPStore(*store, is_master=False, timeout=timeout, wait_for_workers=False)
-        rooms = PrefixStore(f"evenstep/bridge/{generation}", found)
-        links = connect(backend, rooms, machine, len(workers), address, timeout_s)
-    except RuntimeError as error:
-        core.abort_all(segment.base, segment.num_workers, workers[machine][0], f"no bridge to other machines: {error}")
-        return machine, error
-    return Bridge(segment, generation, workers, links).run()
+        socket.create_connection((address, _ANY_PORT), timeout=_PROBE_S).close()
+    except ConnectionError:
+        return False
+    except OSError:
+        return True
+    return False

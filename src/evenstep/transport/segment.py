@@ -6,7 +6,8 @@ It is sparse: reserving costs nothing until a page is written. It has these part
 - the control part of the C core, and behind it the *board*: a few words for every worker and for the supervisor;
 - the area of the *state* and that of *scratch*, which are a `Memory`;
 - the *journal*, written and read as a file;
-- the *outbox*: what the workers of this machine have for others (`outbox.py`).
+- the *outbox*: what the workers of this machine have for others (`outbox.py`);
+- the *trails*: what each of them did when, if somebody wants to know (`trail.py`).
 """
 
 import mmap
@@ -18,7 +19,7 @@ from evenstep.core.errors import ConfigError
 from evenstep.native import core
 from evenstep.transport.memory import HostMemory, aligned
 
-__all__ = ["JOURNAL_BEGIN", "OUTBOX_BEGIN", "SEGMENT_BYTES", "Segment"]
+__all__ = ["JOURNAL_BEGIN", "OUTBOX_BEGIN", "SEGMENT_BYTES", "TRAIL_BEGIN", "Segment"]
 
 _PAGE = mmap.PAGESIZE
 SEGMENT_BYTES = 1 << 42
@@ -26,6 +27,7 @@ _SCRATCH_BEGIN = 1 << 40
 _ACROSS_BEGIN = 3 << 39
 JOURNAL_BEGIN = 1 << 41
 OUTBOX_BEGIN = 3 << 40
+TRAIL_BEGIN = 7 << 39
 _BOARD_WORDS = 16  # of every worker, and of the supervisor
 _SLOT_BYTES = 1 << 18
 

@@ -1,4 +1,4 @@
-"""The page of a run: a process beside the supervisor that reads the run's segment, and asks the supervisor.
+"""What serves the page of a run: it reads the run's segment, and asks whoever looks after the run.
 
 It looks only when somebody looks at it. The run does not need it: should it end, the run goes on.
 """
@@ -6,9 +6,10 @@ It looks only when somebody looks at it. The run does not need it: should it end
 import asyncio
 import hmac
 import math
-import signal
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,7 @@ from starlette.routing import Route
 
 from evenstep.core.control import ask
 from evenstep.core.errors import ConfigError, RefusedError
-from evenstep.exchange.board import Board
-from evenstep.launch.history import History
+from evenstep.page.history import History
 from evenstep.server.service.limits import Limits
 from evenstep.server.service.metrics import CONTENT_TYPE, exposition
 from evenstep.server.transports.web import Handler, Json, WebServer, connection_of, guarded, page, token_of
@@ -30,41 +30,53 @@ __all__ = ["serve"]
 
 _HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _LIMITS = Limits(connections=64)
+_IDLE_S = 10.0  # so long after the last question nobody looks any more
+_LOOK_S = 1.0
 _HERE = Path(__file__).parent
 
 
-def serve(segment: Segment, supervisor: int, listener: socket.socket, token: str) -> int:
-    """Serve the page of a run until SIGTERM; returns an exit code. Blocks.
+def serve(segment: Segment, supervisor: int, listener: socket.socket, token: str, over: int) -> int:
+    """Serve the page of a run; returns an exit code. Blocks.
+
+    As long as nobody looks, it only waits for somebody to come.
 
     Args:
         segment: Of the run.
-        supervisor: Its process id.
+        supervisor: The process by whose id the run can be asked.
         listener: Where.
         token: What buttons need.
+        over: A descriptor that can be read when the run is over.
     """
     source = _Source(segment, supervisor)
-    server = WebServer(_routes(source, token), listener, _LIMITS)
-    over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: over.set())
-    over.wait()
-    server.close()
+    while over not in select.select([over, listener.fileno()], [], [])[0]:
+        source.asked_s = time.monotonic()
+        server = WebServer(_routes(source, token), listener.dup(), _LIMITS)
+        try:
+            while time.monotonic() - source.asked_s < _IDLE_S:
+                if select.select([over], [], [], _LOOK_S)[0]:
+                    return 0
+        finally:
+            server.close()
     return 0
 
 
 class _Source:
-    """What there is to see of a run."""
+    """What there is to see of a run.
+
+    Attributes:
+        asked_s: When somebody asked last, by the monotonic clock.
+    """
 
     def __init__(self, segment: Segment, supervisor: int) -> None:
-        self._board, self._history, self._supervisor = Board(segment), History(segment), supervisor
+        self._history, self._supervisor = History(segment), supervisor
         self._lock = threading.Lock()  # several may look at once
+        self.asked_s = 0.0
 
     def status(self) -> dict[str, Any]:
         """Everything."""
         found = ask({"status": True}, self._supervisor)
         with self._lock:
             self._history.look()
-            for worker in found["workers"]:
-                worker.update(self._of(worker["worker"]))
             last = self._history.last
             found |= {
                 "step": last.step if last is not None else 0,
@@ -75,18 +87,6 @@ class _Source:
             }
         plain: dict[str, Any] = _plain(found)
         return plain
-
-    def _of(self, worker: int) -> dict[str, Any]:
-        doing, spent, shards = self._board.doing(worker), self._board.spent(worker), self._board.shards(worker)
-        return {
-            "shards": [shards.start, shards.stop],
-            "shard": doing.shard,
-            "waiting": doing.waiting,
-            "compute_s": spent.compute_s,
-            "wait_s": spent.wait_s,
-            "update_s": spent.update_s,
-            "exchange_s": max(spent.steps_s - spent.compute_s - spent.wait_s - spent.update_s, 0.0),
-        }
 
     def press(self, button: str) -> dict[str, Any]:
         """Do what a button says."""
@@ -102,6 +102,7 @@ def _routes(source: _Source, token: str) -> list[Route]:
     def let_in(handler: Handler, *, linked: bool = False) -> Handler:
         async def admitted(request: Request) -> Response:
             connection_of(request).admitted()
+            source.asked_s = time.monotonic()
             return await handler(request)
 
         return guarded(admitted, _HOSTS, refused, linked=linked)

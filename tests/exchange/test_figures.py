@@ -3,8 +3,8 @@
 import torch
 
 import evenstep
+from evenstep.exchange.figures import LOGGED, Figures, StepFigures
 from evenstep.exchange.journal import Entry, Journal
-from evenstep.run.figures import LOGGED, Figures, StepFigures
 
 
 def step(number, loss, **logged):

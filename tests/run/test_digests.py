@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from evenstep.run.trace import TraceWriter
+from evenstep.run.digests import DigestWriter
 
 
 def engine_of(rank=0, version=0, took_part=True):
@@ -22,8 +22,8 @@ def records(path):
 
 
 def test_it_notes_the_beginning_every_step_and_the_end(tmp_path):
-    path, engine = tmp_path / "trace", engine_of()
-    writer = TraceWriter(path, engine)
+    path, engine = tmp_path / "digests", engine_of()
+    writer = DigestWriter(path, engine)
     for version in (1, 2):
         writer.before_step()
         engine.version = version
@@ -36,12 +36,12 @@ def test_it_notes_the_beginning_every_step_and_the_end(tmp_path):
 
 @pytest.mark.parametrize("engine", [engine_of(rank=1), engine_of(took_part=False)], ids=["another", "catching up"])
 def test_steps_are_noted_by_the_first_worker_that_does_them(tmp_path, engine):
-    writer = TraceWriter(tmp_path / "trace", engine)
+    writer = DigestWriter(tmp_path / "digests", engine)
     writer.before_step()
     writer.after_step()
-    assert records(tmp_path / "trace") == []
+    assert records(tmp_path / "digests") == []
 
 
 def test_nobody_asked():
-    TraceWriter(None, engine_of()).after_step()
-    TraceWriter(None, engine_of()).end("abc")
+    DigestWriter(None, engine_of()).after_step()
+    DigestWriter(None, engine_of()).end("abc")

@@ -3,12 +3,13 @@
 from collections import deque
 from time import monotonic
 
-from evenstep.run.figures import Figures, StepFigures
+from evenstep.exchange.figures import Figures, StepFigures
 from evenstep.transport.segment import Segment
 
 __all__ = ["History"]
 
 _MOST_POINTS = 600
+_MOST_AT_ONCE = 20_000  # entries of the journal: whoever looks late sees the rest a second later
 _RATE_S = 10.0  # over how long samples a second are counted
 
 
@@ -34,7 +35,7 @@ class History:
 
     def look(self) -> None:
         """Read what is new."""
-        for found in self._figures.news():
+        for found in self._figures.news(_MOST_AT_ONCE):
             if found.run != self._run:
                 self._begin(found.run)
             self.last, self.samples = found if found.loss is not None else self.last, self.samples + found.samples

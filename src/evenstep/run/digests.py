@@ -6,10 +6,10 @@ from typing import Any
 
 from evenstep.engine.step import Engine
 
-__all__ = ["TraceWriter"]
+__all__ = ["DigestWriter"]
 
 
-class TraceWriter:
+class DigestWriter:
     """Writes down what a run comes to, if anybody wants to know; the first worker does.
 
     Args:

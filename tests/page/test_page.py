@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import textwrap
-import time
 import urllib.error
 import urllib.request
 
@@ -13,15 +12,23 @@ import pytest
 from browser import Browser
 
 import processes
+from evenstep.cli.main import main
 from evenstep.core.control import ask
+from evenstep.picture.svg import colour
 from workers import Cli, cli_run
 
+TREE = """[
+    [...document.querySelectorAll('#tree rect')].map(e => e.getAttribute('fill')),
+    document.querySelectorAll('#tree polyline').length,
+    [...document.querySelectorAll('#tree text')].map(e => e.textContent),
+]"""
 SCRIPT = """
+    import sys
     import time
     import torch
     import evenstep
 
-    with evenstep.Run(shards=4) as run:
+    with evenstep.Run(shards=4, page=len(sys.argv) > 1) as run:
         net = torch.nn.Linear(4, 1)
         net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), 1e-2))
         run.checkpoint("checkpoints", every=10**9)
@@ -39,11 +46,12 @@ def browser(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(request, tmp_path, monkeypatch):
     """A run that goes on until it is stopped: its command line, the address of its page, and its token."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    with Cli("run", "-n", "2", "--page", "train.py") as cli:
+    by_script = getattr(request, "param", None) == "asked for by the script"
+    with Cli("run", "-n", "2", *(["train.py", "page"] if by_script else ["--page", "train.py"])) as cli:
         assert processes.until(lambda: "token" in cli.stderr, 30.0)
         url, token = re.search(r"page (\S+), its buttons need the token (\S+)", cli.stderr).groups()
         assert processes.until(lambda: ask_page(url)[0] == 200 and ask_page(url)[1]["step"] > 3, 60.0)
@@ -63,7 +71,7 @@ def ask_page(url, path="/status", *, method="GET", **headers):
         return 0, {}
 
 
-def test_what_happens_is_seen_as_it_happens(run, browser):
+def test_what_happens_is_seen_as_it_happens(run, browser, capsys):
     cli, url, token = run
     browser.open(url)
     browser.until(lambda: browser.text("#state") == "live", "it is live")
@@ -75,18 +83,25 @@ def test_what_happens_is_seen_as_it_happens(run, browser):
     ]
     line = browser.js("document.querySelector('polyline').getBoundingClientRect().toJSON()")
     assert line["width"] > 150, "the loss is drawn over all steps"
-    assert browser.text("#shards").split("\n") == [f"{k} · worker {k // 2}" for k in range(4)]
-    assert agrees_with_status(browser, cli.pid)
+    assert browser.text("#shards").split("\n") == ["worker 0: shards 0\u20131", "worker 1: shards 2\u20133"]
+    leaves, lines, below = browser.js(TREE)
+    assert leaves == [colour(0), colour(0), colour(1), colour(1)], "as in the picture that `evenstep graph` makes"
+    assert (lines, below) == (6, ["0", "1", "2", "3"])
+    assert not browser.js("document.querySelector('#faultless').hidden")
+    assert browser.js("document.querySelector('#several').hidden"), "there is one machine"
+    assert_agrees_with_status(browser, cli.pid, capsys)
 
     victim = next(w["pid"] for w in ask({"status": True}, cli.pid)["workers"] if w["worker"] == 1)
     os.kill(victim, signal.SIGKILL)
     lost = f"worker 1 (pid {victim}) was killed by SIGKILL at step"
     browser.until(lambda: lost in browser.text("#events"), "it is lost")
     browser.until(lambda: "2 workers from now on: 0, 1" in browser.text("#events"), "and replaced")
-    assert re.search(r"step \d+ is committed, 0\.\d+ s after a worker was lost", browser.text("#events"))
+    recovered = re.search(r"step \d+ is committed, (\d+\.\d{3}) s after a worker was lost", browser.text("#events"))[1]
+    browser.until(lambda: f"{recovered} s" in browser.text("#faults"), "how long it took")
+    assert lost in browser.text("#faults")
     browser.until(lambda: figure(browser, "replaced") == "1" and str(victim) not in browser.text("#workers"), "another")
-    assert re.fullmatch(r"\d\.\d{3} s", figure(browser, "slowest recovery"))
-    browser.until(lambda: agrees_with_status(browser, cli.pid), "the figures are those of `evenstep status`")
+    assert figure(browser, "slowest recovery") == f"{recovered} s"
+    assert_agrees_with_status(browser, cli.pid, capsys)
 
     for keys in ("a wrong one", token):
         browser.js("document.querySelector('#token').select()")
@@ -115,26 +130,32 @@ def figure(browser, name):
     return browser.text(f"[data-figure='{name}'] dd")
 
 
-def agrees_with_status(browser, pid):
-    """Whether the page shows what `evenstep status` does: who the workers are, exactly; steps go on meanwhile."""
-    before = ask({"status": True}, pid)
-    time.sleep(1.5)
-    shown = [line.split() for line in browser.text("#workers").splitlines() if line.strip()]
-    after = ask({"status": True}, pid)
-    rows = [(int(words[0]), int(words[1])) for words in shown]
-    steps = [int(words[2]) for words in shown]
-    between = zip(before["workers"], steps, after["workers"], strict=True)
-    return rows == [(w["worker"], w["pid"]) for w in after["workers"]] and all(
-        low["step"] <= step <= high["step"] for low, step, high in between
-    )
+def assert_agrees_with_status(browser, pid, capsys):
+    """The page shows what `evenstep status` prints: who the workers are, exactly; steps go on meanwhile."""
+
+    def status():
+        assert main(["status", "--job", str(pid)]) == 0
+        return [
+            tuple(map(int, found))
+            for found in re.findall(r"worker (\d+)  pid (\d+)  step (\d+)", capsys.readouterr().out)
+        ]
+
+    def shown():
+        return [tuple(map(int, line.split()[:3])) for line in browser.text("#workers").splitlines() if line.strip()]
+
+    before, old = status(), shown()
+    browser.until(lambda: shown()[0][2] > max(old[0][2], before[0][2]), "it has looked again")
+    rows, after = shown(), status()
+    assert [row[:2] for row in rows] == [row[:2] for row in after]
+    assert all(low[2] <= row[2] <= high[2] for low, row, high in zip(before, rows, after, strict=True))
 
 
 def contrast(browser, selector):
     shown = browser.js(f"""(() => {{ const e = document.querySelector({selector!r});
         return [getComputedStyle(e).color, getComputedStyle(e.closest('section')).backgroundColor]; }})()""")
     lights = []
-    for colour in shown:
-        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    for shade in shown:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", shade)[:3]]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
     return (max(lights) + 0.05) / (min(lights) + 0.05), lights[1]
@@ -143,7 +164,14 @@ def contrast(browser, selector):
 def looks_right_on_every_screen(browser):
     for scheme, dark in (("light", False), ("dark", True)):
         browser.emulate("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        for selector in ("#workers td", "#events span", "#shards li", "#fingerprint", ".curve .scale span"):
+        for selector in (
+            "#workers td",
+            "#events span",
+            "#shards li",
+            "#faults td",
+            "#fingerprint",
+            ".curve .scale span",
+        ):
             ratio, behind = contrast(browser, selector)
             assert ratio > 4.5, f"{selector} can be read in {scheme}"
             assert (behind < 0.2) == dark
@@ -163,6 +191,10 @@ def test_strangers_see_nothing_and_press_nothing(run):
     assert ask_page(url, "/press/explode", method="POST", Authorization=bearer)[0] == 404
     status, found = ask_page(url)
     assert (status, found["wanted"]) == (200, 2), "nothing has changed"
+    port = url.rpartition(":")[2]
+    done = cli_run("run", "--page", port, "train.py")
+    assert done.code == 2
+    assert f"--page {port}: no page can be there: [Errno 98] Address already in use; name another port" in done.stderr
     assert token not in json.dumps(found)
     code, text = ask_page(url, "/metrics")
     assert code == 200
@@ -175,6 +207,7 @@ def test_strangers_see_nothing_and_press_nothing(run):
     }
 
 
+@pytest.mark.parametrize("run", ["asked for by the script"], indirect=True)
 def test_a_run_goes_on_without_its_page(run):
     cli, url, _ = run
     workers = {w["pid"] for w in ask({"status": True}, cli.pid)["workers"]}
@@ -186,10 +219,3 @@ def test_a_run_goes_on_without_its_page(run):
     cli.kill(signal.SIGTERM)
     assert cli.wait().code == 75
     assert ask_page(url)[0] == 0
-
-
-def test_a_port_that_is_taken_is_one_sentence(run, tmp_path):
-    port = run[1].rpartition(":")[2]
-    done = cli_run("run", "--page", port, tmp_path / "train.py")
-    assert done.code == 2
-    assert f"--page {port}: no page can be there: [Errno 98] Address already in use; name another port" in done.stderr

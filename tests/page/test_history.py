@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from evenstep.exchange.journal import Entry, Journal
-from evenstep.launch.history import History
+from evenstep.page.history import History
 
 
 def commit(journal, steps, first=0):

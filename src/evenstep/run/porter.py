@@ -1,0 +1,161 @@
+"""Answers whoever asks about a run that no supervisor looks after: under plain `python`, and under torchrun.
+
+`evenstep status` and the page of the run ask through the same socket as they would ask a supervisor. What can be done
+without one is done by the same words on the board; what cannot be is refused with a sentence. A thread waits for
+questions, and does nothing else.
+"""
+
+import os
+import select
+import socket
+import sys
+import threading
+from collections import deque
+from contextlib import ExitStack, closing
+from time import monotonic
+from typing import Any
+
+from evenstep.core.control import Control
+from evenstep.core.env import Environment
+from evenstep.core.errors import ConfigError
+from evenstep.core.events import Event
+from evenstep.core.output import say
+from evenstep.exchange.board import Asks
+from evenstep.exchange.group import Group
+from evenstep.native import core
+from evenstep.page.process import PageProcess
+from evenstep.page.seen import Seen
+
+__all__ = ["Porter", "open_page"]
+
+_SAID = 50
+
+
+def open_page(port: int | None, env: Environment, group: Group, shards: int, *, served: bool) -> "Porter | None":
+    """Have a page of this run, if one was asked for; returns what to close. All workers must call this alike.
+
+    Args:
+        port: Where; 0: any; None: nowhere.
+        env: What surrounds the run: a supervisor serves the page itself.
+        group: The workers.
+        shards: K.
+        served: Whether workers meet at a server.
+
+    Raises:
+        ConfigError: There can be none.
+    """
+    if port is None:
+        return None
+    if served:
+        raise ConfigError("Run(page=...) with a server: its steps are seen at the server's own page, where it says")
+    if env.supervised:
+        group.tell({"page": port})
+        return None
+    if group.num_machines > 1:
+        raise ConfigError(
+            f"Run(page=...) under torchrun on {group.num_machines} machines, expected one: start the run by "
+            "`evenstep run --page --listen HOST:PORT` to see several"
+        )
+    return Porter(port, group, shards) if group.rank == 0 else None
+
+
+class Porter:
+    """Answers for a run, and has its page served, from when it is made until it is closed.
+
+    Args:
+        port: Of the page; 0: any.
+        group: The workers of the run; this one is their first.
+        shards: K.
+
+    Raises:
+        ConfigError: There can be no page, or another run of this process has one.
+    """
+
+    def __init__(self, port: int, group: Group, shards: int) -> None:
+        self._group, self._shards, self._seen, self._pid = group, shards, Seen(), os.getpid()
+        self._said: deque[tuple[float, str]] = deque(maxlen=_SAID)
+        self._asked = group.board.asked()[Asks.CHECKPOINT]
+        with ExitStack() as opened:
+            try:
+                self._control = opened.enter_context(closing(Control()))
+            except OSError as error:
+                raise ConfigError(
+                    f"Run(page=...): somebody answers for this process already ({error.strerror}); close the other run "
+                    "of it before, or give only one of them a page"
+                ) from error
+            page = opened.enter_context(closing(PageProcess(port, f"Run(page={port})")))
+            page.spawn(group.segment)
+            before, group.tell = group.tell, self._hear
+            opened.callback(setattr, group, "tell", before)
+            self._over, over = (opened.enter_context(end) for end in socket.socketpair())
+            self._thread = threading.Thread(target=self._answer, args=(over,), name="evenstep-porter", daemon=True)
+            self._thread.start()
+            self._opened = opened.pop_all()
+        say(page.invitation)
+
+    def close(self) -> None:
+        """Answer nobody any more; the page ends. A copy of this process has neither."""
+        if os.getpid() == self._pid:
+            self._over.send(b".")
+            self._thread.join()
+            self._opened.close()
+
+    def _answer(self, over: socket.socket) -> None:
+        while over not in select.select([over, self._control.socket], [], [])[0]:
+            self._control.answer(self._command)
+
+    def _hear(self, event: Event) -> None:
+        """What the run would tell a supervisor."""
+        if "saved" in event:
+            self._seen.saved(event["saved"])
+        if "fingerprint now" in event:
+            self._seen.fingerprint(*event["fingerprint now"])
+        for kind in ("says", "slow"):
+            if kind in event:
+                self._said.append((monotonic(), event[kind]))
+        if "stopped" in event:
+            where = event["stopped"]["checkpoint"]
+            saved = f"its checkpoint is {where}" if where else "nothing was saved"
+            say(f"stopped from its page after step {event['stopped']['step']}; {saved}")
+
+    def _command(self, request: dict[str, Any]) -> dict[str, Any]:
+        board = self._group.board
+        if "scale" in request:
+            return {"error": "workers come and go under `evenstep run` only; start the run by it"}
+        if "checkpoint" in request:
+            self._asked += 1
+            board.ask(Asks.CHECKPOINT, self._asked)
+            return {"said": "a checkpoint is written after this step, if the script has said where"}
+        if "stop" in request:
+            board.ask(Asks.STOP, 1)
+            self._said.append((monotonic(), "stopping after this step"))
+            return {"said": "stopping after this step"}
+        if "fingerprint" in request:
+            board.ask_fingerprint()
+            return {"said": "the fingerprint is taken after this step"}
+        return self._status()
+
+    def _status(self) -> dict[str, Any]:
+        group = self._group
+        workers = [
+            {
+                "worker": worker,
+                "pid": core.pid(group.segment.base, worker),
+                "member": True,
+                "machine": 0,
+                **group.board.row(worker),
+            }
+            for worker in group.members
+        ]
+        return {
+            "generation": group.generation,
+            "operations": group.board.committed,
+            "wanted": len(workers),
+            "restarts": 0,
+            "num_shards": self._shards,
+            "script": sys.argv[0] or "python",
+            "buttons": ["checkpoint", "fingerprint", "stop"],
+            **self._seen.described(self._said),
+            "machines": [{"machine": 0, "name": socket.gethostname(), "workers": list(group.members)}],
+            "workers": workers,
+        }

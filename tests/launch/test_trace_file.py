@@ -1,0 +1,106 @@
+"""The file of a trace: JSON that is whole after every write, whatever the disk does; all times are the head's."""
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from evenstep.core.errors import ConfigError
+from evenstep.exchange.tracing import Kind, Span, pack
+from evenstep.launch.console import Console
+from evenstep.launch.job import Job
+from evenstep.launch.trace_file import TraceFile
+from evenstep.launch.trails import Piece
+
+
+@pytest.fixture
+def console():
+    return Console(None, 1)
+
+
+def piece(*spans, place=0, pid=100):
+    return Piece(place, pid, b"".join(map(pack, spans)))
+
+
+def events(path):
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def test_the_file_is_whole_after_every_write(tmp_path, console):
+    path = tmp_path / "trace.json"
+    path.write_text("what was there before, " * 1000)
+    file = TraceFile(path, Job("train.py", (), 2), console)
+    assert json.loads(path.read_text())["otherData"]["script"] == "train.py"
+    for number in range(5):
+        file.add(0, "host", [piece(Span(number, 1, 3, Kind.FORWARD, ""))], 0)
+        assert [event["name"] for event in events(path) if event["ph"] == "X"] == ["forward, shard 3"] * (number + 1)
+    console.say('worker 1 "was" killed')
+    file.finish()
+    file.close()
+    assert events(path)[-1]["name"] == 'worker 1 "was" killed'
+
+
+def test_machines_are_processes_and_workers_threads_by_the_clock_of_the_head(tmp_path, console):
+    path, now = tmp_path / "trace.json", time.monotonic_ns()
+    file = TraceFile(path, Job("train.py", (), 2), console)
+    waits = Span(now + 5_000_000, 2_000, 1, Kind.WAIT, "")
+    tag = Span(now + 5_000_000, 3_000, -1, Kind.EXCHANGE, "step 12: result")
+    file.add(0, "head", [piece(waits, tag)], 0)
+    ahead_ns = 7 * 10**15
+    far = Span(now + ahead_ns + 5_000_000, 2_000, -1, Kind.UPDATE, "")
+    file.add(2, "far", [piece(far, place=1, pid=55), piece(far, place=1, pid=56)], ahead_ns)
+    file.close()
+    found = [event for event in events(path) if event["ph"] == "X"]
+    assert [(e["pid"], e["tid"], e["name"]) for e in found] == [
+        (1, 100, "wait for worker 1"),
+        (1, 100, "result"),
+        (3, 55, "update"),
+        (3, 56, "update"),
+    ]
+    assert max(e["ts"] for e in found) - min(e["ts"] for e in found) < 0.01, "they happened at the same time"
+    assert [e["dur"] for e in found] == [2.0, 3.0, 2.0, 2.0]
+    names = [(e["pid"], e["args"]["name"]) for e in events(path) if e["name"] in ("process_name", "thread_name")]
+    assert names == [
+        (1, "supervisor"),
+        (1, "machine 0 (head)"),
+        (1, "worker 0 (pid 100)"),
+        (3, "machine 2 (far)"),
+        (3, "worker 1 (pid 55)"),
+        (3, "worker 1 (pid 56)"),
+    ]
+
+
+def test_a_full_disk_leaves_what_was_there_whole_and_is_said_once(tmp_path, console, monkeypatch, capsys):
+    path, write = tmp_path / "trace.json", os.pwrite
+    file = TraceFile(path, Job("train.py", (), 2), console)
+    file.add(0, "host", [piece(Span(1, 1, 1, Kind.UPDATE, ""))], 0)
+
+    def full(fd, data, place):
+        if len(data) > 20:
+            write(fd, data[:20], place)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data, place)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for _ in range(3):
+        file.add(0, "host", [piece(Span(2, 1, 1, Kind.UPDATE, ""))], 0)
+    file.close()
+    assert len([event for event in events(path) if event["ph"] == "X"]) == 1
+    assert capsys.readouterr().err.count("cannot be written any more: No space left on device") == 1
+
+
+def test_spans_that_are_missing_are_said(tmp_path, console, capsys):
+    file = TraceFile(tmp_path / "trace.json", Job("train.py", (), 2), console)
+    file.add(0, "host", [piece(Span(1, 0, 17, Kind.LOST, ""))], 0)
+    file.finish()
+    file.close()
+    assert "17 spans are missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "/nowhere/trace.json", "/"])
+def test_a_place_that_cannot_be_written_is_one_sentence(place, console):
+    with pytest.raises(ConfigError, match=f"--trace: {place} cannot be written: .*; name another place"):
+        TraceFile(Path(place), Job("train.py", (), 2), console)

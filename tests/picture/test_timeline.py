@@ -1,0 +1,68 @@
+"""What a trace comes to: worked out by hand."""
+
+from evenstep.picture.timeline import read, render
+
+
+def named(worker, tid, pid=1):
+    return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": "w", "worker": worker}}
+
+
+def span(tid, cat, begin, end, name="", pid=1, **args):
+    return {"ph": "X", "pid": pid, "tid": tid, "ts": begin, "dur": end - begin, "cat": cat, "name": name, "args": args}
+
+
+EVENTS = [
+    {"ph": "i", "s": "g", "pid": 1, "tid": 1, "ts": 0, "cat": "supervisor", "name": "said"},
+    named(0, 10),
+    named(1, 11),
+    # inner spans come before those that they are in, as workers write them
+    span(10, "forward", 1000, 3000, shard=0),
+    span(10, "wait", 3500, 4500, "wait for worker 1", worker=1),
+    span(10, "exchange", 3400, 4600, "layer"),
+    span(10, "backward", 3000, 6000, shard=0),
+    span(10, "compute", 900, 6500),
+    span(10, "commit", 7000, 7500),
+    span(10, "operation", 0, 8000, "step 0", step=0),
+    span(10, "operation", 9000, 11000, "step 1", step=1),
+    span(11, "wait", 100, 200, "wait for the next generation"),
+    span(11, "operation", 1000, 7000, "step 0", step=0),
+    span(11, "operation", 7500, 7800, "step 1, to be done again", step=1),
+    span(11, "unfinished", 7900, 9600, "step 1, unfinished", step=1),
+]
+
+
+def test_the_innermost_span_has_the_time():
+    found = read(EVENTS)
+    assert found.steps == {0: 2, 1: 1}
+    assert found.spent[0] == {
+        "forward": 2000,
+        "wait": 1000,
+        "exchange": 200,
+        "backward": 3000 - 1200,
+        "compute": 5600 - 2000 - 3000,
+        "commit": 500,
+        "operation": 8000 - 5600 - 500 + 2000,
+        "outside": 1000,
+    }
+    assert sum(found.spent[0].values()) == 11000, "nothing is lost, nothing counted twice"
+    assert found.waited[0] == {1: 1000}
+    assert found.tags == {"layer": [1, 1000]}
+
+
+def test_what_is_in_no_committed_step_is_not_of_a_step():
+    found = read(EVENTS)
+    assert found.spent[1] == {"operation": 6000}
+    assert found.waited.get(1, {}) == {}
+    assert found.again == {1: 1}
+    assert found.lost == [(1, 9600, 1)]
+
+
+def test_tables_say_it_in_milliseconds_of_a_step():
+    lines = render(read(EVENTS)).splitlines()
+    assert lines[0] == "2 steps, 2 workers; milliseconds of a step"
+    rows = {line.rpartition("  ")[0].rstrip()[:20].strip(): line.split()[-2:] for line in lines if "  " in line}
+    assert rows["wait"] == ["0.50", "0.00"]
+    assert any(line.split() == ["a", "step,", "all", "in", "all", "5.00", "6.00"] for line in lines)
+    assert any(line.split() == ["layer", "0.33", "0.50", "100", "%"] for line in lines)
+    assert "worker 1 was lost in step 1, 0.010 s after the beginning" in lines
+    assert render(read([])) == "no step was committed while it was traced"
