@@ -62,9 +62,9 @@ class Head:
     """
 
     def __init__(self, work: Work, order: Order) -> None:
-        reading, writing = os.pipe()
-        self._result = os.memfd_create("evenstep result", 0)
         with _listening(order.host) as door:
+            reading, writing = os.pipe()
+            self._result = os.memfd_create("evenstep result", 0)
             self.address: tuple[str, int] = (order.host, door.getsockname()[1])
             given = (door.fileno(), writing, self._result)
             self._process = process.begin("evenstep.agents.heading", list(map(str, given)), err=PIPE, keep=given)
