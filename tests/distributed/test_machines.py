@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 import processes
 from evenstep.core.errors import MismatchError, PeerError, SilenceError
-from evenstep.distributed.machines import Machines
+from evenstep.distributed.machines import MachineRanks
 from workers import run_outcomes, run_workers
 
 
@@ -180,7 +180,7 @@ def be_one_of_four(rank: int) -> None:
     dist.all_gather_object(found, rank)
     assert found == [0, 1, 2, 3]
     ranks = dist.group.WORLD._ranks
-    assert isinstance(ranks, Machines)
+    assert isinstance(ranks, MachineRanks)
     assert len(ranks._team.members) == 2
     dist.destroy_process_group()
 

@@ -7,11 +7,11 @@ from torch import distributed as dist
 
 import processes
 from evenstep.distributed import members
-from evenstep.distributed.members import Meeting, Member
+from evenstep.distributed.members import Member, RankMeeting
 
 
 def test_a_card_counts_only_if_it_says_what_its_owner_says():
-    with Meeting(dist.HashStore(), 0, [0], 5.0) as meeting:
+    with RankMeeting(dist.HashStore(), 0, [0], 5.0) as meeting:
         (me,) = meeting.members
         assert meeting.local == [0]
         assert members._shares_memory(me)

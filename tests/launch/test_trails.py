@@ -18,6 +18,7 @@ def test_what_a_worker_did_is_its_own_and_not_that_of_who_replaces_it(new_segmen
     trails.started(1, 100)
     Tracer(segment, 1).note(Kind.UPDATE, 0, number=1)
     board.begin(1, 7)
+    begin_ns = board.busy_since(1)
     board.computes(1, 3)
     trails.ended(1)
     board.clear(1)
@@ -31,6 +32,7 @@ def test_what_a_worker_did_is_its_own_and_not_that_of_who_replaces_it(new_segmen
     ]
     (unfinished,) = unpack(found[1].spans)
     assert unfinished.name == "shard 3"
+    assert unfinished.begin_ns == begin_ns, "exactly: else it would cut what the worker did in it, or before"
     assert unfinished.begin_ns + unfinished.duration_ns <= time.monotonic_ns()
     assert trails.take() == [], "it is looked for only now and then"
     assert trails.take(at_once=True) == []

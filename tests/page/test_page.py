@@ -51,7 +51,9 @@ def run(request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     by_script = getattr(request, "param", None) == "asked for by the script"
-    with Cli("run", "-n", "2", *(["train.py", "page"] if by_script else ["--page", "train.py"])) as cli:
+    with Cli(
+        "run", "-n", "2", "--weights", "1,1", *(["train.py", "page"] if by_script else ["--page", "train.py"])
+    ) as cli:
         assert processes.until(lambda: "token" in cli.stderr, 30.0)
         url, token = re.search(r"page (\S+), its buttons need the token (\S+)", cli.stderr).groups()
         assert processes.until(lambda: ask_page(url)[0] == 200 and ask_page(url)[1]["step"] > 3, 60.0)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evenstep.core.errors import ConfigError
-from evenstep.server.hosting.server import JsonLines, ParameterServer
+from evenstep.server.hosting.server import JsonFormatter, ParameterServer
 
 __all__ = ["serve"]
 
@@ -27,7 +27,7 @@ def serve(options: argparse.Namespace, staleness: int | None) -> int:
     torch.set_num_threads(options.threads)
     model, optimizer = _built(_function(options.model)())
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonFormatter())
     log = logging.getLogger("evenstep.server")
     log.addHandler(handler)
     log.setLevel(logging.INFO)

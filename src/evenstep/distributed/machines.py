@@ -27,13 +27,13 @@ from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.links import gloo
 
-__all__ = ["Machines"]
+__all__ = ["MachineRanks"]
 
 _TAG_BYTES = 256
 _REPORT_S = 2.0  # how long the machine of a rank that failed may take to say so, beyond the timeout
 
 
-class Machines:
+class MachineRanks:
     """The ranks of a group that spans machines, as one of them sees them.
 
     Args:

@@ -21,7 +21,7 @@ from evenstep.distributed.errors import SilentRanksError
 from evenstep.native import core
 from evenstep.transport.segment import Segment
 
-__all__ = ["Meeting", "Member"]
+__all__ = ["Member", "RankMeeting"]
 
 
 _REMEDY = "run all ranks of a machine as one user, in one process namespace"
@@ -51,7 +51,7 @@ class Member:
         return f"rank {self.name} (pid {self.pid} on {self.host})"
 
 
-class Meeting:
+class RankMeeting:
     """How the ranks of a new group find each other. A context manager; all must enter, and it blocks until all have.
 
     Its card is there until it is left: those who share memory must have met before.
@@ -75,7 +75,7 @@ class Meeting:
         self._names = names
         self._card = os.memfd_create("evenstep-card", os.MFD_CLOEXEC)
 
-    def __enter__(self) -> "Meeting":
+    def __enter__(self) -> "RankMeeting":
         rank, secret = self._rank, secrets.token_hex(16)
         try:
             os.write(self._card, secret.encode())

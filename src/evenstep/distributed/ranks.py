@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from evenstep.distributed.machines import Machines
+from evenstep.distributed.machines import MachineRanks
 from evenstep.distributed.mail import Mail
-from evenstep.distributed.members import Meeting
+from evenstep.distributed.members import RankMeeting
 from evenstep.distributed.team import SLOT_BYTES, Call, Pieces, Team
 from evenstep.native import core
 
@@ -87,7 +87,7 @@ class OneMachine:
 
 def meet(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Ranks:
     """Find the ranks of a new group through torch's store. All must call this; blocks until all have."""
-    with Meeting(store, rank, names, timeout_s) as meeting, contextlib.ExitStack() as undo:
+    with RankMeeting(store, rank, names, timeout_s) as meeting, contextlib.ExitStack() as undo:
         members = [meeting.members[other] for other in meeting.local]
         team = Team(meeting.segment(SLOT_BYTES), members, meeting.local.index(rank))
         undo.callback(team.close)
@@ -97,7 +97,7 @@ def meet(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Ranks
         found = (
             OneMachine(team)
             if len(machines) == 1
-            else Machines(store, team, meeting.members, rank, machines, timeout_s)
+            else MachineRanks(store, team, meeting.members, rank, machines, timeout_s)
         )
         undo.pop_all()
         return found

@@ -134,9 +134,13 @@ class Board:
         """Where the time of a worker has gone."""
         return Spent(*(self._load(worker, number) / 1e9 for number in _SPENT))
 
+    def busy_since(self, worker: int) -> int:
+        """When a worker began the operation that it is inside of, by the monotonic clock, in ns; 0: it is in none."""
+        return self._load(worker, _Of.BUSY_SINCE)
+
     def doing(self, worker: int) -> Doing:
         """What a worker does now."""
-        since = self._load(worker, _Of.BUSY_SINCE)
+        since = self.busy_since(worker)
         busy_s = (time.monotonic_ns() - since) / 1e9 if since else None
         shard = self._load(worker, _Of.SHARD)
         return Doing(

@@ -261,7 +261,8 @@ class Group:
         try:
             self._rounds.collect(worker, seq, tag, place, num_bytes, deadline)
         finally:
-            self.tracer.waited(begin_ns, worker)
+            if worker != self.worker:
+                self.tracer.waited(begin_ns, worker)
 
     def gather_blobs(self, tag: str, mine: Tensor, active: Sequence[bool]) -> list[Tensor]:
         """Offer bytes [n] of any number but 0; return those of all active workers. Only these take part."""

@@ -175,6 +175,7 @@ class Ledger:
             name = operation.kind
         except BaseException as error:
             committed = self.catching_up  # then whatever went wrong came too late to matter to this operation
+            name = operation.kind if committed else name
             if not committed and self.holder is not None:
                 self.holder.abandon()
             if not isinstance(error, PeerError) or not (self.group.elastic or committed):

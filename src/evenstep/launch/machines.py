@@ -22,7 +22,7 @@ from evenstep.launch.likeness import difference, likeness
 from evenstep.launch.machine import Hears, Here, Machine
 from evenstep.launch.store import StoreProcess
 from evenstep.transport.bridge import Bridging
-from evenstep.transport.links import check_backend
+from evenstep.transport.links import ALTERED, check_backend
 
 __all__ = ["Decides", "Machines"]
 
@@ -234,6 +234,9 @@ class Machines:
         other = self._machine_of.get(culprit, -1)
         if reporter not in self.all or other not in self.all:
             return  # that is why
+        if ALTERED in text and self._breaks.is_new(generation, reporter, other):
+            names = f"{self.describe(self.all[other])} and {self.describe(self.all[reporter])}"
+            self._say(f"between {names} {ALTERED}; the step is done again")
         blamed = self._breaks.note(generation, reporter, other)
         if blamed is not None:
             self.lose(self.all[blamed], f"cannot be reached: {text}")
@@ -259,7 +262,10 @@ class Machines:
         workers = [[place for place in members if self.number_of(place) == number] for number in taking_part]
         for number, machine in sorted(self.all.items()):
             if number not in taking_part:
-                machine.leave_out()
+                if any(self.number_of(place) == number for place in generation.dismissed):
+                    machine.announce(said, None, lacks_state=False)  # else they would wait for one that never comes
+                else:
+                    machine.leave_out()
                 continue
             bridging = None
             if len(taking_part) > 1:

@@ -46,11 +46,10 @@ class Trails:
     def ended(self, place: int) -> None:
         """A worker has ended. What it had begun is noted: it cannot do so any more."""
         self._collect(place)
-        doing = self._board.doing(place)
-        if doing.busy_s is not None:
-            now_ns, busy_ns = time.monotonic_ns(), int(1e9 * doing.busy_s)
+        doing, begin_ns = self._board.doing(place), self._board.busy_since(place)
+        if begin_ns:
             inside = "waiting" if doing.waiting else "" if doing.shard is None else f"shard {doing.shard}"
-            span = Span(now_ns - busy_ns, busy_ns, doing.step, Kind.UNFINISHED, inside)
+            span = Span(begin_ns, time.monotonic_ns() - begin_ns, doing.step, Kind.UNFINISHED, inside)
             self._ready.append(Piece(place, self._pids[place], pack(span)))
 
     def take(self, *, at_once: bool = False) -> list[Piece]:

@@ -11,10 +11,10 @@ from evenstep.run.feed import Batches
 from evenstep.run.loaders import batches_of
 from evenstep.run.run import Run
 
-__all__ = ["GlobalBatch", "Loader", "loader_of"]
+__all__ = ["EndlessLoader", "SealedBatch", "loader_of"]
 
 
-class GlobalBatch:
+class SealedBatch:
     """A batch on its way through Lightning's loops and hooks, which must not look into it: its parts lie elsewhere.
 
     Attributes:
@@ -41,7 +41,7 @@ class GlobalBatch:
         )
 
 
-class Loader:
+class EndlessLoader:
     """Goes through the batches of a loader, epoch by epoch, and can go on in the middle of one.
 
     Args:
@@ -55,7 +55,7 @@ class Loader:
         self._epoch = self._first = self._given = 0
 
     @property
-    def sampler(self) -> "Loader":
+    def sampler(self) -> "EndlessLoader":
         """What Lightning tells the epoch."""
         return self
 
@@ -67,12 +67,12 @@ class Loader:
         """How many batches an epoch has."""
         return len(self._batches)
 
-    def __iter__(self) -> Iterator[GlobalBatch]:
+    def __iter__(self) -> Iterator[SealedBatch]:
         first, self._first = self._first, 0
         self._given = first
         for batch in self._batches.at(self._epoch, first):
             self._given += 1
-            yield GlobalBatch(batch)
+            yield SealedBatch(batch)
 
     def state_dict(self) -> dict[str, int]:
         """How many batches of its epoch it has given, for Lightning's checkpoints."""
@@ -97,4 +97,4 @@ def loader_of(run: Run, source: Any, *, train: bool) -> Any:
             "the DataLoader has a worker_init_fn; expected none: every sample is seeded by itself, whichever process "
             "loads it. What a process needs, let the data set make when it is first asked for a sample"
         )
-    return Loader(batches, source)
+    return EndlessLoader(batches, source)

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from evenstep.core.errors import UnsupportedError
 
-__all__ = ["Forms", "Packed", "Record", "Recording", "metrics_of"]
+__all__ = ["Forms", "Packed", "PartRecord", "PartRecorder", "metrics_of"]
 
 Packed = dict[str, Any]
 """A record as plain values and tensors."""
@@ -27,7 +27,7 @@ _LOOKED_AT = 64  # items of a dict: more are not a setting but data
 _FORMS = 64  # that are known: names that change in every step are none
 
 
-class Record:
+class PartRecord:
     """What one part has done.
 
     Attributes:
@@ -103,7 +103,7 @@ def metrics_of(module: LightningModule) -> dict[str, Metric]:
     return {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
 
 
-class Recording:
+class PartRecorder:
     """Records what parts do, instead of letting them do it.
 
     Args:
@@ -122,8 +122,8 @@ class Recording:
         return hasattr(self._here, "record")
 
     @property
-    def _record(self) -> Record:
-        found: Record = self._here.record
+    def _record(self) -> PartRecord:
+        found: PartRecord = self._here.record
         return found
 
     @contextmanager
@@ -151,13 +151,13 @@ class Recording:
         connector._current_fx = hook_before  # what is logged for all parts decides what is reset
 
     @contextmanager
-    def part(self) -> Iterator[Record]:
+    def part(self) -> Iterator[PartRecord]:
         """Compute one part, in this thread.
 
         Raises:
             UnsupportedError: It changed an attribute of the module.
         """
-        self._here.record = record = Record()
+        self._here.record = record = PartRecord()
         try:
             yield record
         finally:
@@ -211,7 +211,7 @@ class _Log:
     batch_size: int | None = None
     dataloader_idx: int | None = None
 
-    def __init__(self, record: Callable[[], Record]) -> None:
+    def __init__(self, record: Callable[[], PartRecord]) -> None:
         self._record = record
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
@@ -243,7 +243,7 @@ class _Unreachable:
 class _Growing(list[Any]):
     """A list of the module while parts are computed: what is appended is recorded."""
 
-    def __init__(self, name: str, items: list[Any], record: Callable[[], Record], hook: str) -> None:
+    def __init__(self, name: str, items: list[Any], record: Callable[[], PartRecord], hook: str) -> None:
         super().__init__(items)
         self._name, self._record, self._hook = name, record, hook
 

@@ -20,8 +20,8 @@ from evenstep.data.batch import Batch
 from evenstep.engine.loss import Loss
 from evenstep.engine.results import Note
 from evenstep.lightning.effects import carry_out, join
-from evenstep.lightning.loaders import GlobalBatch
-from evenstep.lightning.records import Forms, Recording
+from evenstep.lightning.loaders import SealedBatch
+from evenstep.lightning.records import Forms, PartRecorder
 from evenstep.run.run import Run
 from evenstep.run.values import pack, unpack
 
@@ -51,7 +51,7 @@ class Steps:
     ) -> None:
         self._run, self._trainer, self._module, self._precision, self._device = run, trainer, module, precision, device
         self._one_loss_each = is_param_in_hook_signature(module.training_step, "optimizer_idx", explicit=True)
-        self._recording: Recording | None = None
+        self._recording: PartRecorder | None = None
         self._forms = Forms()
         self.dataloader_idx = 0
 
@@ -152,8 +152,8 @@ class Steps:
         )
 
     @contextmanager
-    def _record(self, hook: str) -> Iterator[Recording]:
-        self._recording = Recording(self._trainer, self._module, hook)
+    def _record(self, hook: str) -> Iterator[PartRecorder]:
+        self._recording = PartRecorder(self._trainer, self._module, hook)
         try:
             with self._recording.running():
                 yield self._recording
@@ -161,9 +161,9 @@ class Steps:
             self._recording = None
 
     def _cut(self, batch: Any) -> Batch:
-        if isinstance(batch, GlobalBatch):
+        if isinstance(batch, SealedBatch):
             return batch.batch
-        if isinstance(batch, list | tuple | dict) and any(isinstance(b, GlobalBatch) for b in _items(batch)):
+        if isinstance(batch, list | tuple | dict) and any(isinstance(b, SealedBatch) for b in _items(batch)):
             raise UnsupportedError(
                 "several DataLoaders at once give one batch; expected one: let a data set put their samples together "
                 "(torch.utils.data.StackDataset), or give them one after the other (ConcatDataset)"
@@ -172,7 +172,7 @@ class Steps:
 
     def _of_part(self, batch: Any, part: Any) -> Any:
         """A part as the module gets it. A whole batch has been through the hooks already."""
-        if not isinstance(batch, GlobalBatch):
+        if not isinstance(batch, SealedBatch):
             return part
         part = self._precision.convert_input(part)
         part = LightningModule._on_before_batch_transfer(self._module, part, self.dataloader_idx)

@@ -27,7 +27,7 @@ from evenstep.core import env
 from evenstep.core.errors import CheckpointError, ConfigError, UnsupportedError
 from evenstep.lightning import checkpoints
 from evenstep.lightning.launcher import Launcher
-from evenstep.lightning.loaders import GlobalBatch, loader_of
+from evenstep.lightning.loaders import SealedBatch, loader_of
 from evenstep.lightning.refusals import refuse_unsupported
 from evenstep.lightning.steps import Steps
 from evenstep.lightning.trainer import adapted
@@ -227,7 +227,7 @@ class Exact(Strategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a whole batch; the parts of one of the run are moved when they are computed."""
-        if not isinstance(batch, GlobalBatch):
+        if not isinstance(batch, SealedBatch):
             return super().batch_to_device(batch, device, dataloader_idx)
         self._in_steps.dataloader_idx = dataloader_idx
         return batch
@@ -330,6 +330,6 @@ def _make_ready(module: LightningModule) -> None:
     before = module._on_before_batch_transfer
 
     def of_whole_batches(batch: Any, dataloader_idx: int = 0) -> Any:
-        return batch if isinstance(batch, GlobalBatch) else before(batch, dataloader_idx)
+        return batch if isinstance(batch, SealedBatch) else before(batch, dataloader_idx)
 
     module.__dict__["_on_before_batch_transfer"] = of_whole_batches

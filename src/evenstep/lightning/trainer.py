@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from evenstep.lightning.loaders import GlobalBatch
+from evenstep.lightning.loaders import SealedBatch
 from evenstep.run.run import Run
 
 __all__ = ["adapted"]
@@ -31,7 +31,7 @@ def adapted(trainer: Trainer, run: Run) -> Iterator[None]:
 
     def begin_sized(batch: Any, dataloader_idx: int | None = None) -> None:
         begin(batch, dataloader_idx)
-        if isinstance(batch, GlobalBatch):
+        if isinstance(batch, SealedBatch):
             trainer._results.batch_size = len(batch)
 
     changes: list[tuple[Any, str, Callable[..., Any]]] = [

@@ -130,8 +130,9 @@ def render(found: Timeline) -> str:
         *(_ms(found, w, sum(v for p, v in found.spent[w].items() if p != "outside")) for w in workers),
     ]
     lines += ["", *_table(["", *(f"worker {w}" for w in workers)], [*rows, whole])]
-    whom = sorted({each for w in workers for each in found.waited[w] if each != w}, key=str)
-    if whom:
+    others = {each for w in workers for each in found.waited[w]} - set(workers)
+    whom = [*workers, *sorted(others, key=str)]
+    if len(whom) > 1:
         rows = [[f"worker {w}", *(_ms(found, w, found.waited[w].get(each, 0.0)) for each in whom)] for w in workers]
         heads = [f"for worker {each}" if isinstance(each, int) else f"for {each}" for each in whom]
         lines += ["", "who waits for whom", *_table(["", *heads], rows)]

@@ -14,7 +14,7 @@ from evenstep.core import env
 from evenstep.core.children import default_signals, fork
 from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError, SilenceError
-from evenstep.distributed.members import Meeting
+from evenstep.distributed.members import RankMeeting
 from evenstep.exchange.group import Group
 from evenstep.transport import bridge
 from evenstep.transport.bridge import Bridging
@@ -38,7 +38,7 @@ def meet(environment: Environment, timeout_s: float) -> Group:
     worker, count = environment.worker, environment.num_workers
     store = _store(worker, count, timeout_s)
     _stores.append(store)
-    with Meeting(PrefixStore("evenstep/workers", store), worker, range(count), timeout_s) as meeting:
+    with RankMeeting(PrefixStore("evenstep/workers", store), worker, range(count), timeout_s) as meeting:
         machines = meeting.machines()
         for ranks in machines:
             if list(ranks) != list(range(ranks[0], ranks[-1] + 1)):

@@ -12,10 +12,10 @@ from evenstep.data.batch import Batch
 from evenstep.run.feed import Batches
 from evenstep.run.run import Run
 
-__all__ = ["GlobalBatch", "Loader", "Pending", "loader_of"]
+__all__ = ["Deferred", "EpochLoader", "HeldBatch", "loader_of"]
 
 
-class GlobalBatch:
+class HeldBatch:
     """A batch on its way through the loops, which must not look into it: its parts lie on different workers.
 
     Attributes:
@@ -52,11 +52,11 @@ class GlobalBatch:
         )
 
 
-class Pending:
+class Deferred:
     """In the place of a batch whose gradients are to be accumulated: its samples come with the last one's."""
 
 
-class Grouped:
+class AccumulatingSampler:
     """Puts several batches of a batch sampler together, so that gradients that accumulate are those of one batch.
 
     Args:
@@ -73,7 +73,7 @@ class Grouped:
             yield [index for batch in group for index in batch]
 
 
-class Loader(DataLoaderStateMixin):
+class EpochLoader(DataLoaderStateMixin):
     """Goes through the batches of a loader, epoch by epoch, and can begin in the middle of one.
 
     Args:
@@ -94,24 +94,24 @@ class Loader(DataLoaderStateMixin):
         """Which epoch to go through next."""
         self._epoch = epoch
 
-    def after(self, first: int) -> "Loader":
+    def after(self, first: int) -> "EpochLoader":
         """The same without its first batches."""
-        return Loader(self._batches, self._source, self._times, first)
+        return EpochLoader(self._batches, self._source, self._times, first)
 
     def __len__(self) -> int:
         """How many batches of the loader there are."""
         return len(self.batch_sampler) - self._first
 
-    def __iter__(self) -> Iterator[GlobalBatch | Pending]:
+    def __iter__(self) -> Iterator[HeldBatch | Deferred]:
         self.begin()
         left = len(self)
         try:
             for batch in self._batches.at(self._epoch, self._first // self._times):
                 together = min(self._times, left)
                 left -= together
-                yield from (Pending() for _ in range(together - 1))
+                yield from (Deferred() for _ in range(together - 1))
                 self.end_of_dataloader = not left
-                yield GlobalBatch(batch)
+                yield HeldBatch(batch)
         finally:
             self.end()
 
@@ -139,10 +139,10 @@ def loader_of(run: Run, source: Any, *, train: bool, times: int = 1) -> Any:
         return source
     batches = run.batches(
         source.dataset,
-        sampler=Grouped(source.batch_sampler, times) if times > 1 else source.batch_sampler,
+        sampler=AccumulatingSampler(source.batch_sampler, times) if times > 1 else source.batch_sampler,
         collate_fn=None if source.collate_fn is default_collate else source.collate_fn,
         loaders=source.num_workers,
         prefetch=source.prefetch_factor or 2,
         train=train,
     )
-    return Loader(batches, source, times)
+    return EpochLoader(batches, source, times)

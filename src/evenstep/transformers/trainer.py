@@ -21,7 +21,7 @@ from evenstep.engine.loss import Loss
 from evenstep.engine.results import Note
 from evenstep.run.run import Run
 from evenstep.transformers import checkpoints
-from evenstep.transformers.loaders import GlobalBatch, Loader, Pending, loader_of
+from evenstep.transformers.loaders import Deferred, EpochLoader, HeldBatch, loader_of
 from evenstep.transformers.outputs import joined, labelled, mean
 from evenstep.transformers.places import Acting, changed
 from evenstep.transformers.refusals import refuse_arguments, refuse_parts
@@ -173,7 +173,7 @@ class Trainer(transformers.Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on a batch: forward, backward and update."""
         del num_items_in_batch
-        if isinstance(inputs, Pending):
+        if isinstance(inputs, Deferred):
             self._tokens = (0, 0)
             return torch.zeros((), device=self.args.device)
         model.train()
@@ -203,7 +203,7 @@ class Trainer(transformers.Trainer):
         return len(next(iter(inputs.values()))) if found is None else found
 
     def _cut(self, inputs: Any) -> Batch:
-        return inputs.batch if isinstance(inputs, GlobalBatch) else self.run.cut(inputs)
+        return inputs.batch if isinstance(inputs, HeldBatch) else self.run.cut(inputs)
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
         del model
@@ -287,7 +287,7 @@ class Trainer(transformers.Trainer):
             None if found[0][key] is None else self._prepare_input(joined([each[key] for each in found]))
             for key in ("outputs", "labels", "inputs")
         )
-        if isinstance(inputs, GlobalBatch) and wanted:
+        if isinstance(inputs, HeldBatch) and wanted:
             inputs.known[name] = rows
         return None if loss is None else loss.to(self.args.device), outputs, labels
 
@@ -323,4 +323,4 @@ class Trainer(transformers.Trainer):
 
 
 def _skip(loader: Any, num_batches: int = 0) -> Any:
-    return loader.after(num_batches) if isinstance(loader, Loader) else skip_first_batches(loader, num_batches)
+    return loader.after(num_batches) if isinstance(loader, EpochLoader) else skip_first_batches(loader, num_batches)

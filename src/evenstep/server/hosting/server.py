@@ -21,7 +21,7 @@ from evenstep.server.hosting.host import Host
 from evenstep.server.store.optimizers import MakeOptimizer
 from evenstep.server.store.store import Store
 
-__all__ = ["JsonLines", "ParameterServer"]
+__all__ = ["JsonFormatter", "ParameterServer"]
 
 _LOOK_S = 0.5
 log = logging.getLogger("evenstep.server")
@@ -154,7 +154,7 @@ class ParameterServer:
         self.close()
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """Log records as lines of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:

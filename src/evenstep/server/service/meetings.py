@@ -11,13 +11,13 @@ from typing import Any
 
 from evenstep.core.errors import RefusedError
 
-__all__ = ["Meetings"]
+__all__ = ["Appointments"]
 
 _REMEMBERED = 64
 _MOST = 1024
 
 
-class Meetings:
+class Appointments:
     """All meetings of a server, by tag."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from evenstep.core.errors import RefusedError, ServerError
 from evenstep.server.service import sliced
 from evenstep.server.service.contributions import Incoming
 from evenstep.server.service.limits import Limits
-from evenstep.server.service.meetings import Meetings
+from evenstep.server.service.meetings import Appointments
 from evenstep.server.service.requests import (
     CarryOrder,
     Changed,
@@ -44,7 +44,7 @@ from evenstep.server.service.requests import (
 from evenstep.server.service.update_memory import UpdateMemory
 from evenstep.server.store.commits import First
 from evenstep.server.store.deciding import Pending
-from evenstep.server.store.images import Image, View
+from evenstep.server.store.images import ServerImage, View
 from evenstep.server.store.optimizers import state_of
 from evenstep.server.store.rounds import Contribution
 from evenstep.server.store.status import without_lists
@@ -77,7 +77,7 @@ class Reply:
     fields: dict[str, Any]
     parts: list[memoryview] = field(default_factory=list)
     view: View | None = None
-    image: Image | None = None
+    image: ServerImage | None = None
     image_bytes: int = 0
 
     @property
@@ -104,7 +104,7 @@ class Service:
         self.store, self.limits = store, limits
         self._token = token.encode() if token is not None else None
         self.memory = UpdateMemory()
-        self.meetings = Meetings()
+        self.meetings = Appointments()
         self._lock = threading.Lock()
         self._checked: dict[Any, Any] = {}
         self.counts: defaultdict[str, int] = defaultdict(int)

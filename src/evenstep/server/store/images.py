@@ -5,7 +5,7 @@ send it, without a lock. Whoever changes the parameters gets an image that nobod
 else another with the same values. So nobody sees a tensor half changed, no slow reader holds back an update, and while
 nobody reads as another writes there is one copy.
 
-The caller serialises all calls but `Image.tensors`.
+The caller serialises all calls but `ServerImage.tensors`.
 """
 
 import fcntl
@@ -17,12 +17,12 @@ from torch import Tensor
 from evenstep.server.wire.areas import map_image, places
 from evenstep.server.wire.tensors import Spec, encode
 
-__all__ = ["Image", "Images", "View"]
+__all__ = ["Images", "ServerImage", "View"]
 
 _KEPT = 2  # images that are kept when nobody reads them: the current one, and one to change to
 
 
-class Image:
+class ServerImage:
     """One copy.
 
     Attributes:
@@ -63,7 +63,7 @@ class Images:
     def __init__(self, specs: Mapping[str, Spec]) -> None:
         self._specs = dict(specs)
         self._made = 0
-        self._others: list[Image] = []
+        self._others: list[ServerImage] = []
         self.current = self._make()
 
     @property
@@ -71,16 +71,16 @@ class Images:
         """How many copies there are."""
         return 1 + len(self._others)
 
-    def _make(self) -> Image:
+    def _make(self) -> ServerImage:
         self._made += 1
-        return Image(self._made, self._specs)
+        return ServerImage(self._made, self._specs)
 
-    def hold(self) -> Image:
+    def hold(self) -> ServerImage:
         """The current image, which will not change until `release`."""
         self.current.readers += 1
         return self.current
 
-    def release(self, image: Image) -> None:
+    def release(self, image: ServerImage) -> None:
         """A reader is done."""
         image.readers -= 1
         self._tidy()
@@ -89,7 +89,7 @@ class Images:
         """Whether an update needs no further copy."""
         return not self.current.readers or self.count < _KEPT or any(not image.readers for image in self._others)
 
-    def writable(self) -> Image:
+    def writable(self) -> ServerImage:
         """The current image, or if it is being read another with its values, which becomes the current one."""
         if self.current.readers:
             free = next((image for image in self._others if not image.readers), None)
@@ -126,8 +126,8 @@ class View:
 
     def __init__(
         self,
-        release: Callable[[Image], None],
-        image: Image,
+        release: Callable[[ServerImage], None],
+        image: ServerImage,
         tensors: Mapping[str, Tensor],
         versions: dict[str, int],
         version: int,

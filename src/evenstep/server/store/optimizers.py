@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as internals
 
 from evenstep.core.errors import UnsupportedError
-from evenstep.server.wire.slices import Piece
+from evenstep.server.wire.slices import Stretch
 
 __all__ = ["MakeOptimizer", "Stepper", "can_split", "is_torchs", "sliced", "state_of"]
 
@@ -101,7 +101,7 @@ def can_split(optimizer: Optimizer | MakeOptimizer | None) -> bool:
 def sliced(
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
-    pieces: Sequence[Piece],
+    pieces: Sequence[Stretch],
     parameters: Mapping[str, nn.Parameter],
 ) -> Optimizer:
     """One server's part of an optimizer, with its groups, options and state.
@@ -112,7 +112,7 @@ def sliced(
         pieces: Those of the server.
         parameters: Their parameters, by the names of the pieces.
     """
-    held: dict[str, list[Piece]] = defaultdict(list)
+    held: dict[str, list[Stretch]] = defaultdict(list)
     for piece in pieces:
         held[piece.parameter].append(piece)
     found = object.__new__(type(optimizer))
@@ -132,7 +132,7 @@ def sliced(
     return found
 
 
-def _part(value: Any, piece: Piece, parameter: Tensor) -> Any:
+def _part(value: Any, piece: Stretch, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     return (piece.of(value) if value.shape == parameter.shape else value).detach().clone()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from evenstep.server.store.attendance import Attendance
-from evenstep.server.store.images import Image, View
+from evenstep.server.store.images import ServerImage, View
 from evenstep.server.store.state import ParameterState
 
 __all__ = ["Readers"]
@@ -62,7 +62,7 @@ class Readers:
             tensors = {name: image.tensors[name] for name in wanted}
             return View(self._release, image, tensors, {name: state.versions[name] for name in wanted}, state.version)
 
-    def _release(self, image: Image) -> None:
+    def _release(self, image: ServerImage) -> None:
         with self._changed:
             if self._state.images is not None:
                 self._state.images.release(image)

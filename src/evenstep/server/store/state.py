@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.server.store.hyperparameters import Hyperparameters, set_hyperparameters, try_out
-from evenstep.server.store.images import Image, Images
+from evenstep.server.store.images import Images, ServerImage
 from evenstep.server.store.optimizers import MakeOptimizer, Stepper, is_torchs
 from evenstep.server.store.rounds import Tensors
 from evenstep.server.wire.recipes import Recipe, build
@@ -71,7 +71,7 @@ class ParameterState:
         self.parameters: dict[str, nn.Parameter] = {}
         self.optimizer: Optimizer | None = None
         self._stepper: Stepper | None = None
-        self._bound: Image | None = None
+        self._bound: ServerImage | None = None
         self._proven: set[str] = set()  # what the optimizer has stepped on with the options that it has
         self._options: Hyperparameters | None = None  # those that came last
         self.buffers: frozenset[str] = frozenset()
@@ -172,7 +172,7 @@ class ParameterState:
         self.version = applied.version
         self.versions.update(dict.fromkeys([*applied.tensors, *applied.buffers], self.version))
 
-    def _bind(self, image: Image) -> None:
+    def _bind(self, image: ServerImage) -> None:
         if image is self._bound:
             return
         for name, parameter in self.parameters.items():

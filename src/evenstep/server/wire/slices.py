@@ -22,7 +22,7 @@ from evenstep.plan.placement import cut
 from evenstep.server.wire.tensors import INDICES, VALUES, ParameterLayout, Spec
 from evenstep.server.wire.text import read_json
 
-__all__ = ["ALIGNMENT", "LAYOUT", "Piece", "ServerPlace", "Slices", "check_places"]
+__all__ = ["ALIGNMENT", "LAYOUT", "ServerPlace", "Slices", "Stretch", "check_places"]
 
 ALIGNMENT = 128
 LAYOUT = "#layout"
@@ -57,7 +57,7 @@ class ServerPlace:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """Elements [first, end) of a parameter, or all of it.
 
     Attributes:
@@ -104,8 +104,8 @@ class Slices:
     def __init__(self, layout: ParameterLayout, count: int, *, split: bool) -> None:
         self.layout, self.count, self.split = layout, count, split
         loads = [0] * count
-        owned: list[list[Piece]] = [[] for _ in range(count)]
-        small: list[Piece] = []
+        owned: list[list[Stretch]] = [[] for _ in range(count)]
+        small: list[Stretch] = []
         for name, spec in layout.specs.items():
             units = -(-spec.num_elements // ALIGNMENT)
             if split and min(units, count) > 1 and spec.num_bytes * count * _LARGE > layout.num_bytes:
@@ -113,18 +113,18 @@ class Slices:
                 spans = [(first, end) for first, end in zip([0, *ends], ends, strict=False) if first < end]
                 lightest = sorted(range(count), key=lambda i: (loads[i], i))
                 for (first, end), server in zip(spans, lightest, strict=False):  # the longest come first
-                    piece = Piece(name, first, end, Spec(spec.dtype, (end - first,)), False)
+                    piece = Stretch(name, first, end, Spec(spec.dtype, (end - first,)), False)
                     owned[server].append(piece)
                     loads[server] += piece.spec.num_bytes
             else:
-                small.append(Piece(name, 0, spec.num_elements, spec, True))
+                small.append(Stretch(name, 0, spec.num_elements, spec, True))
         for piece in sorted(small, key=lambda piece: -piece.spec.num_bytes):
             server = min(range(count), key=lambda i: (loads[i], i))
             owned[server].append(piece)
             loads[server] += piece.spec.num_bytes
         order = {name: n for n, name in enumerate(layout.specs)}
         self.pieces = [sorted(pieces, key=lambda piece: (order[piece.parameter], piece.first)) for pieces in owned]
-        self.places: dict[str, list[tuple[int, Piece]]] = {name: [] for name in layout.specs}
+        self.places: dict[str, list[tuple[int, Stretch]]] = {name: [] for name in layout.specs}
         for server, pieces in enumerate(self.pieces):
             for piece in pieces:
                 self.places[piece.parameter].append((server, piece))
