@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup browser demo pictures docs quick test test-gpu check bench performance chaos soak conformance clean
+.PHONY: setup browser demo pictures docs dist quick test test-gpu check bench performance chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ browser:
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# The packages, into dist: an sdist and a manylinux wheel for the stable ABI, built twice and compared.
+dist: setup
+	$(BIN)/python tools/dist.py dist
 
 # The pictures of the README, from real runs: the demo in a terminal, and the page of a run in a browser.
 pictures: setup browser
@@ -61,7 +65,7 @@ test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/engine/test_on_cuda.py tests/nn/test_on_gpu.py
 
 # Every benchmark that needs no GPU, each into its own file, and the page that is made of them. One of them: make bench-recovery.
-BENCHMARKS := engine portable recovery memory distributed server clusters recheck batchnorm
+BENCHMARKS := engine portable recovery memory distributed server clusters recheck watching batchnorm
 BENCHMARK_engine := engine.py
 BENCHMARK_portable := engine.py --rows mlp-portable,resnet-portable,transformer-portable --clock processor
 bench: $(addprefix bench-,$(BENCHMARKS))

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from workers import cli_run
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(False)  # imports torch._inductor, which takes a second: now, and not in every fork
 processes.adopt_orphans()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it, as in `nohup make test &`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,7 @@
 """State that changes by itself is found: on one site the run stops, among several the one that differs is mended."""
 
 from contextlib import ExitStack
+from socket import gethostname
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from evenstep.core import points
 from evenstep.core.errors import WrongError
 from evenstep.engine import holdings as holdings_module
 from evenstep.engine import step as step_module
+from evenstep.engine.image import Image
 from evenstep.testing.faults import flip
 from evenstep.transport.memory import DeviceMemory
 from workers import WorkersFailed, run_workers
@@ -75,6 +77,79 @@ def test_what_is_changed_as_it_should_be_is_no_fault(worker_of):
     assert worker.engine.version == 3
 
 
+# ---- a copy of this moment ----
+
+
+@pytest.fixture
+def copied_of(holdings_of, monkeypatch):
+    """A worker whose memory is its own, with an image of its state after every step, or a checkpoint."""
+    monkeypatch.setattr(holdings_module, "_memory_of", lambda device, segment: DeviceMemory(torch.device("cpu")))
+    monkeypatch.setattr(step_module, "CudaRecorder", lambda device: FakeRecorder())
+    with ExitStack() as stack:
+
+        def make(spoil=lambda worker: None, *, image=True, saved=None):
+            (holdings,) = holdings_of(recheck=1)
+            if image:
+                holdings.state.image = Image(holdings.group, torch.device("cpu"), 1)
+            model = network(norm=True)
+            worker = stack.enter_context(Worker(holdings, model, torch.optim.Adam(model.parameters(), 0.1)))
+            holdings.state.saved = saved and (lambda version: saved(worker, version))
+            for step in range(4):
+                if step == 3:
+                    spoil(worker)
+                worker.step(Batch(*samples(seed=step)), loss_of(model))
+            return worker.engine.state.fingerprint()
+
+        yield make
+
+
+def spoils(name, bit=3):
+    return lambda worker: flip(worker.engine.state.entries[name].live, bit)
+
+
+@pytest.mark.parametrize("name", names_of_state())
+def test_the_only_site_takes_back_what_has_changed_from_its_image(copied_of, capfd, name):
+    expected = copied_of()
+    assert copied_of(spoils(name)) == expected
+    said = capfd.readouterr().err
+    assert f"at step 3 worker 0 (machine {gethostname()}," in said
+    assert f"holds a wrong '{name}': element [0" in said or f"holds a wrong '{name}': element []" in said
+    assert said.endswith("; it is taken back from the image on the host\n")
+
+
+def test_an_image_that_has_changed_too_is_not_used(copied_of):
+    def both(worker):
+        spoils("model.0.weight")(worker)
+        image = worker.holdings.state.image
+        flip(image.find(worker.engine.state.entries["model.0.weight"].live, worker.holdings.ledger.done), 77)
+
+    with pytest.raises(WrongError, match=r"at step 3 'model\.0\.weight' is not what the step before has left"):
+        copied_of(both)
+
+
+def test_without_an_image_a_checkpoint_of_this_step_does_it(copied_of, capfd):
+    copies = {}
+
+    def spoil(worker):
+        copies[3] = {name: tensor.clone() for name, tensor in worker.engine.state.tensors().items()}
+        spoils("model.2.bias")(worker)
+
+    def read(worker, version):
+        return copies.get(version, {})
+
+    expected = copied_of(image=False)
+    assert copied_of(spoil, image=False, saved=read) == expected
+    assert "it is taken back from the checkpoint of this step" in capfd.readouterr().err
+
+
+def test_a_checkpoint_of_something_else_does_not(copied_of):
+    def read(worker, version):
+        return {name: tensor.clone() for name, tensor in worker.engine.state.tensors().items()}
+
+    with pytest.raises(WrongError, match="is not what the step before has left, and nobody else has it"):
+        copied_of(spoils("model.2.bias"), image=False, saved=read)
+
+
 # ---- several sites: each with the whole state ----
 
 
@@ -123,7 +198,7 @@ def test_one_that_has_updated_wrong_is_outvoted_by_two(sites, capfd):
     def spoil(worker, version, engine):
         if (worker, version) == (1, 2):
             flip(engine.state.entries["model.0.bias"].live, 3)
-            engine.recheck._custody._noted = None
+            engine.recheck._custody._noted = -1, {}
 
     assert several(3, spoil) == expected
     assert "worker 1 (machine" in capfd.readouterr().err
@@ -133,7 +208,7 @@ def test_of_two_that_have_updated_differently_nobody_can_say(sites):
     def spoil(worker, version, engine):
         if (worker, version) == (1, 2):
             flip(engine.state.entries["model.0.bias"].live, 3)
-            engine.recheck._custody._noted = None
+            engine.recheck._custody._noted = -1, {}
 
     with pytest.raises(WorkersFailed, match="the sites hold different states and there is no majority"):
         several(2, spoil)

@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 import pytest
+
 from machines import NEEDED, SIZES, Rules, check
 
 

@@ -62,12 +62,12 @@ def bias_of(server):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_that_dies_before_its_turn_is_waited_for_no_longer_than_its_lease(transport):
     with serving(transport) as server:
+        started = time.monotonic()
         pid = client_that(server.url, lambda client: signal.pause())
         with connect(server.url, worker="here") as client:
             kill(pid)
-            started = time.monotonic()
             assert client.update_parameters(ones(), kind="delta") == 1
-            assert LEASE_S / 2 < time.monotonic() - started < 10
+            assert LEASE_S < time.monotonic() - started < 20
             assert client.update_parameters(ones(), kind="delta") == 2
             assert "worker 'mortal' was dropped" in str(client.status()["events"])
         assert bias_of(server) == -2

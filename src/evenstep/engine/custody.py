@@ -2,8 +2,9 @@
 
 Digests are made before a step that is computed twice: when the step before it has committed, when it begins, and before
 it updates anything. The workers of a site share out the tensors; one number for all of them is compared, and only if
-that differs the single ones are looked at. A site that differs takes the state anew from one that is right; where there
-is no other the run stops, for nothing doubtful is committed.
+that differs the single ones are looked at. A site that differs takes the state anew from one that is right. Where there
+is no other it takes back what has changed from its image, or from a checkpoint, if one is of this moment; else the run
+stops, for nothing doubtful is committed.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from functools import reduce
 from operator import xor
 
 import torch
+from torch import Tensor
 
 from evenstep.core.checksum import checksums
 from evenstep.core.errors import WrongError
@@ -33,15 +35,11 @@ class Custody:
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings, self._group, self._state = holdings, holdings.group, holdings.state
-        self._noted: tuple[tuple[int, int], dict[str, int]] | None = None
+        self._noted: tuple[int, dict[str, int]] = -1, {}  # before which operation, and the digests that were right
 
     def note(self) -> None:
         """Remember what this worker's share of the state is now: an operation has just been committed. Asks nobody."""
-        self._noted = (self._group.generation, self._state.operation + 1), self._digests()
-
-    def _moment(self) -> tuple[int, int]:
-        """In which operation, and among which workers, this is."""
-        return self._group.generation, self._state.operation
+        self._noted = self._state.operation + 1, self._digests()
 
     def _digests(self) -> dict[str, int]:
         """Of this worker's share of its site's tensors."""
@@ -66,9 +64,10 @@ class Custody:
             WrongError: It cannot.
         """
         now = self._digests()
-        noted = self._noted[1] if self._noted is not None and self._noted[0] == self._moment() else now
-        changed = sorted(name for name, digest in now.items() if noted.get(name) != digest)
-        self._noted = self._moment(), now
+        operation, digests = self._noted
+        noted = digests if operation == self._state.operation else {}  # shares change with the workers
+        changed = sorted(name for name, digest in now.items() if noted.get(name, digest) != digest)
+        self._noted = self._state.operation, now | noted
         root = reduce(xor, (derive(name, digest) for name, digest in now.items()), 0)
         of_all = self._group.gather_json(where + "state", [root, changed])
         sites = self._state.sites.members
@@ -77,6 +76,8 @@ class Custody:
         if all(sound) and len(set(roots)) == 1:
             return
         right = right_copy(roots, sound)
+        if len(sites) == 1 and self._take_back(where, {name: noted[name] for name in changed}):
+            return
         if right is None or len(sites) == 1:
             raise WrongError(self._sentence(where, [of_all[rank][1] for ranks in sites for rank in ranks]))
         self._mend(where, now, roots.index(right), [n for n, root in enumerate(roots) if root != right])
@@ -120,16 +121,70 @@ class Custody:
                 self._state.save(entries)
             self._state.spread(where + "state anew", entries, there)
             if self._group.rank == 0:
-                who = f"worker {self._group.members[here]} ({places[here]})"
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                step = where.removesuffix(": ")
-                self._tell(f"at {step} {who} holds a wrong '{names[0]}'{more}: {element}; it takes the state anew")
+                self._tell_wrong(where, here, places, names, element, "it takes the state anew")
         with torch.no_grad():
             self._state.pull()
-        self._noted = self._moment(), self._digests()
+        self._noted = self._state.operation, self._digests()
+
+    def _take_back(self, where: str, mine: Mapping[str, int]) -> bool:
+        """On the only site: put what has changed back from a copy of this moment, if there is one; say what it was.
+
+        Args:
+            where: The step, in words.
+            mine: The digests that this worker's share of it had.
+        """
+        group, entries = self._group, self._state.entries
+        of_all = group.gather_json(where + "as it was", dict(mine))
+        wanted = {name: digest for theirs in of_all for name, digest in sorted(theirs.items())}
+        source, found = self._find(wanted) if group.rank == 0 else (None, {})
+        source = group.gather_json(where + "copies", source)[0]
+        if source is None:
+            return False
+        name = next(iter(wanted))
+        element = first_difference(
+            group, where + "difference", entries[name].live if group.rank == 0 else None, found.get(name)
+        )
+        places = group.gather_json(where + "places", place_of(self._holdings.memory.device))
+        with torch.no_grad():
+            for each, tensor in found.items():
+                entries[each].live.copy_(tensor)
+            group.barrier(where + "taken back")
+            self._state.pull()
+        self._noted = self._state.operation, self._digests()
+        if group.rank == 0:
+            whose = next(rank for rank, theirs in enumerate(of_all) if name in theirs)
+            self._tell_wrong(where, whose, places, list(wanted), element, f"it is taken back from {source}")
+        return True
+
+    def _find(self, wanted: Mapping[str, int]) -> tuple[str | None, dict[str, Tensor]]:
+        """A copy of some tensors that has these digests, and in words where it lies."""
+        state, image, saved = self._state, self._state.image, self._state.saved
+        if image is not None:
+            copies = {name: image.find(state.entries[name].live, state.operation) for name in wanted}
+            if (found := _alike(copies, wanted)) is not None:
+                return "the image on the host", found
+        if saved is not None:
+            tensors = saved(self._holdings.version)
+            if (found := _alike({name: tensors.get(name) for name in wanted}, wanted)) is not None:
+                return "the checkpoint of this step", found
+        return None, {}
+
+    def _tell_wrong(
+        self, where: str, rank: int, places: list[str], names: list[str], element: object, remedy: str
+    ) -> None:
+        who = f"worker {self._group.members[rank]} ({places[rank]})"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        step = where.removesuffix(": ")
+        self._tell(f"at {step} {who} holds a wrong '{names[0]}'{more}: {element}; {remedy}")
 
     def _tell(self, text: str) -> None:
         if self._group.elastic:
             self._group.tell({"says": text})
         else:
             say(text)
+
+
+def _alike(copies: Mapping[str, Tensor | None], wanted: Mapping[str, int]) -> dict[str, Tensor] | None:
+    """Copies of all tensors, if each is there and has its digest."""
+    found = {name: copy for name, copy in copies.items() if copy is not None}
+    return found if dict(zip(found, checksums(list(found.values())), strict=True)) == wanted else None

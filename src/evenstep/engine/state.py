@@ -10,7 +10,7 @@ back what was saved. Images and marks are there for everyone around the memory, 
 dead owner had begun.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,7 @@ class State:
         spreading: How values come from one site to the others; None: there is one site, for good.
         operation: The number of the operation that changes the state now.
         image: What outlives all workers, where the memory does not.
+        saved: Reads the checkpoint of a version, verified; empty: there is none. The first worker's.
     """
 
     memory: Memory
@@ -69,6 +70,7 @@ class State:
     spreading: Spreading | None = None
     operation: int = 0
     image: Image | None = None
+    saved: Callable[[int], Mapping[str, Tensor]] | None = None
     entries: dict[str, StateEntry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 

@@ -19,6 +19,10 @@ class Breaks:
         self._counts: Counter[frozenset[int]] = Counter()
         self._last: dict[frozenset[int], int] = {}  # in which generation each broke last
 
+    def is_new(self, generation: int, machine: int, other: int) -> bool:
+        """Whether nobody has said yet that the way between two machines broke in this generation."""
+        return self._last.get(frozenset({machine, other})) != generation
+
     def note(self, generation: int, machine: int, other: int) -> int | None:
         """The way between two machines broke; returns which of them is to be given up now, if any.
 
@@ -26,7 +30,7 @@ class Breaks:
         A bridge that cannot say which other machine it is about names its own twice.
         """
         way = frozenset({machine, other})
-        if self._last.get(way) == generation:
+        if not self.is_new(generation, machine, other):
             return None
         self._last[way] = generation
         self._counts[way] += 1

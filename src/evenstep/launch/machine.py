@@ -279,6 +279,10 @@ class Here:
     def _start_bridge(self, generation: int, plan: Bridging) -> None:
         def main(_: Mapping[str, int]) -> int:
             default_signals()
+            if (faults := env.read().faults) is not None:
+                from evenstep.testing.faults import arm  # here: only tests have it
+
+                arm(faults, self.number)
             return 0 if bridge.serve(self._segment, generation, plan, _MEET_S) is None else 1
 
         self._bridge = (self.children.start(main, (), keep={self._segment.fd}), generation)

@@ -4,6 +4,7 @@
 #include <limits.h>
 #include <malloc.h>
 #include <signal.h>
+#include <string.h>
 #include <sys/prctl.h>
 
 #include "checksum.h"

@@ -41,7 +41,7 @@ static PyObject *make_sums(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (team_type && turn_type &&
         PyArg_ParseTuple(args, "O!O!OO!OOO", team_type, &team, turn_type, &turn, &is_recording, &PyTuple_Type, &usual,
                          &strided, &done, &failed))
-        self = (sums_object *)type->tp_alloc(type, 0);
+        self = (sums_object *)PyType_GenericAlloc(type, 0);
     Py_XDECREF(team_type);
     Py_XDECREF(turn_type);
     if (!self) return NULL;
@@ -60,16 +60,16 @@ static PyObject *make_sums(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void free_sums(PyObject *object) {
     sums_object *self = (sums_object *)object;
     PyTypeObject *type = Py_TYPE(object);
-    Py_XDECREF(self->team);
-    Py_XDECREF(self->turn);
+    Py_XDECREF((PyObject *)self->team);
+    Py_XDECREF((PyObject *)self->turn);
     Py_XDECREF(self->known);
     Py_XDECREF(self->is_recording);
     Py_XDECREF(self->usual);
     Py_XDECREF(self->strided);
     Py_XDECREF(self->done);
     Py_XDECREF(self->failed);
-    type->tp_free(object);
-    Py_DECREF(type);
+    PyObject_Free(object);
+    Py_DECREF((PyObject *)type);
 }
 
 static void forget(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, KNOWN)); }
@@ -92,7 +92,7 @@ static PyObject *learn(PyObject *object, PyObject *args) {
         PyMem_Free(sum);
         return NULL;
     }
-    if (PyDict_GET_SIZE(self->known) >= MOST_KNOWN) PyDict_Clear(self->known);
+    if (PyDict_Size(self->known) >= MOST_KNOWN) PyDict_Clear(self->known);
     PyObject *key = PyTuple_Pack(2, dtype, shape);
     int rc = key ? PyDict_SetItem(self->known, key, capsule) : -1;
     Py_XDECREF(key);
@@ -109,7 +109,7 @@ static int is(PyObject *object, PyObject *name, PyObject *expected) {
 }
 
 static int returns_true(PyObject *object, PyObject *name) {
-    PyObject *found = PyObject_CallMethodNoArgs(object, name);
+    PyObject *found = PyObject_CallMethodObjArgs(object, name, NULL);
     Py_XDECREF(found);
     return found ? found == Py_True : -1;
 }
@@ -125,8 +125,8 @@ static int equals(PyObject *object, PyObject *name, PyObject *expected) {
 static int is_usual(const sums_object *self, PyObject *opts) {
     if (opts == Py_None) return 0;
     int answer = is(opts, name_async, Py_False);
-    if (answer > 0) answer = equals(opts, name_op, PyTuple_GET_ITEM(self->usual, 0));
-    if (answer > 0) answer = equals(opts, name_timeout, PyTuple_GET_ITEM(self->usual, 1));
+    if (answer > 0) answer = equals(opts, name_op, PyTuple_GetItem(self->usual, 0));
+    if (answer > 0) answer = equals(opts, name_timeout, PyTuple_GetItem(self->usual, 1));
     if (answer <= 0) return answer;
     PyObject *recording = PyObject_CallNoArgs(self->is_recording);
     Py_XDECREF(recording);
@@ -166,7 +166,7 @@ static PyObject *fail(sums_object *self, int rc, const char *tag) {
 
 /* Adds the memory of a tensor, as far as nothing else is in the way. */
 static PyObject *add(sums_object *self, PyObject *tensor, const known_sum *sum) {
-    PyObject *address = PyObject_CallMethodNoArgs(tensor, name_address);
+    PyObject *address = PyObject_CallMethodObjArgs(tensor, name_address, NULL);
     void *memory = address ? PyLong_AsVoidPtr(address) : NULL;
     Py_XDECREF(address);
     if (PyErr_Occurred()) return NULL;
@@ -184,8 +184,8 @@ static PyObject *add(sums_object *self, PyObject *tensor, const known_sum *sum) 
 static PyObject *all_reduce(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
     sums_object *self = (sums_object *)object;
     if (num_args != 2) return PyErr_Format(PyExc_TypeError, "all_reduce takes 2 arguments");
-    if (!PyList_CheckExact(args[0]) || PyList_GET_SIZE(args[0]) != 1) Py_RETURN_NONE;
-    PyObject *tensor = Py_NewRef(PyList_GET_ITEM(args[0], 0)); /* others may run meanwhile, and change the list */
+    if (!PyList_CheckExact(args[0]) || PyList_Size(args[0]) != 1) Py_RETURN_NONE;
+    PyObject *tensor = Py_NewRef(PyList_GetItem(args[0], 0)); /* others may run meanwhile, and change the list */
     PyObject *known = is_usual(self, args[1]) > 0 ? find(self, tensor) : NULL;
     PyObject *result = known ? add(self, tensor, PyCapsule_GetPointer(known, KNOWN)) : NULL;
     Py_DECREF(tensor);

@@ -13,7 +13,7 @@ static void count_fork(void) { num_forks += 1; }
 /* ---- the turn: one operation of a group at a time ---- */
 
 static PyObject *make_turn(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    es_turn_object *self = (es_turn_object *)type->tp_alloc(type, 0);
+    es_turn_object *self = (es_turn_object *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     self->num_forks = num_forks;
     self->lock = PyThread_allocate_lock();
@@ -26,8 +26,8 @@ static void free_turn(PyObject *object) {
     es_turn_object *self = (es_turn_object *)object;
     PyTypeObject *type = Py_TYPE(object);
     if (self->lock) PyThread_free_lock(self->lock);
-    type->tp_free(object);
-    Py_DECREF(type);
+    PyObject_Free(object);
+    Py_DECREF((PyObject *)type);
 }
 
 int es_take_turn(es_turn_object *self) {
@@ -90,7 +90,7 @@ static PyObject *make_team(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     if (num_ranks < 1 || num_ranks > ES_MAX_INPUTS || rank >= (unsigned)num_ranks)
         return PyErr_Format(PyExc_ValueError, "rank %u of %zd: expected one of at most %d", rank, num_ranks, ES_MAX_INPUTS);
-    es_team_object *self = (es_team_object *)type->tp_alloc(type, 0);
+    es_team_object *self = (es_team_object *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     self->team = (es_team){
         .base = AT(base),
@@ -109,8 +109,8 @@ static PyObject *make_team(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void free_team(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     Py_XDECREF((PyObject *)((es_team_object *)object)->team.context);
-    type->tp_free(object);
-    Py_DECREF(type);
+    PyObject_Free(object);
+    Py_DECREF((PyObject *)type);
 }
 
 /* From now on it has no memory; whoever still wants to use it gets an exception. */
@@ -123,12 +123,12 @@ static PyObject *close_team(PyObject *self, PyObject *unused) {
 }
 
 Py_ssize_t es_parse_numbers(PyObject *tuple, uint64_t *out, Py_ssize_t most) {
-    Py_ssize_t count = PyTuple_Check(tuple) ? PyTuple_GET_SIZE(tuple) : -1;
+    Py_ssize_t count = PyTuple_Check(tuple) ? PyTuple_Size(tuple) : -1;
     if (count < 0 || count > most) {
         PyErr_Format(PyExc_ValueError, "expected a tuple of at most %zd numbers", most);
         return -1;
     }
-    for (Py_ssize_t i = 0; i < count; ++i) out[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(tuple, i));
+    for (Py_ssize_t i = 0; i < count; ++i) out[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
     return PyErr_Occurred() ? -1 : count;
 }
 

@@ -114,7 +114,7 @@ class Checkpoints:
             self._writer.start()
 
     def _write(self, snapshot: Snapshot) -> None:
-        path = self._directory / f"step-{snapshot.facts['version']:09}"
+        path = self._path(snapshot.facts["version"])
         try:
             checkpoint.write(path, snapshot.tensors, snapshot.facts, snapshot.journal)
             self._retry_s = None
@@ -136,6 +136,17 @@ class Checkpoints:
         for path in folders:
             if not _is_whole(path) and checkpoint.is_abandoned(path):
                 checkpoint.discard(path)
+
+    def _path(self, version: int) -> Path:
+        return self._directory / f"step-{version:09}"
+
+    def read(self, version: int) -> dict[str, Tensor]:
+        """What the checkpoint of a version holds; empty: there is none, or it is not whole. Waits for its writer."""
+        self.close()
+        try:
+            return checkpoint.read(self._path(version), tensors=True)[1]
+        except CheckpointError:
+            return {}
 
     def newest(self) -> Path | None:
         """The newest checkpoint, if there is any."""

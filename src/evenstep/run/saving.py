@@ -160,6 +160,7 @@ class Saving:
         saves = self._checkpoints = Checkpoints(
             directory, every, keep, lambda path: self._group.tell({"saved": str(path)})
         )
+        self._engine.state.saved = lambda version: saves.read(version) if self._group.at_home else {}
 
         def attempt() -> Entry:
             found, failure = None, None
@@ -259,6 +260,7 @@ class Saving:
 
     def close(self) -> None:
         """Write what is still missing, for a bounded time, and let others have the directory."""
+        self._engine.state.saved = None
         if self._checkpoints is not None:
             last, self._last = self._last, None
             if last is not None:

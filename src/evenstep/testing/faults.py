@@ -38,7 +38,7 @@ class Fault:
         point: Where; one of `POINTS`, and for "flip" one of `DATA`.
         visit: At which visit of this point by the worker's process, counted from 1; in a plan that is in order, from
             the fault before.
-        worker: To whom; None: whoever comes first.
+        worker: To whom, of a "node" the number of the machine that it comes to; None: whoever comes first.
         seconds: How long "slow" sleeps.
         workers: How many "scale" asks for.
         bit: Which bit "flip" turns over, counted through the tensor's bytes; beyond its end, from the beginning again.

@@ -9,9 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from evenstep.core.children import Child
+from evenstep.testing.relay import relay
 
 __all__ = ["Network", "descendants", "missing"]
 
@@ -50,15 +54,23 @@ def descendants(pid: int) -> list[int]:
 class Network:
     """So many machines that reach each other. A context manager.
 
+    Args:
+        count: How many.
+        delay_s: How long what a machine other than the first sends or is sent takes, in each direction.
+        loss: Which part of that is lost; see `relay.missing` for where it cannot be had.
+
     Attributes:
         addresses: Of each machine.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, delay_s: float = 0.0, loss: float = 0.0) -> None:
+        self._delay_s, self._loss = delay_s, loss
+        self._relays: list[Child] = []
         self._tag = f"{os.getpid() % 100000}"
         self.count = count
         self.addresses = [f"10.77.{os.getpid() % 250}.{machine + 1}" for machine in range(count)]
         self._started: list[subprocess.Popen[str]] = []
+        self._closing: list[Callable[[], None]] = []
 
     def __enter__(self) -> "Network":
         try:
@@ -68,7 +80,12 @@ class Network:
                 space, link = self.space(machine), self.link(machine)
                 self._ip("netns", "add", space)
                 self._name_hosts(space)
-                self._ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
+                if machine and (self._delay_s or self._loss):
+                    self._relays.append(relay((link, f"{link}i"), self._delay_s, self._loss))
+                    self._ip("link", "set", f"{link}i", "netns", space, "name", "eth0", "txqueuelen", "10000")
+                    self._ip("link", "set", link, "txqueuelen", "10000")
+                else:
+                    self._ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
                 self._ip("link", "set", link, "master", self._bridge, "up")
                 self._ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
                 self._ip("-n", space, "link", "set", "eth0", "up")
@@ -84,12 +101,16 @@ class Network:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
+        for close in self._closing:
+            close()
         for process in self._started:
             if process.poll() is None:
                 for pid in descendants(process.pid):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             process.communicate()
+        for child in self._relays:
+            child.kill()
         for machine in range(self.count):
             with contextlib.suppress(subprocess.CalledProcessError):
                 self._ip("link", "del", self.link(machine))
@@ -145,13 +166,23 @@ class Network:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("variables", {})}
         return self.start(machine, sys.executable, "-m", "evenstep", *argv, env=environment, **options)
 
+    def closing(self, close: Callable[[], None]) -> None:
+        """Have something called before the network is gone."""
+        self._closing.append(close)
+
     def cut(self, machine: int) -> None:
         """Take the link of a machine down: nothing comes or goes any more, and nobody is told."""
         self._ip("link", "set", self.link(machine), "down")
 
     def mend(self, machine: int) -> None:
-        """Bring the link up again."""
+        """Bring the link up again, and let it reach everybody."""
         self._ip("link", "set", self.link(machine), "up")
+        self._ip("link", "set", "dev", self.link(machine), "type", "bridge_slave", "isolated", "off")
+
+    def part(self, *machines: int) -> None:
+        """Let these machines reach the others, but not each other."""
+        for machine in machines:
+            self._ip("link", "set", "dev", self.link(machine), "type", "bridge_slave", "isolated", "on")
 
     def limit(self, rate: str) -> None:
         """Limit what every machine sends, such as to "1gbit"."""

@@ -19,6 +19,7 @@ from evenstep.core.errors import ConfigError
 from evenstep.native import core
 
 __all__ = [
+    "ALTERED",
     "BACKENDS",
     "LANES",
     "RANGES",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 WORDS, RANGES = 0, 1
+ALTERED = "what has come is not what was sent: the checksums differ, so a machine or a link alters data"
 LANES = 2
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 _SEAL_BYTES = 8
@@ -198,10 +200,7 @@ class SealedLinks:
         if lane == RANGES:
             points.touch("node", data)
         if not torch.equal(_seal(data), seal):
-            raise RuntimeError(
-                f"{data.numel()} bytes that machine {machine} sent to machine {self.machine} are not what has come: "
-                "their checksums differ, so one of both, or what is between them, alters data"
-            )
+            raise RuntimeError(f"{ALTERED} ({data.numel()} bytes from machine {machine} to machine {self.machine})")
 
 
 def _seal(data: Tensor) -> Tensor:

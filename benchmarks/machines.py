@@ -1,0 +1,248 @@
+"""What a second machine costs and brings: steps over links of three speeds, the loss of a machine, a newcomer.
+
+Machines are network namespaces of this one, with a worker each, so it needs root; without it a sentence says so. DDP
+trains the same over gloo on the same links, in turns with ours. All processes have one thread.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from engine import HERE, NUM_WARMUP_STEPS, exit_on_sigterm, single_threaded_environment
+from evenstep.testing.network import Network, descendants, missing
+from models import TASKS
+from results import AGAINST_PEERS, Record, add_option, shown
+
+PORT = 7777
+LINKS = {"unshaped": None, "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit"}
+TRAININGS = (("mlp", 2), ("mlp", 8), ("resnet", 8), ("transformer", 8))
+STATE_BYTES = 100_000_000
+PATIENCE_S = 120.0
+
+
+class Failed(Exception):
+    """A measured process failed or took too long; the message has what it said."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How long a step takes, and how much a machine sends for it."""
+
+    seconds: float
+    sent_bytes: float
+
+
+def main() -> int:
+    """Measure everything; 1 if something failed."""
+    parser = argparse.ArgumentParser(description="Measure runs over two machines, which are namespaces of this one.")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements of every training on every link")
+    parser.add_argument("--models", default="mlp,resnet,transformer", help="which, separated by commas")
+    parser.add_argument("--links", default=",".join(LINKS), help="which, separated by commas")
+    parser.add_argument("--train", type=int, metavar="BYTES", help="be a training with so much state (internal)")
+    add_option(parser)
+    options = parser.parse_args()
+    if options.train is not None:
+        train(options.train)
+        return 0
+    if (why := missing()) is not None:
+        print(f"no figures of several machines: {why}")
+        return 0
+    exit_on_sigterm()
+    record = Record.begin()
+    columns = ["link", "what", "ours ms", "peer ms", "ratio", "goal", "sent MB a step", "DDP"]
+    rows = shown(step_rows(options.models.split(","), options.links.split(","), options.rounds))
+    record.table(columns, rows, "Steps on two machines, against DDP", **{**AGAINST_PEERS, "labels": columns[:2]})
+    record.table(["what happens", "times", "median s", "worst s"], shown(loss_rows()), "Until the next committed step")
+    record.table(["what", "s"], shown(newcomer_rows()), f"A newcomer and a state of {STATE_BYTES / 1e6:.0f} MB")
+    record.save(options.json)
+    return 0
+
+
+# ---- steps ----
+
+
+def step_rows(models: list[str], links: list[str], rounds: int) -> Iterator[list[str]]:
+    """A row for every link and training."""
+    for link in links:
+        for model, shards in TRAININGS:
+            if model not in models:
+                continue
+            ours, ddp = zip(
+                *((ours_once(model, shards, link), ddp_once(model, link)) for _ in range(rounds)), strict=True
+            )
+            mine, theirs = (statistics.median(each.seconds for each in side) for side in (ours, ddp))
+            yield [
+                link,
+                f"{model}, {shards} shards",
+                f"{1000 * mine:.1f}",
+                f"{1000 * theirs:.1f}",
+                f"{mine / theirs:.2f}",
+                "0.8" if LINKS[link] is None else "1.0",
+                *(f"{max(each.sent_bytes for each in side) / 1e6:.1f}" for side in (ours, ddp)),
+            ]
+
+
+def ours_once(model: str, shards: int, link: str) -> Steps:
+    """Train over two machines, with a worker on each."""
+
+    def commands(network: Network, folder: Path, out: Path) -> list[list[str]]:
+        where, token = f"{network.addresses[0]}:{PORT}", str(folder / "token")
+        Path(token).write_text("benchmark")
+        head = ["run", "--listen", where, "--machines", "2", "--token-file", token, "-n", "1", "--silence", "30"]
+        trained = ["--model", model, "--shards", str(shards), "--steps", str(TASKS[model].steps), "--out", str(out)]
+        evenstep = [sys.executable, "-m", "evenstep"]
+        join = [*evenstep, "join", where, "--token-file", token, "-n", "1"]
+        return [[*evenstep, *head, str(HERE / "train_ours.py"), *trained], join]
+
+    return measure(commands, link, TASKS[model].steps)
+
+
+def ddp_once(model: str, link: str) -> Steps:
+    """Train with DDP over gloo, with a rank on each of two machines."""
+
+    def commands(_: Network, __: Path, out: Path) -> list[list[str]]:
+        trained = ["--model", model, "--steps", str(TASKS[model].steps), "--out", str(out)]
+        return [[sys.executable, str(HERE / "engine.py"), "--peer", "ddp", *trained]] * 2
+
+    return measure(commands, link, TASKS[model].steps)
+
+
+def measure(commands: Callable[[Network, Path, Path], list[list[str]]], link: str, steps: int) -> Steps:
+    """Run a command on each machine; the first writes the times of its steps into a file."""
+    with tempfile.TemporaryDirectory() as folder, Network(2) as network:
+        rate, out = LINKS[link], Path(folder, "times.json")
+        if rate is not None:
+            network.limit(rate)
+        group = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+        started = [
+            network.start(
+                machine,
+                *command,
+                env=single_threaded_environment(**group, RANK=str(machine), GLOO_SOCKET_IFNAME="eth0"),
+                stderr=subprocess.STDOUT,
+            )
+            for machine, command in enumerate(commands(network, Path(folder), out))
+        ]
+        for process in started:
+            said, _ = process.communicate(timeout=PATIENCE_S)
+            if process.returncode != 0:
+                raise Failed(said)
+        sent = max(network.sent_bytes(machine) for machine in range(2))
+        return Steps(statistics.median(json.loads(out.read_text())), sent / (steps + NUM_WARMUP_STEPS))
+
+
+# ---- machines that go and come ----
+
+
+def train(state_bytes: int) -> None:
+    """Train until nobody wants it any more; say when each step was committed, by how many workers."""
+    import torch
+
+    import evenstep
+
+    width = 500
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(max(state_bytes // (4 * width * width), 1))]
+    data = torch.utils.data.TensorDataset(torch.randn(16 * 100_000, 1).expand(-1, width))
+    with evenstep.Run(shards=8, seed=0, progress=False, threads=1) as run:
+        model: torch.nn.Module = torch.nn.Sequential(*layers)
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 1e-3))
+        for batch in run.batches(data, batch_size=16):
+            run.step(batch, lambda part: model(part[0]).square().mean())
+            run.print("step", run.version, "workers", run.num_workers, "at", time.time())
+
+
+class Running:
+    """A head that trains, and what it has said. A context manager."""
+
+    def __init__(self, network: Network, folder: Path, state_bytes: int) -> None:
+        self._network, self._log, self._token = network, folder / "head.log", folder / "token"
+        self._token.write_text("benchmark")
+        self._where = f"{network.addresses[0]}:{PORT}"
+        with self._log.open("w") as log:
+            options = ["--listen", self._where, "--token-file", str(self._token), "-n", "1"]
+            script = [str(Path(__file__)), "--train", str(state_bytes)]
+            self._head = network.evenstep(0, "run", *options, *script, stdout=log, stderr=log)
+        self.steps(1)
+
+    def join(self) -> "subprocess.Popen[str]":
+        """Let the other machine join, and wait until it takes part."""
+        known = len(self.steps(2))
+        other = self._network.evenstep(
+            1, "join", self._where, "--token-file", str(self._token), "-n", "1", stdout=subprocess.DEVNULL
+        )
+        self.steps(2, known + 3)
+        return other
+
+    def steps(self, num_workers: int, count: int = 0) -> list[float]:
+        """When steps of so many workers were committed, when there are at least so many of them."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            said = self._log.read_text()
+            found = [
+                float(when) for when in re.findall(rf"^step \d+ workers {num_workers} at (.*)$", said, re.MULTILINE)
+            ]
+            if len(found) >= count:
+                return found
+            if time.monotonic() > deadline or self._head.poll() is not None:
+                raise Failed(said)
+            time.sleep(0.005)
+
+    @property
+    def said(self) -> str:
+        """What the head has said so far."""
+        return self._log.read_text()
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    """End a machine: all of its processes at once."""
+    for pid in descendants(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def loss_rows() -> Iterator[list[str]]:
+    """From the moment at which a machine is lost to the next step that is committed without it."""
+    with tempfile.TemporaryDirectory() as folder, Network(2) as network:
+        running = Running(network, Path(folder), 1_000_000)
+        for what, times in (("its power goes", 6), ("its link is cut (2 s of silence)", 3)):
+            found = []
+            for _ in range(times):
+                other = running.join()
+                begin, known = time.time(), len(running.steps(1))
+                if what.startswith("its power"):
+                    kill(other)
+                else:
+                    network.cut(1)
+                found.append(running.steps(1, known + 1)[known] - begin)
+                if other.poll() is None:
+                    kill(other)
+                network.mend(1)
+            yield [what, str(times), f"{statistics.median(found):.2f}", f"{max(found):.2f}"]
+
+
+def newcomer_rows() -> Iterator[list[str]]:
+    """How long a newcomer takes to come, and how long the others wait for it."""
+    with tempfile.TemporaryDirectory() as folder, Network(2) as network:
+        running = Running(network, Path(folder), STATE_BYTES)
+        running.steps(1, 5)
+        begin = time.time()
+        running.join()
+        alone, together = running.steps(1), running.steps(2)
+        usual = statistics.median(b - a for a, b in pairwise(alone))
+        yield ["from `evenstep join` to its first step, importing torch included", f"{together[0] - begin:.2f}"]
+        yield ["the others waited, beyond a step", f"{max(together[0] - alone[-1] - usual, 0.0):.2f}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
