@@ -196,7 +196,7 @@ def _add_server(server: argparse.ArgumentParser) -> None:
         "--workers", metavar="N", type=int, default=1, help="how many make a synchronous update, at least"
     )
     server.add_argument("--transports", default="http,tcp,memory", help="ways to reach it (default: http,tcp,memory)")
-    server.add_argument("--token-file", metavar="FILE", type=Path, help="holds the secret that every request must bring")
+    server.add_argument("--token-file", metavar="FILE", type=Path, help="holds the secret that requests must carry")
     server.add_argument("--certfile", metavar="FILE", help="for TLS")
     server.add_argument("--keyfile", metavar="FILE", help="its key")
     server.add_argument("--directory", metavar="DIR", type=Path, help="where snapshots go, and where to go on from")

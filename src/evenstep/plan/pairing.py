@@ -4,7 +4,7 @@ Three phases pair what remains: devices on one board, then devices with peer acc
 over the remaining devices ceil(log2(how many)) times; in a sweep, each device that still remains takes the first later
 one that fits as its child, and the child is gone. The first device is never a child: it is the root.
 
-This is Caffe's rule as published, so its trees can be had again and compared with ours (`planner.lay`). Where the
+This is Caffe's rule as published, so that its trees can be compared with ours (`planner.lay`). Where the
 original reads past the end of its list (an odd number of devices without peer access), the last one waits for the next
 sweep.
 """
@@ -31,7 +31,7 @@ def pair(
         devices: Any number of them, in any order; the first will be the root.
         same_board: Whether two are on one board.
         peer: Whether the first can access the memory of the second.
-        neighbourhood: Two devices of which this differs are neither on one board nor peers. It only saves time.
+        neighbourhood: Devices for which this differs are neither on one board nor peers. It only saves time.
 
     Raises:
         ConfigError: There is no device, or one is named twice.
@@ -80,7 +80,7 @@ def _sweep(remaining: Sequence[int], fits: Fits, neighbourhood: Callable[[int], 
         near = later[neighbourhood(parent)]
         if parent in gone:
             continue
-        near.remove(parent)  # it is the first of those that are left
+        near.remove(parent)  # it is the first of those left
         child = next((device for device in near if fits(parent, device)), None)
         if child is not None:
             near.remove(child)
