@@ -31,7 +31,10 @@ def events(path):
 
 def test_the_file_is_whole_after_every_write(tmp_path, console):
     path = tmp_path / "trace.json"
-    path.write_text("what was there before, " * 1000)
+    for _ in range(2):  # one that is there is replaced
+        file = TraceFile(path, Job("train.py", (), 2), console)
+        file.add(0, "host", [piece(*[Span(1, 1, 1, Kind.UPDATE, "")] * 100)], 0)
+        file.close()
     file = TraceFile(path, Job("train.py", (), 2), console)
     assert json.loads(path.read_text())["otherData"]["script"] == "train.py"
     for number in range(5):
@@ -100,7 +103,14 @@ def test_spans_that_are_missing_are_said(tmp_path, console, capsys):
     assert "17 spans are missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("place", ["/dev/full", "/nowhere/trace.json", "/"])
+def test_what_is_no_trace_is_not_replaced(tmp_path, console):
+    (tmp_path / "train.py").write_text("import torch\n")
+    with pytest.raises(ConfigError, match=r"train\.py is there and is no trace, so it is not replaced; name another"):
+        TraceFile(tmp_path / "train.py", Job("other.py", (), 2), console)
+    assert (tmp_path / "train.py").read_text() == "import torch\n"
+
+
+@pytest.mark.parametrize("place", ["/nowhere/trace.json", "/"])
 def test_a_place_that_cannot_be_written_is_one_sentence(place, console):
     with pytest.raises(ConfigError, match=f"--trace: {place} cannot be written: .*; name another place"):
         TraceFile(Path(place), Job("train.py", (), 2), console)

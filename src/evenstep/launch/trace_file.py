@@ -22,6 +22,7 @@ from evenstep.launch.trails import Piece
 __all__ = ["TraceFile"]
 
 _STEP = re.compile(r"step \d+: ")  # how the tags of a step's exchanges begin
+_BEGIN = b'{"displayTimeUnit": "ms", "otherData": {"evenstep trace": 1'
 _END = b"\n]}\n"
 _SUPERVISOR = 1  # as a thread; no process of a worker has that number
 _MOST_TEXT = 400
@@ -31,12 +32,12 @@ class TraceFile:
     """Where the spans of all workers go. If it cannot be written any more, that is said once; the run goes on.
 
     Args:
-        path: Which file; one that is there is replaced.
+        path: Which file; a trace that is there is replaced.
         job: What the trace is of.
         console: Says what goes wrong, and keeps what the supervisor says.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: It cannot be written, or is something else: nobody's script is lost to a slip of the hand.
     """
 
     def __init__(self, path: Path, job: Job, console: Console) -> None:
@@ -44,11 +45,17 @@ class TraceFile:
         self._zero_ns, self._said_s = time.monotonic_ns(), 0.0
         self._known: set[tuple[int, int]] = set()
         self._lost, self._failed, self._end = 0, False, 0
-        facts = {"evenstep trace": 1, "began": time.time(), "script": str(job.script)}
-        head = json.dumps({"displayTimeUnit": "ms", "otherData": facts})[:-1] + ', "traceEvents": [\n'
+        facts = json.dumps({"began": time.time(), "script": str(job.script)})[1:]
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            self._write(head.encode(), [_name("thread_name", 1, _SUPERVISOR, "supervisor")])
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if os.pread(self._fd, len(_BEGIN), 0) not in (b"", _BEGIN):
+                os.close(self._fd)
+                raise ConfigError(
+                    f"--trace: {path} is there and is no trace, so it is not replaced; name another place"
+                )
+            os.ftruncate(self._fd, 0)
+            head = _BEGIN + f', {facts}, "traceEvents": [\n'.encode()
+            self._write(head, [_name("thread_name", 1, _SUPERVISOR, "supervisor")])
         except OSError as error:
             raise ConfigError(f"--trace: {path} cannot be written: {error.strerror}; name another place") from error
 
