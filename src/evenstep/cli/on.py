@@ -48,7 +48,7 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
             workers=int(workers),
             address=None if cluster == "ray" else cluster,
             shards=options.shards,
-            max_restarts=0 if options.no_replace else 8 if options.max_restarts is None else options.max_restarts,
+            max_restarts=0 if options.no_replace else options.max_restarts,
             step_timeout_s=options.step_timeout,
             resume=options.resume,
             working_dir=str(script.resolve().parent),

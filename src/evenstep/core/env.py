@@ -18,7 +18,6 @@ __all__ = [
     "mps_directory",
     "num_gpus",
     "of_child",
-    "rank_variables",
     "ray_address",
     "read",
     "store_address",
@@ -182,34 +181,6 @@ def worker_variables(
 def store_address() -> tuple[str, int]:
     """Where the store is through which the workers of torchrun find each other."""
     return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
-
-
-def rank_variables(
-    rank: int,
-    num_ranks: int,
-    store: tuple[str, int],
-    events_fd: int,
-    *,
-    shards: int | None = None,
-    timeout_s: float | None = None,
-    resume: bool = False,
-) -> dict[str, str]:
-    """The variables that tell a worker its place among those of several nodes, as torchrun would."""
-    variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": store[0],
-        "MASTER_PORT": str(store[1]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # nobody of them has to host it
-        "EVENSTEP_EVENTS_FD": str(events_fd),
-    }
-    if shards is not None:
-        variables["EVENSTEP_SHARDS"] = str(shards)
-    if timeout_s is not None:
-        variables["EVENSTEP_STEP_TIMEOUT_MS"] = str(round(1000 * timeout_s))
-    if resume:
-        variables["EVENSTEP_RESUME"] = "1"
-    return variables
 
 
 def of_child(variables: dict[str, str]) -> dict[str, str]:

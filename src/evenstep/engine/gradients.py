@@ -60,6 +60,9 @@ class Gradients:
         self._to_reduce = self.plan.owned_buckets
         self._sums: dict[int, Tensor | None] = {}
         self._advance(over=False)
+        if not self.plan.leaves.shards:  # nothing will come of this worker
+            for i in range(len(self._names)):
+                self._complete(i)
 
     def arrive(self, i: int, shard: int, gradient: Tensor) -> None:
         """Take in the gradient of parameter i from a local shard, in any order. Takes the tensor over."""

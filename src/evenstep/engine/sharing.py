@@ -55,16 +55,28 @@ class Sharing:
         self._holdings.place()
         self._context.regroup(self._holdings.memory.device)
         if spans is None:
-            self._pace = Pace(self._group.num_workers, self._share_out)
-            spans = self._share_out(self._holdings.config.shards, self._group.weights or self._pace.weights)
+            self._pace = Pace(self._group.num_workers - self._idle, self._share_out)
+            given = self._group.weights
+            weights = self._pace.weights if given is None else given[self._idle :]
+            spans = self._with_keeper(self._share_out(self._holdings.config.shards, weights))
         self.spans = spans if self._updates.shards is None else [self._updates.shards]
         self._context.spans = self.spans
         self._group.board.has(self._group.worker, self.mine)
         for prepared in self._holdings.optimizers:
             self.lay_out(prepared)
 
+    @property
+    def _idle(self) -> int:
+        """How many of the first workers compute nothing."""
+        return int(self._group.keeper)
+
     def _share_out(self, num_shards: int, weights: Sequence[float]) -> list[Span]:
-        return share_machines(num_shards, weights, self._group.machines)
+        """The shards of those that compute."""
+        machines = self._group.machines[self._idle :]
+        return share_machines(num_shards, weights, [machine - machines[0] for machine in machines])
+
+    def _with_keeper(self, spans: list[Span]) -> list[Span]:
+        return [(0, 0)] * self._idle + spans
 
     def lay_out(self, prepared: PreparedOptimizer) -> None:
         """Make the way of an optimizer's gradients.
@@ -86,9 +98,10 @@ class Sharing:
         given = group.weights is not None or self._updates.shards is not None
         if group.left or given or not self._holdings.memory.shared:  # how long a GPU is busy is not known here
             return
-        before, spans = self.spans, self._pace.observe(seconds, self.spans)
-        if spans is None:
+        before, found = self.spans, self._pace.observe(seconds[self._idle :], self.spans[self._idle :])
+        if found is None:
             return
+        spans = self._with_keeper(found)
         self.replan(spans)
         if group.rank == 0:
             shares = zip(group.members, seconds, before, spans, strict=True)

@@ -26,6 +26,7 @@ class Generation:
         dismissed: Who was a worker and shall go.
         machines: On which machine each member is; members of one are neighbours. Number 0 is the head, where files are
             written. Empty: all on one.
+        keeper: The first member is to keep the state and compute no shard, unless it is the only one.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Generation:
     weights: list[float] | None
     dismissed: list[int] = field(default_factory=list)
     machines: list[int] = field(default_factory=list)
+    keeper: bool = False
 
 
 def announce(segment: Segment, generation: Generation) -> None:

@@ -56,6 +56,7 @@ class Group:
         rank: The place of this worker among them.
         num_workers: How many they are.
         weights: How much each of them shall do, where the user has said so.
+        keeper: Whether the first of them keeps the state and computes no shard.
         generation: Counts the changes; 0 before the first generation.
         left: Whether this worker has to enter the next generation before it can exchange anything.
         elastic: Whether there is a supervisor who replaces workers.
@@ -81,6 +82,7 @@ class Group:
         self.generation, self.left = 0, True
         self.members: list[int] = [self.worker]
         self.weights: list[float] | None = None
+        self.keeper = False
         self.rank, self.num_workers = 0, 1
         self.machines, self.machine, self.num_machines, self.leads, self.at_home = [0], 0, 1, True, True
         if membership.first is not None:
@@ -158,6 +160,7 @@ class Group:
         self.generation, self.left = generation.number, False
         self.members, self.weights = generation.members, generation.weights
         self.rank, self.num_workers = self.members.index(self.worker), len(self.members)
+        self.keeper = generation.keeper and self.num_workers > 1
         self._members = tuple(self.members)
         named = generation.machines or [0] * self.num_workers
         order = list(dict.fromkeys(named))

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["LINKS", "Device", "Link", "LinkKind", "Machine", "Topology"]
+__all__ = ["LINKS", "Device", "Link", "LinkKind", "Machine", "Topology", "kind_between"]
 
 
 class LinkKind(StrEnum):
@@ -163,10 +163,10 @@ class Topology:
             return self._kinds[LinkKind.NETWORK if near else LinkKind.SPINE]
         machine = self.machines[machine_a]
         own = machine.own_links.get((min(place_a, place_b), max(place_a, place_b)))
-        return own or self._kinds[_kind_inside(machine.devices[place_a], machine.devices[place_b])]
+        return own or self._kinds[kind_between(machine.devices[place_a], machine.devices[place_b])]
 
 
-def _kind_inside(a: Device, b: Device) -> LinkKind:
+def kind_between(a: Device, b: Device) -> LinkKind:
     """The kind of link between two devices of one machine."""
     if a.numa != b.numa or a.socket != b.socket:
         return LinkKind.SOCKET

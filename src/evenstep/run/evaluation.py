@@ -168,11 +168,11 @@ def fill(shape: Any, tensors: dict[str, Tensor]) -> Any:
 def _gather_nested(group: Group, tag: str, values: list[Any], shares: list[int]) -> Any:
     """Concatenate tensors in nested tuples, lists and dicts over shards and workers.
 
-    A worker without samples in this batch learns the structure from worker 0, which always has some.
+    A worker without samples in this batch learns the structure from the first that has some.
     """
     leaves: list[Tensor] = []
     mine = structure.describe(_join(values), leaves, "what the model gave predict") if values else None
-    shape = group.gather_json(f"{tag}: structure", mine)[0]
+    shape = next(found for found in group.gather_json(f"{tag}: structure", mine) if found is not None)
     out = []
     for n, (dtype, sample) in enumerate(structure.specs(shape)):
         kind = getattr(torch, dtype)

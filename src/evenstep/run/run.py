@@ -242,8 +242,8 @@ class Run:
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are now."""
-        return self._ledger.group.num_workers
+        """How many workers compute shards now."""
+        return self._ledger.group.num_workers - self._ledger.group.keeper
 
     @overload
     def prepare(self, model: M, *, sync_batchnorm: bool = True) -> M: ...
