@@ -53,7 +53,7 @@ def test_buttons_that_need_no_supervisor_work_and_the_others_say_why_not(tmp_pat
     def train():
         with evenstep.Run(shards=2, quiet=True, page=True) as run:
             assert ask({"status": True}, me)["buttons"] == ["checkpoint", "fingerprint", "stop"]
-            with pytest.raises(ConfigError, match="workers come and go under `evenstep run` only"):
+            with pytest.raises(ConfigError, match="2 workers: they come and go under `evenstep run` only"):
                 ask({"scale": 2}, me)
             for version in steps(run, 400, directory=tmp_path):
                 if version == 1:

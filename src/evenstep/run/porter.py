@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import deque
 from contextlib import ExitStack, closing
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -23,6 +24,7 @@ from evenstep.core.output import say
 from evenstep.exchange.board import Asks
 from evenstep.exchange.group import Group
 from evenstep.native import core
+from evenstep.page.answers import answer
 from evenstep.page.process import PageProcess
 from evenstep.page.seen import Seen
 
@@ -102,7 +104,7 @@ class Porter:
 
     def _answer(self, over: socket.socket) -> None:
         while over not in select.select([over, self._control.socket], [], [])[0]:
-            self._control.answer(self._command)
+            self._control.answer(partial(answer, self))
 
     def _hear(self, event: Event) -> None:
         """Handle what the run would tell a supervisor."""
@@ -118,24 +120,26 @@ class Porter:
             saved = f"its checkpoint is {where}" if where else "nothing was saved"
             say(f"stopped from its page after step {event['stopped']['step']}; {saved}")
 
-    def _command(self, request: dict[str, Any]) -> dict[str, Any]:
-        board = self._group.board
-        if "scale" in request:
-            return {"error": "workers come and go under `evenstep run` only; start the run by it"}
-        if "checkpoint" in request:
-            self._asked += 1
-            board.ask(Asks.CHECKPOINT, self._asked)
-            return {"said": "a checkpoint is written after this step, if the script has said where"}
-        if "stop" in request:
-            board.ask(Asks.STOP, 1)
-            self._said.append((monotonic(), "stopping after this step"))
-            return {"said": "stopping after this step"}
-        if "fingerprint" in request:
-            board.ask_fingerprint()
-            return {"said": "the fingerprint is taken after this step"}
-        return self._status()
+    def scale(self, number: int) -> str:
+        """See `Asked`."""
+        raise ConfigError(f"{number} workers: they come and go under `evenstep run` only; start the run by it")
 
-    def _status(self) -> dict[str, Any]:
+    def ask_for_checkpoint(self) -> None:
+        """See `Asked`."""
+        self._asked += 1
+        self._group.board.ask(Asks.CHECKPOINT, self._asked)
+
+    def ask_for_fingerprint(self) -> None:
+        """See `Asked`."""
+        self._group.board.ask_fingerprint()
+
+    def stop(self) -> None:
+        """See `Asked`."""
+        self._group.board.ask(Asks.STOP, 1)
+        self._said.append((monotonic(), "stopping after this step"))
+
+    def status(self) -> dict[str, Any]:
+        """See `Asked`."""
         group = self._group
         workers = [
             {
