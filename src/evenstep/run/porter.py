@@ -1,7 +1,7 @@
-"""Answers whoever asks about a run that no supervisor looks after: under plain `python`, and under torchrun.
+"""Answers questions about a run that has no supervisor: under plain `python`, and under torchrun.
 
 `evenstep status` and the page of the run ask through the same socket as they would ask a supervisor. What can be done
-without one is done by the same words on the board; what cannot be is refused with a sentence. A thread waits for
+without one is done through the same words on the board; the rest is refused with a sentence. A thread waits for
 questions, and does nothing else.
 """
 
@@ -34,11 +34,11 @@ _SAID = 50
 
 
 def open_page(port: int | None, env: Environment, group: Group, shards: int, *, served: bool) -> "Porter | None":
-    """Have a page of this run, if one was asked for; returns what to close. All workers must call this alike.
+    """Open a page of this run, if one was asked for; returns what to close. All workers must call this alike.
 
     Args:
-        port: Where; 0: any; None: nowhere.
-        env: What surrounds the run: a supervisor serves the page itself.
+        port: The port; 0: any; None: no page.
+        env: The environment of the run: a supervisor serves the page itself.
         group: The workers.
         shards: K.
         served: Whether workers meet at a server.
@@ -62,10 +62,10 @@ def open_page(port: int | None, env: Environment, group: Group, shards: int, *, 
 
 
 class Porter:
-    """Answers for a run, and has its page served, from when it is made until it is closed.
+    """Answers for a run, and has its page served, until it is closed.
 
     Args:
-        port: Of the page; 0: any.
+        port: The port of the page; 0: any.
         group: The workers of the run; this one is their first.
         shards: K.
 
@@ -96,7 +96,7 @@ class Porter:
         say(page.invitation)
 
     def close(self) -> None:
-        """Answer nobody any more; the page ends. A copy of this process has neither."""
+        """Stop answering, and end the page. In a forked copy of this process, do nothing."""
         if os.getpid() == self._pid:
             self._over.send(b".")
             self._thread.join()
@@ -107,7 +107,7 @@ class Porter:
             self._control.answer(partial(answer, self))
 
     def _hear(self, event: Event) -> None:
-        """What the run would tell a supervisor."""
+        """Handle what the run would tell a supervisor."""
         if "saved" in event:
             self._seen.saved(event["saved"])
         if "fingerprint now" in event:
