@@ -90,6 +90,24 @@ def test_weights_of_the_user_decide(holdings_of, weights, spans):
     assert sharing.spans == spans
 
 
+def test_a_keeper_has_no_shard_unless_it_is_alone_and_paces_are_those_of_the_others(holdings_of):
+    (holdings,) = holdings_of(1, shards=8)
+    for members, machines, spans in (
+        ([0, 3, 4], [0, 1, 2], [(0, 0), (0, 4), (4, 8)]),
+        ([0, 1, 4], [0, 0, 2], [(0, 0), (0, 4), (4, 8)]),
+        ([0], [0], [(0, 8)]),
+    ):
+        membership = FakeFixed(len(members))
+        membership.first = Generation(1, 0, members, None, machines=machines, keeper=True)
+        holdings.group = Group(holdings.group.segment, FakeRounds(Table(), 0), membership)
+        holdings.group.tell = lambda event: None
+        sharing, _ = shared(holdings)
+        assert sharing.spans == spans
+        for _ in range(_WINDOW):
+            sharing.keep_pace([0.0, 0.4, 1.6][: len(members)])
+        assert sharing.spans == ([(0, 0), (0, 6), (6, 8)] if len(members) > 1 else spans)
+
+
 @pytest.mark.parametrize("machines", [[0, 0, 0], [0, 0, 1]])
 def test_what_is_prepared_by_a_worker_that_was_let_in_but_has_to_catch_up_is_laid_out_later(holdings_of, machines):
     (holdings,) = holdings_of(1)

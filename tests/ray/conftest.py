@@ -1,15 +1,18 @@
 """One Ray cluster of several nodes for all tests in here."""
 
-import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-import drivers
-import processes
+import guests
+from guests import fingerprint, nothing_is_left_behind
 
+__all__ = ["fingerprint", "nothing_is_left_behind"]
+
+HERE = Path(__file__).parent
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+PATIENT = {"health_check_failure_threshold": 100}  # a node is not lost because a machine is busy
 
 
 @contextmanager
@@ -18,10 +21,9 @@ def cluster():
     import ray
     from ray.cluster_utils import Cluster
 
-    for module in [m for m in list(sys.modules.values()) if "tests/ray" in (getattr(m, "__file__", "") or "")]:
-        cloudpickle.register_pickle_by_value(module)
-        ray.cloudpickle.register_pickle_by_value(module)
-    made = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    guests.ship_by_value(HERE, cloudpickle, ray.cloudpickle)
+    first = {**NODE, "include_dashboard": False, "_system_config": PATIENT}
+    made = Cluster(initialize_head=True, head_node_args=first)
     made.add_node(**NODE)
     ray.init(address=made.address, log_to_driver=False, logging_level="error")
     try:
@@ -39,7 +41,7 @@ def warm(cluster):
     ray.get(ray.remote(lambda: None).remote())
 
 
-SHARED = drivers.Shared(Path(__file__).parent, cluster, warm)
+SHARED = guests.shared(HERE, cluster, warm)
 
 
 @pytest.fixture
@@ -54,16 +56,6 @@ def pytest_runtest_teardown(nextitem):
     SHARED.end_before(nextitem)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind():
-    """The cluster stays, but nothing of ours stays in it."""
-    yield
-    ours = lambda: [line for line in processes.descendants().values() if "evenstep.agents" in line]  # noqa: E731
-    assert processes.until(lambda: not ours(), 10.0), ours()
-
-
 def pytest_collection_modifyitems(items):
-    """A cluster takes its time on a machine that others use too."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(900))
+    """See there."""
+    guests.give_time(HERE, items)

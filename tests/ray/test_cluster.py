@@ -1,132 +1,97 @@
-"""Runs on a Ray cluster: the result of `python train.py` on any number of nodes, also when one of them is lost."""
+"""Runs on a Ray cluster: the result of `python train.py` on any number of nodes, also when they are lost and appear."""
 
 import os
-import signal
-import threading
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import guests
 import processes
+from guests import training
 from workers import run_workers
 
-
-def training(seconds, directory):
-    import torch
-
-    import evenstep
-
-    data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
-    with evenstep.Run(shards=4, seed=1, quiet=not directory) as run:
-        model = torch.nn.Linear(4, 2)
-        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        if directory:
-            run.checkpoint(f"{directory}/checkpoints", every=2)
-        for batch in run.batches(data, batch_size=16, epochs=3):
-            run.step(batch, lambda part: model(part[0]).square().mean())
-            if directory:
-                Path(directory, f"step-{run.version}").touch()
-            time.sleep(seconds)
-        return run.fingerprint(), run.num_workers
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
-@pytest.fixture(scope="module")
-def fingerprint():
-    return run_workers(1, lambda worker: training(0, None))[0][0]
-
-
-def left():
-    """What of ours is in the cluster."""
+def left(cpus=2.0):
+    """Whether nothing of ours is left in the cluster; waits for it."""
     import ray
 
-    groups = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
-    return len(groups), ray.available_resources().get("CPU")
+    def found():
+        groups = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+        return len(groups), ray.available_resources().get("CPU")
+
+    assert processes.until(lambda: found() == (0, cpus), 20.0), found()
 
 
 def run_it(cluster, workers):
     import evenstep.ray
 
     seen = []
-    found = evenstep.ray.run(training, 0.0, None, workers=workers, quiet=True, on_progress=seen.append)
-    assert processes.until(lambda: left() == (0, 2.0), 20.0), left()
-    return found
+    found = evenstep.ray.run(training, None, 12, workers=workers, quiet=True, on_progress=seen.append)
+    left()
+    return found, seen[-1].epoch
 
 
 @pytest.mark.parametrize(("workers", "count"), [(1, 1), ((1, 8), 2)])
-def test_workers_on_nodes_end_on_the_fingerprint_of_one_process(ray, fingerprint, workers, count):
-    assert ray.call(run_it, workers) == (fingerprint, count)
+def test_workers_on_nodes_end_on_the_fingerprint_of_one_process(ray, workers, count):
+    assert ray.call(run_it, workers) == ((run_workers(1, lambda _: training(None, 12))[0][0], count), 2)
 
 
-def lose(cluster, directory, victim):
-    """Kill a node, or an actor's process, as soon as the run has done four steps."""
+def lose_and_find(cluster, directory):
     import evenstep.ray
 
-    extra = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20) if victim == "node" else None
-
-    def strike():
-        assert processes.until(Path(directory, "step-4").exists, 60.0)
-        if extra is not None:
-            cluster.remove_node(extra, allow_graceful=False)
-        else:
-            pids = [pid for pid, line in processes.descendants().items() if "ray::AgentActor" in line]
-            os.kill(pids[-1], signal.SIGKILL)
-
-    thread = threading.Thread(target=strike)
-    thread.start()
-    progress = []
-    try:
-        workers = (2, 3) if victim == "node" else 2
-        found = evenstep.ray.run(training, 0.2, directory, workers=workers, quiet=True, on_progress=progress.append)
-    finally:
-        thread.join()
-    assert processes.until(lambda: left() == (0, 2.0), 20.0), left()
-    return found, len(progress)
+    extra = cluster.add_node(**NODE)
+    found = guests.run_and_look(
+        lambda: evenstep.ray.run(training, directory, workers=(3, 4), quiet=True),
+        directory,
+        (3, lambda: cluster.remove_node(extra, allow_graceful=False)),
+        (2, lambda: cluster.add_node(**NODE)),
+        (3, lambda: guests.kill("ray::AgentActor")),
+        (2, None),
+        (3, None),
+    )
+    left(3.0)
+    cluster.remove_node(cluster.list_all_nodes()[-1])
+    return found
 
 
-@pytest.mark.parametrize("victim", ["node", "actor"])
-def test_a_lost_node_and_a_lost_actor_change_no_bit(ray, fingerprint, tmp_path, victim):
-    found, progress = ray.call(lose, str(tmp_path), victim)
-    assert found == (fingerprint, 2)
-    assert progress > 3
+def test_lost_nodes_and_actors_cost_a_step_and_nodes_that_appear_are_used(ray, fingerprint, tmp_path):
+    assert ray.call(lose_and_find, str(tmp_path)) == (fingerprint, 3)
+
+
+def interrupt(cluster, directory):
+    import evenstep.ray
+
+    found = guests.interrupt(lambda: evenstep.ray.run(training, directory, workers=2, quiet=True), directory)
+    left()
+    return found
+
+
+def test_an_interrupt_stops_after_the_step_with_a_checkpoint(ray, tmp_path):
+    assert ray.call(interrupt, str(tmp_path)) == (["interrupted"], True)
 
 
 def mistakes(cluster):
-    import threading as threads
-
     import evenstep.ray
 
-    def fails():
-        raise ValueError("a bad day")
-
-    lock = threads.Lock()
-    calls = {
-        "failing": lambda: evenstep.ray.run(fails, workers=2, quiet=True),
-        "room": lambda: evenstep.ray.run(fails, workers=9, start_timeout_s=1.0),
-        "zero": lambda: evenstep.ray.run(fails, workers=0),
-        "range": lambda: evenstep.ray.run(fails, workers=(3, 2)),
-        "unshippable": lambda: evenstep.ray.run(lambda: lock),
-        "missing": lambda: evenstep.ray.run("nowhere.py"),
-    }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001  # looked at by the test
-            said[name] = f"{type(error).__name__}: {error}"
-    assert processes.until(lambda: left() == (0, 2.0), 20.0), left()
+    room = {"room": lambda: evenstep.ray.run(guests.fails, workers=9, start_timeout_s=0.1)}
+    gpu = {"gpu": lambda: evenstep.ray.run(guests.fails, workers=1, gpus_per_worker=1, start_timeout_s=0.1)}
+    said = guests.said_by(**guests.common_mistakes(evenstep.ray.run), **room, **gpu)
+    left()
     return said
 
 
 def test_mistakes_get_a_sentence_and_errors_of_the_script_their_traceback(ray):
     said = ray.call(mistakes)
-    assert said["failing"].startswith("ScriptError: Traceback")
-    assert said["failing"].endswith("ValueError: a bad day")
+    guests.check_mistakes(said)
     assert said["room"].startswith("ConfigError: there is room for 2 workers, expected at least 9: each takes 1 CPU")
-    assert said["zero"].startswith("ConfigError: workers=0, expected a whole number above 0")
-    assert said["range"].startswith("ConfigError: workers=(3, 2), expected")
-    assert "cannot be shipped to the workers: cannot pickle '_thread.lock' object" in said["unshippable"]
-    assert said["missing"] == "ConfigError: there is no script nowhere.py; name a Python file to run"
+    assert said["gpu"].startswith(
+        "ConfigError: there is room for 0 workers, expected at least 1 on one node, for GPUs of several nodes are not "
+        "used together: each takes 1 CPU and 1 GPU, and "
+    )
 
 
 def blocks(cluster, directory):
@@ -158,21 +123,9 @@ def test_the_same_rows_in_other_blocks_are_the_same_bytes(ray, tmp_path):
 
 def command(cluster, directory):
     """`evenstep run --on ray`, of a script with a module beside it."""
-    import subprocess
-    import sys
-
-    Path(directory, "beside.py").write_text("SEED = 1\n")
-    Path(directory, "train.py").write_text(
-        "import sys, torch, evenstep, beside\n"
-        "with evenstep.Run(shards=4, seed=beside.SEED) as run:\n"
-        "    model = torch.nn.Linear(4, 2)\n"
-        "    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))\n"
-        "    for batch in run.batches(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=4):\n"
-        "        run.step(batch, lambda part: model(part[0]).square().mean())\n"
-        "    run.print('on', run.num_workers, sys.argv[1])\n"
-    )
     where = {**os.environ, "RAY_ADDRESS": cluster.address}
-    words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "2", f"{directory}/train.py", "argument"]
+    script, out = guests.put_script(directory), f"{directory}/out"
+    words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "2", str(script), out]
     done = subprocess.run(words, env=where, capture_output=True, text=True, check=False, timeout=100)
     return done.returncode, done.stdout, done.stderr
 
@@ -180,8 +133,8 @@ def command(cluster, directory):
 def test_the_command_line_runs_a_script_with_what_lies_beside_it(ray, tmp_path):
     code, out, err = ray.call(command, str(tmp_path))
     assert code == 0, err
-    assert "on 2 argument" in out
-    assert "fingerprint " in out
+    assert f"on 2 {tmp_path}/out" in out
+    assert f"fingerprint {(tmp_path / 'out').read_text()}" in out
 
 
 def test_options_of_one_machine_are_refused():
@@ -207,7 +160,7 @@ def test_no_cluster_is_one_sentence():
         import evenstep.ray
 
         warnings.simplefilter("default")  # those of Ray are no errors
-        evenstep.ray.run(training, 0, None, address="127.0.0.1:1")
+        evenstep.ray.run(training, address="127.0.0.1:1")
 
     (outcome,) = run_outcomes(1, body)
     assert outcome.kind == "ConfigError"

@@ -1,6 +1,7 @@
 """One fingerprint for one machine, for two, for four: everything that a run can do, over several machines."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import evenstep
+from evenstep.exchange.generations import Generation
 from several_machines import counters, run_machine_outcomes, run_machines
 from workers import run_workers
 
@@ -113,6 +115,29 @@ def test_machines_that_have_more_shards_than_one_node_end_on_the_same_bits(on_on
 
     for seen in run_machines([1, 1, 1], body):
         assert seen == on_one_machine
+
+
+def keeping(worker, body):
+    """Let the first worker keep the state and compute nothing."""
+    import evenstep.exchange.membership
+
+    evenstep.exchange.membership.Generation = partial(Generation, keeper=True)
+    return body(worker)
+
+
+def test_a_keeper_computes_no_shard_and_ends_on_the_same_bits(on_one_machine):
+    for seen in run_machines([1, 1, 2], partial(keeping, body=everything)):
+        assert seen == on_one_machine
+
+
+def test_a_keeper_is_no_worker_that_a_script_counts_and_computes_only_to_check_others():
+    def body(worker):
+        with evenstep.Run(shards=8, seed=5, quiet=True, timeout_s=30.0, recheck=2) as run:
+            train(run, epochs=1)
+            return run.fingerprint(), run.num_workers, len(run.local_shards)
+
+    alone = run_workers(1, body)[0][0]
+    assert run_machines([1, 1, 1], partial(keeping, body=body)) == [(alone, 2, 0), (alone, 2, 4), (alone, 2, 4)]
 
 
 def test_a_checkpoint_is_read_and_written_on_the_first_machine_only(tmp_path):

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import drivers
+import guests
 import processes
+from guests import fingerprint, nothing_is_left_behind
 
+__all__ = ["fingerprint", "nothing_is_left_behind"]
+
+HERE = Path(__file__).parent
 OPTIONS = {
     "spark.ui.enabled": "false",
     "spark.driver.host": "127.0.0.1",
@@ -33,9 +37,7 @@ def application():
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     os.environ["SPARK_WORKER_DIR"] = os.environ.get("TMPDIR", "/tmp") + "/evenstep-spark-tests"
-    for module in [m for name, m in sys.modules.items() if getattr(m, "__file__", "") and "tests/spark" in m.__file__]:
-        theirs.register_pickle_by_value(module)
-        cloudpickle.register_pickle_by_value(module)
+    guests.ship_by_value(HERE, cloudpickle, theirs)
     builder = SparkSession.builder.master("local-cluster[2,2,768]").appName("evenstep")
     for name, value in OPTIONS.items():
         builder = builder.config(name, value)
@@ -54,7 +56,7 @@ def warm(session):
     )
 
 
-SHARED = drivers.Shared(Path(__file__).parent, application, warm)
+SHARED = guests.shared(HERE, application, warm)
 
 
 @pytest.fixture
@@ -69,16 +71,6 @@ def pytest_runtest_teardown(nextitem):
     SHARED.end_before(nextitem)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind():
-    """The cluster stays, but nothing of ours stays in it."""
-    yield
-    ours = lambda: [line for line in processes.descendants().values() if "evenstep.agents" in line]  # noqa: E731
-    assert processes.until(lambda: not ours(), 10.0), ours()
-
-
 def pytest_collection_modifyitems(items):
-    """A cluster takes its time on a machine that others use too."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(900))
+    """See there."""
+    guests.give_time(HERE, items)

@@ -1,92 +1,61 @@
-"""Runs on barrier tasks: the result of `python train.py` on any number of executors, also when one of them is lost."""
+"""Runs on tasks of Spark: the result of `python train.py` on any number of executors, also when they are lost."""
 
-import os
-import signal
-import threading
 from pathlib import Path
 
 import pytest
 
-import processes
+import guests
+from guests import training
 from workers import run_workers
 
-SCRIPT = """
-import sys, evenstep, torch
-with evenstep.Run(shards=4, seed=1) as run:
-    model = torch.nn.Linear(4, 2)
-    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    data = torch.utils.data.TensorDataset(torch.ones(8, 4))
-    for batch in run.batches(data, batch_size=4):
-        run.step(batch, lambda part: model(part[0]).square().mean())
-    run.once(lambda: open(sys.argv[1], "w").write(run.fingerprint()) and None)
-"""
 
-
-def training(seconds, directory):
-    import time
-
-    import torch
-
-    import evenstep
-
-    data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
-    with evenstep.Run(shards=4, seed=1, quiet=True) as run:
-        model = torch.nn.Linear(4, 2)
-        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        if directory:
-            run.checkpoint(f"{directory}/checkpoints", every=2)
-        for batch in run.batches(data, batch_size=16, epochs=3):
-            run.step(batch, lambda part: model(part[0]).square().mean())
-            if directory:
-                Path(directory, f"step-{run.version}").touch()
-            time.sleep(seconds)
-        return run.fingerprint(), run.num_workers
-
-
-@pytest.fixture(scope="module")
-def fingerprint():
-    return run_workers(1, lambda worker: training(0, None))[0][0]
-
-
-def run_it(session, workers, seconds=0.0, directory=None):
+def run_it(session, workers):
     from evenstep.spark import run
 
-    return run(training, seconds, directory, workers=workers, session=session, quiet=True)
+    seen = []
+    found = run(training, None, 12, workers=workers, session=session, quiet=True, on_progress=seen.append)
+    return found, seen[-1].epoch
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_on_executors_end_on_the_fingerprint_of_one_process(spark, fingerprint, workers):
-    assert spark.call(run_it, workers) == (fingerprint, workers)
+@pytest.mark.parametrize(("workers", "count"), [(1, 1), ((1, 3), 3)])
+def test_workers_on_executors_end_on_the_fingerprint_of_one_process(spark, workers, count):
+    assert spark.call(run_it, workers) == ((run_workers(1, lambda _: training(None, 12))[0][0], count), 2)
 
 
-def lose_an_executor(session, directory, victim):
-    """Kill an executor, or a worker, as soon as the run has done four steps."""
+def lose(session, directory):
+    from evenstep.spark import run
 
-    def strike():
-        assert processes.until(Path(directory, "step-4").exists, 60.0)
-        pids = [pid for pid, line in processes.descendants().items() if victim in line]
-        os.kill(pids[-1], signal.SIGKILL)
-
-    thread = threading.Thread(target=strike)
-    thread.start()
-    try:
-        return run_it(session, 3, 0.2, directory)
-    finally:
-        thread.join()
+    return guests.run_and_look(
+        lambda: run(training, directory, workers=4, session=session, quiet=True),
+        directory,
+        (4, lambda: guests.kill("CoarseGrainedExecutorBackend")),
+        (guests.FEWER, None),
+        (4, lambda: guests.kill("evenstep.agents.joining")),
+        (guests.FEWER, None),
+        (4, None),
+    )
 
 
-@pytest.mark.parametrize("victim", ["CoarseGrainedExecutorBackend", "evenstep.agents.node"])
-def test_a_lost_executor_and_a_lost_worker_change_no_bit(spark, fingerprint, tmp_path, victim):
-    assert spark.call(lose_an_executor, str(tmp_path), victim) == (fingerprint, 3)
+def test_lost_executors_and_agents_cost_a_step_and_come_again(spark, fingerprint, tmp_path):
+    assert spark.call(lose, str(tmp_path)) == (fingerprint, 4)
+
+
+def interrupt(session, directory):
+    from evenstep.spark import run
+
+    return guests.interrupt(lambda: run(training, directory, workers=2, session=session, quiet=True), directory)
+
+
+def test_an_interrupt_stops_after_the_step_with_a_checkpoint(spark, tmp_path):
+    assert spark.call(interrupt, str(tmp_path)) == (["interrupted"], True)
 
 
 def run_script(session, directory):
     from evenstep.spark import run
 
-    path = Path(directory, "train.py")
-    path.write_text(SCRIPT)
-    assert run(path, f"{directory}/out", workers=2, session=session, quiet=True) is None
-    return Path(directory, "out").read_text()
+    out = f"{directory}/out"
+    assert run(guests.put_script(directory), out, workers=2, session=session, quiet=True) is None
+    return Path(out).read_text()
 
 
 def test_a_script_runs_as_it_does_elsewhere(spark, tmp_path):
@@ -94,37 +63,13 @@ def test_a_script_runs_as_it_does_elsewhere(spark, tmp_path):
 
 
 def mistakes(session):
-    import threading as threads
-
     from evenstep.spark import run
 
-    def fails():
-        raise ValueError("a bad day")
-
-    lock = threads.Lock()
-    calls = {
-        "failing": lambda: run(fails, workers=2, session=session, quiet=True),
-        "slots": lambda: run(fails, workers=9, session=session),
-        "zero": lambda: run(fails, workers=0, session=session),
-        "unshippable": lambda: run(lambda: lock, workers=1, session=session),
-        "arguments": lambda: run(fails, 1, workers=1, session=session),
-        "missing": lambda: run("nowhere.py", workers=1, session=session),
-    }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001  # looked at by the test
-            said[name] = f"{type(error).__name__}: {error}"
-    return said
+    slots = {"slots": lambda: run(guests.fails, workers=9, session=session, start_timeout_s=0.1)}
+    return guests.said_by(**guests.common_mistakes(run, session=session), **slots)
 
 
 def test_mistakes_get_a_sentence_and_errors_of_the_script_their_traceback(spark):
     said = spark.call(mistakes)
-    assert said["failing"].startswith("ScriptError: Traceback")
-    assert said["failing"].endswith("ValueError: a bad day")
+    guests.check_mistakes(said)
     assert said["slots"].startswith("ConfigError: 9 workers, but the application has 4 slots for tasks")
-    assert said["zero"] == "ConfigError: workers=0, expected a whole number above 0"
-    assert "cannot be shipped to the workers: cannot pickle '_thread.lock' object" in said["unshippable"]
-    assert "cannot be called like this: too many positional arguments" in said["arguments"]
-    assert said["missing"] == "ConfigError: there is no script nowhere.py; name a Python file to run"

@@ -6,19 +6,14 @@ the cluster may submit this. Nothing of it is ever read from a socket or a check
 
 import inspect
 import pickle
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["MODULE", "call", "ship", "unship"]
-
-MODULE = "evenstep.agents.shipped"
-"""What a worker runs as its script to call a function: with the file that holds it, and that for what it returns."""
+__all__ = ["ship", "unship"]
 
 
 def ship(function: Callable[..., Any], args: tuple[Any, ...] = (), options: dict[str, Any] | None = None) -> bytes:
@@ -55,18 +50,3 @@ def unship(data: bytes) -> Any:
         return pickle.loads(data)
     except Exception as error:
         raise ConfigError(f"what the function returned cannot be read here: {error}; return plain values") from error
-
-
-def call(function_file: str, result_file: str, worker: int) -> None:
-    """Call a function that was shipped; of worker 0, keep what it returns."""
-    function, args, options = pickle.loads(Path(function_file).read_bytes())
-    result = function(*args, **options)
-    if worker == 0:
-        try:
-            data = cloudpickle.dumps(result)
-        except Exception as error:
-            raise ConfigError(
-                f"the function returned a {type(result).__name__} that cannot be shipped: {error}; return plain values"
-            ) from error
-        Path(result_file).write_bytes(data)
-    sys.stdout.flush()

@@ -1,13 +1,18 @@
-"""What whoever has started a run on a cluster sees of it: progress, lines and warnings, as the workers report them."""
+"""What whoever has started a run on a cluster sees of it: progress, lines, and how it ends."""
 
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from evenstep.core.errors import EvenstepError
-from evenstep.launch.console import Console
-from evenstep.run.progress import Progress
+from evenstep.agents.shipping import unship
+from evenstep.core.errors import ConfigError, EvenstepError, SilenceError, Stopped
+from evenstep.core.output import say
+from evenstep.run.progress import Display, Progress
 
 __all__ = ["ScriptError", "Shown"]
+
+_INTERRUPTED = (Stopped.exit_code, 128 + signal.SIGINT)
 
 
 class ScriptError(EvenstepError):
@@ -15,47 +20,62 @@ class ScriptError(EvenstepError):
 
 
 class Shown:
-    """Shows what workers report.
+    """Shows what a head reports.
 
     Args:
-        console: Where.
         on_progress: Called with every progress.
         quiet: Show nothing.
     """
 
-    def __init__(self, console: Console, on_progress: Callable[[Progress], None] | None, *, quiet: bool) -> None:
-        self._console, self._on_progress, self._quiet = console, on_progress, quiet
+    def __init__(self, on_progress: Callable[[Progress], None] | None, *, quiet: bool) -> None:
+        self._on_progress, self._quiet, self._display = on_progress, quiet, Display()
+        self._fingerprint: str | None = None
+        self._error: str | None = None
+        self._mistake: str | None = None
+        self._last = "the run has failed"
 
     def say(self, sentence: str) -> None:
         """Say something of our own."""
         if not self._quiet:
-            self._console.say(sentence)
-
-    def end(self) -> None:
-        """The run is over: show what comes last."""
-        if not self._quiet:
-            self._console.show_fingerprint()
+            say(sentence)
 
     def hear(self, report: dict[str, Any]) -> None:
-        """Take what a node reports."""
+        """Take what the head reports."""
         event = report.get("event", {})
+        self._error = event.get("error", self._error)
+        self._mistake = event.get("mistake", self._mistake)
+        self._fingerprint = event.get("fingerprint", self._fingerprint)
+        self._last = report.get("err", self._last)
         if "progress" in event and self._on_progress is not None:
             self._on_progress(Progress(**event["progress"]))
         if not self._quiet:
             self._show(report, event)
 
     def _show(self, report: dict[str, Any], event: dict[str, Any]) -> None:
-        worker: int = report.get("worker", 0)
         if "progress" in event:
-            self._console.progress(Progress(**event["progress"]))
-        elif "prints" in event:
-            self._console.print(worker, tuple(event["at"]), event["prints"])
-        elif "warning" in event:
-            self._console.warn(worker, event["warning"])
-        elif "says" in event or "slow" in event:
-            self._console.say(event.get("says") or event["slow"])
-        elif "fingerprint" in event:
-            self._console.note_fingerprint(event["operation"], event["fingerprint"])
-        elif (text := report.get("out", report.get("err"))) is not None:
-            self._console.begin(worker, again=False)
-            self._console.show(worker, [text.encode()], is_error="err" in report)
+            self._display.show(Progress(**event["progress"]))
+        for kind, stream in (("out", sys.stdout), ("err", sys.stderr)):
+            if kind in report:
+                self._display.write(report[kind], stream)
+
+    def end(self, code: int, result: bytes | None) -> Any:
+        """The head has ended: give back what the function returned.
+
+        Raises:
+            ScriptError: The script has failed.
+            ConfigError: The head could not begin.
+            KeyboardInterrupt: The run was stopped, as was asked for.
+            SilenceError: The run has failed otherwise.
+        """
+        self._display.close()
+        if code in _INTERRUPTED:
+            raise KeyboardInterrupt
+        if self._mistake is not None:
+            raise ConfigError(self._mistake)
+        if self._error is not None:
+            raise ScriptError(self._error)
+        if code:
+            raise SilenceError(f"{self._last.removeprefix('evenstep: ')} (exit code {code})")
+        if self._fingerprint is not None and not self._quiet:
+            self._display.write(f"fingerprint {self._fingerprint}", sys.stdout)
+        return None if result is None else unship(result)

@@ -1,4 +1,4 @@
-"""Who computes which shards, and how their gradients are added up, among the workers of the present generation."""
+"""Who computes which shards, and how their gradients are added up, among the workers of the current generation."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ class Sharing:
     Args:
         holdings: What the workers hold together.
         updates: Says whether there are shards that others train on, and how gradients are added up.
-        context: Is told of the shards.
+        context: Told which shards each worker has.
 
     Attributes:
         spans: The shards that each worker trains on, by rank.
@@ -41,36 +41,48 @@ class Sharing:
 
     @property
     def evaluated(self) -> list[Span]:
-        """The shards that each worker evaluates: all of them, also where others train on some."""
+        """The shards that each worker evaluates: together all of them, even if others train on some."""
         return self.spans if self._updates.shards is None else [(0, self._holdings.config.shards)]
 
     def replan(self, spans: list[Span] | None = None) -> None:
-        """The workers, or the shards of each, have changed.
+        """Plan again after the workers, or their shards, have changed.
 
         Args:
-            spans: The shards of each; None: as even as the weights of the workers.
+            spans: The shards of each; None: in proportion to the weights of the workers.
         """
         self._planned_for = self._group.generation
         self._holdings.memory.clear_scratch()
         self._holdings.place()
         self._context.regroup(self._holdings.memory.device)
         if spans is None:
-            self._pace = Pace(self._group.num_workers, self._share_out)
-            spans = self._share_out(self._holdings.config.shards, self._group.weights or self._pace.weights)
+            self._pace = Pace(self._group.num_workers - self._idle, self._share_out)
+            given = self._group.weights
+            weights = self._pace.weights if given is None else given[self._idle :]
+            spans = self._with_keeper(self._share_out(self._holdings.config.shards, weights))
         self.spans = spans if self._updates.shards is None else [self._updates.shards]
         self._context.spans = self.spans
         self._group.board.has(self._group.worker, self.mine)
         for prepared in self._holdings.optimizers:
             self.lay_out(prepared)
 
+    @property
+    def _idle(self) -> int:
+        """How many of the first workers compute nothing."""
+        return int(self._group.keeper)
+
     def _share_out(self, num_shards: int, weights: Sequence[float]) -> list[Span]:
-        return share_machines(num_shards, weights, self._group.machines)
+        """The shards of those that compute."""
+        machines = self._group.machines[self._idle :]
+        return share_machines(num_shards, weights, [machine - machines[0] for machine in machines])
+
+    def _with_keeper(self, spans: list[Span]) -> list[Span]:
+        return [(0, 0)] * self._idle + spans
 
     def lay_out(self, prepared: PreparedOptimizer) -> None:
-        """Make the way of an optimizer's gradients.
+        """Lay out how an optimizer's gradients are added up.
 
-        A worker that has entered a generation may find that it has to catch up first: then shards are not shared out
-        yet, and the way is made when they are.
+        A worker that has entered a generation may have to catch up first: then shards are not shared out yet, and this
+        is done when they are.
         """
         if self._planned_for != self._group.generation:
             return
@@ -84,11 +96,12 @@ class Sharing:
         """
         group = self._group
         given = group.weights is not None or self._updates.shards is not None
-        if group.left or given or not self._holdings.memory.shared:  # how long a GPU is busy is not known here
+        if group.left or given or not self._holdings.memory.shared:  # how long a GPU is busy is unknown here
             return
-        before, spans = self.spans, self._pace.observe(seconds, self.spans)
-        if spans is None:
+        before, found = self.spans, self._pace.observe(seconds[self._idle :], self.spans[self._idle :])
+        if found is None:
             return
+        spans = self._with_keeper(found)
         self.replan(spans)
         if group.rank == 0:
             shares = zip(group.members, seconds, before, spans, strict=True)

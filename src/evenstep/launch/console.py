@@ -31,7 +31,7 @@ class Console:
         log_dir: Where each worker's output goes too, if anywhere.
         num_workers: How many logs to begin with.
         group: Which of several groups these workers are.
-        report: Takes progress and fingerprint, where somebody else shows those of all groups.
+        report: Takes progress, fingerprint and the error that ends the run, where somebody else shows them.
 
     Attributes:
         said: The last sentences of our own, and when.
@@ -150,6 +150,13 @@ class Console:
         """Show a worker's error, whole."""
         if text:
             self._display.write(text.rstrip(), sys.stderr)
+
+    def show_failure(self, text: str | None) -> None:
+        """Show the error that the run ends with, whole, unless somebody else does."""
+        if text and self._report is not None:
+            self._report({"error": text.rstrip()})
+        else:
+            self.show_error(text)
 
     def say(self, sentence: str, *, secret: bool = False) -> None:
         """Say something of our own.

@@ -36,22 +36,24 @@ class Listen:
         port: 0: any that is free.
         token: What every machine must know; empty: nothing, which is only for loopback.
         machines: Before so many are there, the head among them, no worker is started.
+        workers: Nor before the others have offered so many workers.
         between: By which backend of torch.distributed bytes move between machines.
         silence_s: How long a machine may say nothing before it is given up.
         certfile: For TLS of the control connection.
         keyfile: Its key, if that is not in the same file.
-        told: Called with the address when others can come.
+        fd: A socket that listens there already, for those who know; None: one is made, and the user is told.
     """
 
     host: str
     port: int = 0
     token: str = ""
     machines: int = 1
+    workers: int = 0
     between: str = "gloo"
     silence_s: float = 2.0
     certfile: Path | None = None
     keyfile: Path | None = None
-    told: Callable[[str, int], None] | None = None
+    fd: int | None = None
 
     def tls(self) -> ssl.SSLContext | None:
         """What wraps connections, if there is a certificate.
@@ -130,6 +132,15 @@ class _Arriving:
     proved: bool = False
 
 
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        why = str(error.strerror).partition(" (while")[0]  # which names the address once more
+        raise ConfigError(f"--listen {host}:{port}: {why}; name a free address") from error
+
+
 class Door:
     """Listens; everything happens in `turn`, which never waits.
 
@@ -149,12 +160,7 @@ class Door:
                 f"--listen {listen.host}:{listen.port} can be reached from other machines, so it needs a token: "
                 "--token-file FILE, on every machine the same"
             )
-        try:
-            family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0][0]
-            self.socket = socket.create_server((listen.host, listen.port), family=family)
-        except OSError as error:
-            why = str(error.strerror).partition(" (while")[0]  # which names the address once more
-            raise ConfigError(f"--listen {listen.host}:{listen.port}: {why}; name a free address") from error
+        self.socket = _listening(listen.host, listen.port) if listen.fd is None else socket.socket(fileno=listen.fd)
         self.socket.setblocking(False)
         self.port = int(self.socket.getsockname()[1])
         self._arriving: list[_Arriving] = []

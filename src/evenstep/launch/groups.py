@@ -113,6 +113,8 @@ class _Conductor:
         if "progress" in event:
             for progress in self._merger.add(group.number, Progress(**event["progress"])):
                 self._console.progress(progress)
+        if "error" in event and (self._failed is None or self._failed is group):
+            self._console.show_error(event["error"])
         group.fingerprint = event.get("fingerprint", group.fingerprint)
 
     def _on_end(self, child: Child) -> None:

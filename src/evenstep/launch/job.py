@@ -27,7 +27,7 @@ class Job:
         weights: How much each worker shall do; None: measured.
         resume: Whether to go on from the newest checkpoint.
         standing: Where the workers stand as a group, if there are groups and servers.
-        report: Takes progress and fingerprint of a group.
+        report: Takes progress and fingerprint, and the error that the run ended with, where somebody else shows them.
         recheck: Of how many steps one is computed twice; None: the script's.
         tolerate_wrong: How often a worker may compute wrong before it goes; None: the script's.
         log_json: Where a line of JSON goes for every step.
@@ -35,6 +35,7 @@ class Job:
         trace: Where it goes what every worker did when.
         page: The port of the page of the run; 0: any; None: there is none.
         listen: How other machines join; None: none can.
+        keeper: The one worker of this machine keeps the state and computes nothing, unless nobody else is there.
     """
 
     script: Path | str
@@ -56,3 +57,4 @@ class Job:
     trace: Path | None = None
     page: int | None = None
     listen: Listen | None = None
+    keeper: bool = False

@@ -62,7 +62,7 @@ def _hash_of(script: Path | str) -> str:
 
 
 def _file_of(module: str) -> Path:
-    for name in (f"{module}.__main__", module):
+    for name in (module, f"{module}.__main__"):  # the second would import the first, which only a package stands
         try:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError:

@@ -54,6 +54,7 @@ class Machines:
 
     Attributes:
         all: By their numbers.
+        workers_awaited: How many workers others must have offered before the first step.
     """
 
     def __init__(self, here: Here, job: Job, decides: Decides, say: Callable[[str], None]) -> None:
@@ -65,6 +66,7 @@ class Machines:
         self._last: set[int] = set()  # the machines of the present generation
         self._numbers = here.number  # that were given so far
         self._breaks = Breaks(here.number)
+        self.workers_awaited = self._listen.workers if self._listen is not None else 0
         self._stack = ExitStack()
         self._door: Door | None = None
         if self._listen is not None:
@@ -81,9 +83,8 @@ class Machines:
     def __enter__(self) -> "Machines":
         if self._door is not None and self._listen is not None:
             self._children.watch(self._door.socket, self._door.accept)
-            self._say(f"other machines can join: evenstep join {self._listen.host}:{self._door.port} -n N")
-            if self._listen.told is not None:
-                self._listen.told(self._listen.host, self._door.port)
+            if self._listen.fd is None:
+                self._say(f"other machines can join: evenstep join {self._listen.host}:{self._door.port} -n N")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,7 +117,10 @@ class Machines:
     @property
     def are_enough(self) -> bool:
         """Whether as many have come as the first step waits for."""
-        return self._listen is None or len(self.all) >= self._listen.machines
+        if self._listen is None:
+            return True
+        offered = sum(there.capacity for there in self._far.values())
+        return len(self.all) >= self._listen.machines and offered >= self.workers_awaited
 
     def described(self, alive: Mapping[int, bool]) -> dict[str, Any]:
         """Machines and workers as JSON.

@@ -54,6 +54,7 @@ from evenstep.launch.seat import Seat
 from evenstep.launch.trace_file import TraceFile
 from evenstep.launch.trails import Piece
 from evenstep.launch.worker import warm_up
+from evenstep.page.answers import answer
 from evenstep.page.process import PageProcess
 from evenstep.page.seen import Seen
 from evenstep.run.progress import Progress
@@ -91,6 +92,7 @@ class _Supervisor:
         self._seats: dict[int, Seat] = {}  # the present or last worker of every place
         self._starts: dict[int, float] = {}  # which places get a worker, and when
         self._began_with: int | None = None  # how many workers there were at first; None: not yet
+        self._keepers = int(job.keeper)  # workers that compute nothing, and are not counted
         self._members: Sequence[int] = ()
         self._lost_at: float | None = None  # when a worker was lost, until a step is committed again
         self._trained = False  # whether the script has made a run, be it one that meets others at a server
@@ -153,7 +155,7 @@ class _Supervisor:
         if not self._machines.are_enough:
             return
         places = [place for machine in self._machines.all.values() for place in self._machines.places_of(machine)]
-        self._began_with = len(places)
+        self._began_with = max(len(places) - self._keepers, 1)
         self._roster = self._roster._replace(wanted=len(places))
         for place in places:
             self._start(place, again=False)
@@ -242,18 +244,20 @@ class _Supervisor:
     def _announce(self, said: Announce) -> None:
         weights, members = self._job.weights, list(said.members)
         shares = None if weights is None else [weights[n] if n < len(weights) else 1.0 for n in members]
-        self._machines.announce(Generation(said.generation, 0, members, shares, list(said.leaving)))
+        generation = Generation(said.generation, 0, members, shares, list(said.leaving), keeper=self._job.keeper)
+        self._machines.announce(generation)
         if said.generation > 1 and said.members != self._members:
-            self._console.say(f"{len(members)} workers from now on: {', '.join(map(str, members))}")
+            counted = members[self._keepers :] if len(members) > 1 else members  # the keeper has the first place
+            self._console.say(f"{len(counted)} workers from now on: {_listed(counted)}")
         self._members = said.members
 
     # ---- machines come and go; see `Decides` ----
 
     def room(self, count: int) -> str | None:
         """See `Decides`."""
-        most, taken = self._shards or MAX_SHARDS, self._roster.wanted
+        most, taken = self._shards or MAX_SHARDS, self._roster.wanted - self._keepers
         if self._began_with is None:
-            taken = sum(machine.capacity for machine in self._machines.all.values())
+            taken = sum(machine.capacity for machine in self._machines.all.values()) - self._keepers
         if self._roster.ending is not Ending.NONE or self._roster.is_over:
             return "the run is ending: it takes no more workers"
         if taken >= most:
@@ -334,10 +338,11 @@ class _Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
-            self._ask_for_checkpoint()
+            self.ask_for_checkpoint()
         elif number in (signal.SIGUSR1, signal.SIGUSR2):
             try:
-                self._console.say(self._scale(self._roster.wanted + (1 if number == signal.SIGUSR1 else -1)))
+                wanted = self._roster.wanted - self._keepers
+                self._console.say(self.scale(wanted + (1 if number == signal.SIGUSR1 else -1)))
             except ConfigError as error:
                 self._console.say(str(error))
         elif self._stop_signal is None and self._roster.generation and not self._roster.is_over:
@@ -354,7 +359,8 @@ class _Supervisor:
             self._stopped = None
             self._stop_all()
 
-    def _ask_for_checkpoint(self) -> None:
+    def ask_for_checkpoint(self) -> None:
+        """See `Asked`."""
         self._checkpoints_asked += 1
         self._here.ask(Asks.CHECKPOINT, self._checkpoints_asked)
 
@@ -366,34 +372,37 @@ class _Supervisor:
         self._roster = self._roster.kill()
         self._deadline = time.monotonic() + _GRACE_S
 
-    def _scale(self, number: int) -> str:
-        """Have more or fewer workers from the next step on; returns what will be, or raises ConfigError."""
+    def scale(self, number: int) -> str:
+        """See `Asked`."""
         most = self._shards or MAX_SHARDS
         if not 1 <= number <= most:
             raise ConfigError(f"{number} workers, expected 1 to {most}: every worker needs a shard")
-        self._turn(self._roster.scale(number, MAX_SHARDS))
+        self._turn(self._roster.scale(number + self._keepers, MAX_SHARDS))
         return f"{number} workers from the next step on"
 
     def _command(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer what came through the control socket."""
-        if "scale" in request:
-            try:
-                return {"said": self._scale(int(request["scale"]))}
-            except (ConfigError, TypeError) as error:
-                return {"error": str(error)}
-        if "checkpoint" in request:
-            self._ask_for_checkpoint()
-            return {"said": "a checkpoint is written after this step, if the script has said where"}
-        if "stop" in request:
-            os.kill(os.getpid(), signal.SIGTERM)
-            return {"said": "stopping after this step"}
-        if "fingerprint" in request:
-            self._board.ask_fingerprint()
-            return {"said": "the fingerprint is taken after this step"}
+        if "await" not in request:
+            return answer(self, request)
+        self._machines.workers_awaited = int(request["await"])
+        if self._began_with is None:
+            self._begin()
+        return {"said": f"the first step waits for {request['await']} workers"}
+
+    def ask_for_fingerprint(self) -> None:
+        """See `Asked`."""
+        self._board.ask_fingerprint()
+
+    def stop(self) -> None:
+        """See `Asked`."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def status(self) -> dict[str, Any]:
+        """See `Asked`."""
         return {
             "generation": self._roster.generation,
             "operations": self._board.committed,
-            "wanted": self._roster.wanted,
+            "wanted": self._roster.wanted - self._keepers,
             "restarts": self._roster.restarts,
             "num_shards": self._shards,
             "script": str(self._job.script),
@@ -539,7 +548,7 @@ class _Supervisor:
             always = self._roster.crashes_always(found)
             again = f", as {MAX_CRASHES - 1} before it without a committed step in between" if always else ""
             self._console.say(f"{worker.ended.text}{again}")
-        self._console.show_error(worker.error)
+        self._console.show_failure(worker.error)
         if code == 0 and not worker.error:
             self._console.say("it ended while the others waited for it")
             return PeerError.exit_code

@@ -36,6 +36,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 """Lets a worker write the stacks of its threads to standard error."""
 
 _OURS = (__file__, run_as_main.__code__.co_filename)
+_HIDDEN = "__tracebackhide__"  # what a frame between us and the user's code is marked by
 _MISTAKES = (
     ConfigError,
     UnsupportedError,
@@ -136,7 +137,9 @@ def _without_our_frames(error: BaseException) -> BaseException:
     """The traceback from the user's script on: runpy and the launcher do not interest anybody."""
     trace = error.__traceback__
     while trace is not None and (
-        "runpy" in trace.tb_frame.f_code.co_filename or trace.tb_frame.f_code.co_filename in _OURS
+        "runpy" in trace.tb_frame.f_code.co_filename
+        or trace.tb_frame.f_code.co_filename in _OURS
+        or _HIDDEN in trace.tb_frame.f_locals
     ):
         trace = trace.tb_next
     return error.with_traceback(trace or error.__traceback__)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from evenstep.plan.crowd import Crowd
 from evenstep.plan.layout import Layout
 from evenstep.plan.planner import Plan
 from evenstep.plan.topology import Link, LinkKind, Topology
@@ -50,14 +51,15 @@ def _used(topology: Topology) -> dict[LinkKind, set[Link]]:
     """The links that are there, by kind."""
     found: dict[LinkKind, set[Link]] = {}
     seen = set()
-    first = 0
     for machine in topology.machines:
-        numbers, first = range(first, first + len(machine.devices)), first + len(machine.devices)
-        if (machine.devices, machine.links) not in seen:
-            seen.add((machine.devices, machine.links))
-            for a in numbers:
-                for b in range(a + 1, numbers.stop):
-                    link = topology.link(a, b)
+        if (machine.devices, machine.links) in seen:
+            continue
+        seen.add((machine.devices, machine.links))
+        crowd = Crowd(machine, dict.fromkeys(range(len(machine.devices)), 1))
+        for place in range(len(machine.devices)):
+            for what, count in crowd.around(place):
+                if count:
+                    link = topology.usual(what) if isinstance(what, LinkKind) else what
                     found.setdefault(link.kind, set()).add(link)
     racks = [machine.rack for machine in topology.machines]
     if len(set(racks)) < len(racks):

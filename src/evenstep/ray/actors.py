@@ -1,52 +1,61 @@
-"""What runs on a node of a Ray cluster: an actor that looks after our own process there."""
+"""What runs on the nodes of a Ray cluster: actors that look after processes of ours, which end with them."""
 
 from typing import Any
 
 import ray
 
 from evenstep.agents.agent import Agent
-from evenstep.agents.orders import Order
+from evenstep.agents.head import Head, Order
+from evenstep.agents.work import Work
+from evenstep.core.errors import ConfigError, EvenstepError
 
-__all__ = ["AgentActor"]
+__all__ = ["AgentActor", "HeadActor"]
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class AgentActor:
-    """An agent as an actor: it dies with its node, and our process on the node dies with it."""
+    """An agent, with as many workers as its node has room for."""
 
     def __init__(self) -> None:
         self._agent = Agent()
 
-    def facts(self, timeout_s: float) -> dict[str, str]:
-        """Wait until the node is ready; returns its versions, address and process."""
-        found = self._agent.facts(timeout_s)
-        return {**found, "node": f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:8]})"}
+    def join(self, address: tuple[str, int], num_workers: int, token: str, work: Work) -> tuple[bool, str]:
+        """Take part in a run until it is over; returns whether the head has refused this node, and what was said."""
+        try:
+            self._agent.warm_up()
+            self._agent.join(address, num_workers, token, work)
+        except EvenstepError as error:
+            return isinstance(error, ConfigError), str(error)
+        return False, ""
 
-    def host(self, timeout_s: float) -> tuple[str, int]:
-        """Host what the workers of the next attempt find each other by; returns where."""
-        return ray.util.get_node_ip_address(), self._agent.host(timeout_s)
 
-    def start(self, order: Order, function: bytes | None, script: tuple[str, str] | None) -> None:
-        """Start workers."""
-        path, args = order.script, order.args
-        if function is not None:
-            path, args = self._agent.function(function)
-        elif script is not None:
-            path = self._agent.script(*script)
-        self._agent.start(order.with_script(path, args))
+@ray.remote(max_restarts=0, max_task_retries=0)
+class HeadActor:
+    """The head."""
 
-    def reports(self, timeout_s: float) -> tuple[list[dict[str, Any]], int]:
-        """What has come, after waiting for so long at most; and how many workers are still running."""
-        return self._agent.reports(timeout_s), self._agent.num_running
+    def __init__(self, work: Work, options: dict[str, Any]) -> None:
+        self._head = Head(work, Order(ray.util.get_node_ip_address(), **options))
+
+    def address(self) -> tuple[str, int]:
+        """Where agents come to."""
+        return self._head.address
+
+    def reports(self, timeout_s: float) -> tuple[list[dict[str, Any]], int | None]:
+        """What it has said, after waiting for so long at most, and its exit code if it has ended."""
+        return self._head.reports(timeout_s), self._head.code
 
     def result(self) -> bytes | None:
-        """What worker 0 has returned, if it was here."""
-        return self._agent.result()
+        """What worker 0 has returned, if it has."""
+        return self._head.result
+
+    def has_begun(self) -> bool:
+        """Whether the workers have met."""
+        return self._head.has_begun
+
+    def wait_for(self, num_workers: int) -> None:
+        """Let the first step wait for so many workers, no more."""
+        self._head.wait_for(num_workers)
 
     def stop(self) -> None:
-        """End the workers."""
-        self._agent.stop()
-
-    def close(self) -> None:
-        """End the node's process; the actor is of no use afterwards."""
-        self._agent.close()
+        """Let it stop after this step; called again, at once."""
+        self._head.stop()

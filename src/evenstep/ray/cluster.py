@@ -1,5 +1,6 @@
-"""Runs on a Ray cluster: one agent for each node that is used, placed by Ray, and a run that outlives any of them."""
+"""Runs on a Ray cluster: a head beside the driver, and agents on the nodes, placed by Ray, which may come and go."""
 
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -10,46 +11,29 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from evenstep.agents.agent import ends_of
-from evenstep.agents.orders import End, Kind, Order, Verdict, compare_nodes, judge, share_out
-from evenstep.agents.shipping import ship, unship
+from evenstep.agents.shares import limits, share_out
 from evenstep.agents.shown import ScriptError, Shown
+from evenstep.agents.work import Work
 from evenstep.core import env
-from evenstep.core.errors import ConfigError, SilenceError
-from evenstep.launch.console import Console
-from evenstep.ray.actors import AgentActor
+from evenstep.core.errors import ConfigError, PeerError
+from evenstep.ray.actors import AgentActor, HeadActor
 from evenstep.run.progress import Progress
 
 __all__ = ["ScriptError", "run"]
 
-_LOOK_S = 0.25
+_LOOK_S = 0.25  # how long to wait for something to happen
+_NODES_S = 1.0  # how often to look whether there is room for more workers
 _PLACING_S = 20.0
 _KNOCKING_S = 10.0
-_GRACE_S = 3.0  # how long the workers of other nodes have to end by themselves once one has failed
-
-
-@dataclass
-class _Placed:
-    """An agent, where it is, and what came of its workers."""
-
-    node: str
-    count: int
-    group: PlacementGroup
-    actor: Any
-    asked: Any = None  # the reports that are on their way
-    ends: list[End] = field(default_factory=list)
-    running: int = 0
-
-    def remove(self) -> None:
-        """Take it out of the cluster; whatever of it is gone already does not matter."""
-        with suppress(RayError, GetTimeoutError):
-            ray.get(self.actor.close.remote(), timeout=10.0)
-        ray.kill(self.actor)
-        remove_placement_group(self.group)
 
 
 def run(
@@ -60,7 +44,7 @@ def run(
     gpus_per_worker: float = 0,
     address: str | None = None,
     shards: int | None = None,
-    max_restarts: int = 8,
+    max_restarts: int | None = None,
     step_timeout_s: float | None = None,
     start_timeout_s: float = 120.0,
     resume: bool = False,
@@ -71,23 +55,23 @@ def run(
 ) -> Any:
     """Train on the nodes of a Ray cluster.
 
-    Ray places one agent on every node that is used; the workers of a node share memory. When a worker or a node is
-    lost, the run is started again where there is room, on fewer workers if need be, and goes on from the last
-    checkpoint of `run.checkpoint(...)`, if the script writes any to a directory that all nodes share, else from its
-    beginning: to the same bits. Nothing of ours is left in the cluster afterwards.
+    Ray places one agent on every node that is used; the workers of a node share memory. They join a head on the
+    driver's node, which keeps the state. A node that is lost costs the step under way: the others go on, and as long as
+    there are fewer workers than were asked for, agents are placed wherever there is room, also on nodes that appear.
+    Nothing of ours is left in the cluster afterwards.
 
     Args:
         function_or_script: What every worker runs: a function, which is shipped as Ray ships functions, or the path of
             a script, which is taken from here where a node has none.
         *args: Arguments of the function, or of the script.
-        workers: How many; or the least and the most: then as many as there is room for whenever the run is started.
+        workers: How many; or with how many to begin at least, and how many to use at most.
         cpus_per_worker: CPUs that each takes.
-        gpus_per_worker: GPUs that each takes.
+        gpus_per_worker: GPUs that each takes; then all workers are on one node, and stay there.
         address: Of the cluster; None: the one that is connected already, or `RAY_ADDRESS`, or this machine's.
         shards: Parts of every batch; None: the script's.
-        max_restarts: How often the run is started again.
-        step_timeout_s: How long any wait for another worker may take; None: the script's.
-        start_timeout_s: How long a node may take to be ready.
+        max_restarts: How many workers that die may be replaced on their node; None: any number.
+        step_timeout_s: How long a step may take; None: the script's.
+        start_timeout_s: How long the cluster may take until the first workers are there.
         resume: Go on from the newest checkpoint of an earlier run.
         working_dir: A directory that travels to all nodes by Ray's runtime environment, and in which workers run.
         on_progress: Called with the progress of the run, as it comes.
@@ -95,234 +79,230 @@ def run(
         **options: Keyword arguments of the function.
 
     Returns:
-        What the function returns on worker 0; None for a script.
+        What the function returns on worker 0, which is the head's; None for a script.
 
     Raises:
         ConfigError: No cluster can be reached, it has too few resources, the function cannot be shipped, or nodes have
             different versions.
         ScriptError: The function or script has failed; the message is its traceback.
-        SilenceError: Workers were lost more often than `max_restarts`.
+        KeyboardInterrupt: The run was interrupted, and has stopped after a step.
+        PeerError: The head's node is lost.
     """
-    least, most = _numbers(workers)
-    work = _Work.of(function_or_script, args, options, working_dir)
+    least, most = limits(workers)
+    work = Work.of(function_or_script, args, options, working_dir)
     connected_here = _connect(address, working_dir)
+    shown = Shown(on_progress, quiet=quiet)
+    more = {"shards": shards, "max_restarts": max_restarts, "step_timeout_s": step_timeout_s, "resume": resume}
+    guest = _Guest(work, least, most, {"CPU": cpus_per_worker, "GPU": gpus_per_worker}, start_timeout_s, shown)
     try:
-        with Console(None, most) as console:
-            shown = Shown(console, on_progress, quiet=quiet)
-            job = _Job(
-                work, least, most, {"CPU": cpus_per_worker, "GPU": gpus_per_worker}, shards, step_timeout_s,
-                start_timeout_s, shown,
-            )  # fmt: skip
-            try:
-                return job.run(max_restarts, resume=resume)
-            finally:
-                job.close()
+        return guest.run(more)
     finally:
+        guest.close()
         if connected_here:
             ray.shutdown()
 
 
-@dataclass(frozen=True)
-class _Work:
-    function: bytes | None
-    script: tuple[str, str] | None
-    args: tuple[str, ...]
+@dataclass
+class _Placed:
+    """An actor with workers, and where it is."""
 
-    @classmethod
-    def of(
-        cls,
-        what: Callable[..., Any] | str | Path,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        working_dir: str | None,
-    ) -> "_Work":
-        """What is to be run, from what a user says."""
-        if not isinstance(what, str | Path):
-            return cls(ship(what, args, options), None, ())
-        if not Path(what).is_file():
-            raise ConfigError(f"there is no script {what}; name a Python file to run")
-        if options:
-            raise ConfigError(
-                f"{next(iter(options))}=... is no option of evenstep.ray.run; a script takes none by name"
-            )
-        path = Path(what).resolve()
-        if working_dir is not None and path.is_relative_to(Path(working_dir).resolve()):
-            path = path.relative_to(Path(working_dir).resolve())  # there it lies in a directory of Ray's
-        return cls(None, (str(path), Path(what).read_text()), tuple(map(str, args)))
+    node: str
+    count: int
+    group: PlacementGroup
+    actor: Any
+    over: Any  # comes when it is
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether somebody else took the room that there was."""
+        waits_long = time.monotonic() - self.since > _PLACING_S
+        return waits_long and placement_group_table(self.group)["state"] in ("PENDING", "PREPARED")
+
+    def remove(self) -> None:
+        """Take it out of the cluster; whatever of it is gone already does not matter."""
+        ray.kill(self.actor)
+        remove_placement_group(self.group)
 
 
-class _Job:
-    """One run, over as many attempts as it takes."""
+class _Guest:
+    """One run."""
 
     def __init__(
-        self,
-        work: _Work,
-        least: int,
-        most: int,
-        needs: dict[str, float],
-        shards: int | None,
-        step_timeout_s: float | None,
-        start_timeout_s: float,
-        shown: Shown,
+        self, work: Work, least: int, most: int, needs: dict[str, float], start_timeout_s: float, shown: Shown
     ) -> None:
         self._work, self._least, self._most, self._needs = work, least, most, needs
-        self._shards, self._step_timeout_s, self._start_timeout_s = shards, step_timeout_s, start_timeout_s
-        self._shown = shown
+        self._start_timeout_s, self._shown = start_timeout_s, shown
+        self._token = secrets.token_hex(16)
+        self._head: Any = None
+        self._group: PlacementGroup | None = None  # of a head that has workers itself
         self._placed: list[_Placed] = []
+        self._refused: set[str] = set()  # nodes
+        self._looked_at = 0.0
+        self._code: int | None = None
+        self._is_stopping = False
 
-    def run(self, max_restarts: int, *, resume: bool) -> Any:
-        """Try until it is done."""
-        for attempt in range(max_restarts + 1):
-            self._place()
-            verdict = self._attempt(resume=resume or attempt > 0)
-            if verdict.kind is Kind.FAILED:
-                raise ScriptError(verdict.text.rstrip())
-            if verdict.kind is Kind.DONE:
-                self._shown.end()
-                result = ray.get(self._placed[0].actor.result.remote())
-                return None if result is None else unship(result)
-            self._shown.say(f"{verdict.text}; starting again")
-        raise SilenceError(f"{verdict.text}, and the run was started again {max_restarts} times before; giving up")
+    def run(self, options: dict[str, Any]) -> Any:
+        """Go through it."""
+        shares = self._find_room()
+        if self._needs["GPU"]:
+            self._start_head_with_workers(shares, options)
+        else:
+            self._start_head({**options, "awaited": sum(shares.values())}, _beside_driver(), {})
+            for node, count in shares.items():
+                self._place(node, count)
+        while self._code is None:
+            try:
+                self._turn()
+            except KeyboardInterrupt:
+                if self._is_stopping:
+                    raise
+                self._is_stopping = True
+                self._head.stop.remote()
+        return self._shown.end(self._code, self._of_head(self._head.result.remote()))
 
     def close(self) -> None:
         """Leave nothing of ours in the cluster."""
-        placed, self._placed = self._placed, []
-        for each in placed:
+        for each in self._placed:
             each.remove()
+        if self._head is not None:
+            ray.kill(self._head)
+        if self._group is not None:
+            remove_placement_group(self._group)
 
     # ---- where ----
 
-    def _place(self) -> None:
-        """Have agents on as few nodes as there is room on for as many workers as wanted; keep those that are there."""
-        deadline = time.monotonic() + _PLACING_S
+    def _find_room(self) -> dict[str, int]:
+        """How many workers each node gets at first.
+
+        Raises:
+            ConfigError: There is too little room, also after waiting for what may be free soon.
+        """
+        deadline = time.monotonic() + min(_PLACING_S, self._start_timeout_s)
         while True:
-            here = {each.node: each for each in self._placed}
             nodes = _nodes()
-            room = [
-                _room(free, self._needs) + (here[node].count if node in here else 0) for node, free in nodes.items()
-            ]
+            room = [_room(free, self._needs) for free in nodes.values()]
+            if self._needs["GPU"]:  # all on one node
+                room = [count if count == max(room) else 0 for count in room]
+                room = [count if n == room.index(max(room)) else 0 for n, count in enumerate(room)]
             if sum(room) >= self._least or time.monotonic() > deadline:
                 break
-            time.sleep(_LOOK_S)  # what was lost a moment ago may be free again soon
+            time.sleep(_LOOK_S)
         try:
-            counts = share_out(room, self._least, self._most)
+            shares = share_out(room, self._least, self._most)
         except ConfigError as error:
             needs = " and ".join(f"{amount:g} {kind}" for kind, amount in self._needs.items() if amount)
             free = ", ".join(f"{free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU" for free in nodes.values())
+            where = " on one node, for GPUs of several nodes are not used together" if self._needs["GPU"] else ""
             raise ConfigError(
-                f"{error}: each takes {needs}, and {len(nodes)} nodes have free: {free or 'nothing'}; ask for fewer or "
-                "smaller ones, or add nodes"
+                f"{error}{where}: each takes {needs}, and {len(nodes)} nodes have free: {free or 'nothing'}; ask for "
+                "fewer or smaller ones, or add nodes"
             ) from None
-        wanted = {node: count for node, count in zip(nodes, counts, strict=True) if count}
-        for old in [each for each in self._placed if wanted.get(each.node) != each.count]:
-            old.remove()
-            self._placed.remove(old)
-        kept = {each.node for each in self._placed}
-        self._placed += [self._start(node, count) for node, count in wanted.items() if node not in kept]
-        self._await_ready()
+        return {node: count for node, count in zip(nodes, shares, strict=True) if count}
 
-    def _start(self, node: str, count: int) -> _Placed:
-        bundle = {kind: amount * count for kind, amount in self._needs.items() if amount}
-        group = placement_group([bundle or {"CPU": 0.001}], bundle_label_selector=[{"ray.io/node-id": node}])
-        actor = AgentActor.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
+    def _start_head(self, options: dict[str, Any], where: Any, takes: dict[str, float]) -> None:
+        actor = HeadActor.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
+            num_cpus=takes.get("CPU", 0), num_gpus=takes.get("GPU", 0), scheduling_strategy=where
+        )
+        self._head = actor.remote(self._work, {**options, "token": self._token})
+        self._address = self._head.address.remote()  # Ray brings it to agents
+        self._asked = self._head.reports.remote(_LOOK_S)
+
+    def _start_head_with_workers(self, shares: dict[str, int], options: dict[str, Any]) -> None:
+        """GPUs of several machines are not used together: the head has all workers."""
+        ((node, count),) = shares.items()
+        self._group, takes = self._reserve(node, count)
+        where = PlacementGroupSchedulingStrategy(self._group, 0)
+        self._start_head({**options, "awaited": 0, "workers": count}, where, takes)
+
+    def _reserve(self, node: str, count: int) -> tuple[PlacementGroup, dict[str, float]]:
+        takes = {kind: amount * count for kind, amount in self._needs.items() if amount}
+        bundle = takes or {"CPU": 0.001}
+        return placement_group([bundle], bundle_label_selector=[{"ray.io/node-id": node}]), takes
+
+    def _place(self, node: str, count: int) -> None:
+        group, takes = self._reserve(node, count)
+        actor = AgentActor.options(  # type: ignore[attr-defined]  # as above
+            num_cpus=takes.get("CPU", 0),
+            num_gpus=takes.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         ).remote()
-        return _Placed(node, count, group, actor)
+        over = actor.join.remote(self._address, count, self._token, self._work)
+        self._placed.append(_Placed(node, count, group, actor, over))
 
-    def _await_ready(self) -> None:
-        """Wait until all agents are ready, and see that they are alike; one whose node is lost by now is left out."""
-        asked = [(each, each.actor.facts.remote(self._start_timeout_s)) for each in self._placed]
-        facts = []
-        for each, reference in asked:
-            try:
-                facts.append(ray.get(reference, timeout=self._start_timeout_s + _PLACING_S))
-            except (RayError, GetTimeoutError) as error:
-                self._shown.say(f"the agent on node {each.node[:8]} did not start: {error}")
-                each.remove()
-                self._placed.remove(each)
-        if sum(each.count for each in self._placed) < self._least:
-            raise ConfigError(
-                f"agents for {sum(each.count for each in self._placed)} workers could be started, expected at least "
-                f"{self._least}; look at the log of the cluster"
-            )
-        compare_nodes(facts)
+    # ---- what happens ----
 
-    # ---- what ----
+    def _turn(self) -> None:
+        """Hear the head and the agents once."""
+        agents = {each.over: each for each in self._placed}
+        ready, _ = ray.wait([*agents, self._asked], timeout=_LOOK_S)
+        for reference in ready:
+            if reference in agents:
+                self._ended(agents[reference])
+            else:
+                self._hear()
+        if time.monotonic() - self._looked_at > _NODES_S and self._code is None and not self._needs["GPU"]:
+            self._looked_at = time.monotonic()
+            self._use_room()
 
-    def _attempt(self, *, resume: bool) -> Verdict:
-        """Start all workers and hear them until the last has ended or a node is lost."""
-        num_workers, first = sum(each.count for each in self._placed), 0
+    def _of_head(self, reference: Any) -> Any:
+        """What the head answers.
+
+        Raises:
+            PeerError: It is lost.
+        """
         try:
-            host, port = ray.get(self._placed[0].actor.host.remote(self._start_timeout_s))
-            for each in self._placed:
-                order = Order(
-                    "",
-                    self._work.args,
-                    tuple(range(first, first + each.count)),
-                    num_workers,
-                    host,
-                    port,
-                    resume=resume,
-                    shards=self._shards,
-                    step_timeout_s=self._step_timeout_s,
-                )
-                first += each.count
-                each.ends, each.running = [], each.count
-                ray.get(each.actor.start.remote(order, self._work.function, self._work.script))
-                each.asked = each.actor.reports.remote(_LOOK_S)
-        except RayError:
-            return self._after_loss()
-        return self._hear()
+            return ray.get(reference)
+        except RayError as error:
+            raise PeerError(
+                f"the head of the run is lost ({str(error).splitlines()[0]}), and with it what was done since the last "
+                "checkpoint; resume=True goes on from there",
+                0,
+            ) from error
 
-    def _hear(self) -> Verdict:
-        lost, deadline = False, float("inf")
-        while any(each.running for each in self._placed):
-            if time.monotonic() > deadline:  # who has not met the others yet would wait for them for long
-                deadline = float("inf")
-                for each in self._placed:
-                    each.actor.stop.remote()
-            waiting = {each.asked: each for each in self._placed if each.running}
-            ready, _ = ray.wait(list(waiting), timeout=10 * _LOOK_S)
-            for reference in ready:
-                each = waiting[reference]
-                try:
-                    reports, each.running = ray.get(reference)
-                except RayError:
-                    lost, each.running, each.count = True, 0, 0
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
-                    continue
-                each.ends += ends_of(reports)
-                if any(end.code for end in each.ends):
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
-                for report in reports:
-                    self._shown.hear(report)
-                each.asked = each.actor.reports.remote(_LOOK_S) if each.running else None
-        return self._after_loss() if lost else judge([end for each in self._placed for end in each.ends])
+    def _hear(self) -> None:
+        reports, self._code = self._of_head(self._asked)
+        for report in reports:
+            self._shown.hear(report)
+        if self._code is None:
+            self._asked = self._head.reports.remote(_LOOK_S)
 
-    def _after_loss(self) -> Verdict:
-        """A node or its agent is gone: end the workers of the others, and say which it was."""
-        gone = []
-        for each in list(self._placed):
-            try:
-                ray.get(each.actor.stop.remote(), timeout=_PLACING_S)
-                while each.running:
-                    _, each.running = ray.get(each.actor.reports.remote(_LOOK_S), timeout=_PLACING_S)
-            except (RayError, GetTimeoutError):
-                gone.append(each.node[:8])
-                each.remove()
-                self._placed.remove(each)
-        said = judge([end for each in self._placed for end in each.ends])
-        text = f"the agent on node {', '.join(gone)} was lost" if gone else said.text
-        return said if said.kind is Kind.FAILED and not gone else Verdict(Kind.LOST, text, 1)
+    def _ended(self, agent: _Placed) -> None:
+        """An agent has ended: the run is over, the head would not have it, or it is lost."""
+        self._placed.remove(agent)
+        refused, said = False, "its actor or node is gone"
+        with suppress(RayError):
+            refused, said = ray.get(agent.over)
+        agent.remove()
+        if not said:
+            return  # the head is about to say how it ended
+        if refused:
+            self._refused.add(agent.node)
+        if not self._of_head(self._head.has_begun.remote()):
+            if refused:
+                raise ConfigError(f"node {agent.node[:8]}: {said}")
+            self._use_room()
+            self._head.wait_for.remote(max(sum(each.count for each in self._placed), self._least))
+        self._shown.say(f"the agent on node {agent.node[:8]} has ended: {said}")
+
+    def _use_room(self) -> None:
+        """Place agents where there is room, for as many workers as are missing."""
+        for stuck in [each for each in self._placed if each.is_stuck]:
+            self._placed.remove(stuck)
+            stuck.remove()
+        missing = self._most - sum(each.count for each in self._placed)
+        if missing <= 0:
+            return
+        nodes = {node: free for node, free in _nodes().items() if node not in self._refused}
+        shares = share_out([_room(free, self._needs) for free in nodes.values()], 0, missing)
+        for node, count in zip(nodes, shares, strict=True):
+            if count:
+                self._place(node, count)
 
 
-def _numbers(workers: int | tuple[int, int]) -> tuple[int, int]:
-    least, most = workers if isinstance(workers, tuple) else (workers, workers)
-    if not (isinstance(least, int) and isinstance(most, int) and 1 <= least <= most):
-        raise ConfigError(f"workers={workers!r}, expected a whole number above 0, or the least and the most of them")
-    return least, most
+def _beside_driver() -> Any:
+    """The driver's node: if it is lost, so is who asked for the run."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _connect(address: str | None, working_dir: str | None) -> bool:

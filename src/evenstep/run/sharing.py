@@ -1,4 +1,4 @@
-"""Operations that change no state: what one does for all, what all compute of a batch, and sums over shards."""
+"""Operations that change no state: what one does for all, what all compute for a batch, and sums over shards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from evenstep.core.errors import ConfigError, MismatchError, UnsupportedError
 from evenstep.data.batch import Batch
 from evenstep.engine.reports import compare_contents
 from evenstep.engine.step import Engine
-from evenstep.exchange.group import SUMMABLE
+from evenstep.exchange.group import SUMMABLE, Group
 from evenstep.exchange.journal import Entry
 from evenstep.run.evaluation import call_parts, evaluating
 from evenstep.run.saving import Perform
@@ -54,7 +54,7 @@ def collect(engine: Engine, perform: Perform, batch: Batch, function: Callable[[
 
 
 def _compare(engine: Engine, batch: Batch) -> None:
-    """See that all workers have come with the same batch.
+    """Check that all workers have the same batch.
 
     Raises:
         MismatchError: They have not.
@@ -79,7 +79,7 @@ def exchange(engine: Engine, perform: Perform, tag: str, rows: Rows) -> Tensor:
     def attempt() -> Entry:
         nonlocal total
         if callable(rows):
-            mine = torch.stack([rows(shard) for shard in sharing.mine])
+            mine = torch.stack([rows(shard) for shard in sharing.mine]) if sharing.mine else torch.empty(0, 0)
         elif group.generation == generation:
             mine = rows
         else:
@@ -87,7 +87,10 @@ def exchange(engine: Engine, perform: Perform, tag: str, rows: Rows) -> Tensor:
                 f"the workers changed before exchange('{tag}') was over, and the rows of the shards that moved are "
                 "not here; pass a function of the shard instead of a tensor"
             )
-        _check_rows(engine, mine)
+        if sharing.mine:
+            _check_rows(engine, mine)
+        if group.keeper:  # which has no row to see by what rows are like
+            mine = _like_others(group, tag, mine)
         shares = [end - first for first, end in sharing.spans]
         total = group.sum(tag, mine.cpu(), shares, everyone=True).to(mine.device)
         described = [str(total.dtype).removeprefix("torch."), str(total.device)]
@@ -100,6 +103,14 @@ def exchange(engine: Engine, perform: Perform, tag: str, rows: Rows) -> Tensor:
         return torch.frombuffer(bytearray(entry.blob), dtype=getattr(torch, dtype)).to(device)
 
     return perform(kind, attempt, adopt)
+
+
+def _like_others(group: Group, tag: str, rows: Tensor) -> Tensor:
+    """The rows of this worker; where there are none, as wide and of the type as those of the others."""
+    described = [str(rows.dtype).removeprefix("torch."), rows.shape[1]] if len(rows) else None
+    found = group.gather_json(f"{tag}: rows", described)
+    dtype, width = next(each for each in found if each is not None)
+    return rows if len(rows) else torch.empty((0, width), dtype=getattr(torch, dtype))
 
 
 def _check_rows(engine: Engine, rows: Tensor) -> None:

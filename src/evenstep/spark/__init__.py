@@ -1,4 +1,4 @@
-"""evenstep as a guest of Spark: runs on barrier tasks, a `pyspark.ml` estimator, and models trained on RDDs.
+"""evenstep as a guest of Spark: runs on executors, a `pyspark.ml` estimator, and models trained on RDDs.
 
 Needs `pip install 'evenstep[spark]'`.
 """

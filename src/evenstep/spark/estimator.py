@@ -27,7 +27,7 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
     """Trains a PyTorch model on a DataFrame, to the same bits on any number of partitions, executors and workers.
 
     `fit` lets the executors write the rows as Parquet files, in an order that rests on what the rows hold (or on
-    `keyCol`), and trains on them in a barrier stage; see `evenstep.spark.run`. Nothing but metadata, and the weights
+    `keyCol`), and trains on them in tasks of a job; see `evenstep.spark.run`. Nothing but metadata, and the weights
     at the end, comes to the driver.
 
     Args:
@@ -132,7 +132,6 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
             self.is_classification(),
             train_files,
             validation_files,
-            str(folder / "checkpoints"),
             get(self.epochs),
             get(self.batchSize),
             get(self.shards),

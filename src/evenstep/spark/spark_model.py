@@ -103,7 +103,7 @@ class SparkModel:
         names = {m.rpartition(":")[2] if isinstance(m, str) else m.__name__: m for m in metrics}
         is_classes = is_classification(loss) if classification is None else classification
         self._job = Training(
-            model, loss, optimizer, optimizer_config or {"lr": 0.01}, names, (_X,), _Y, is_classes, "", None, "", 1,
+            model, loss, optimizer, optimizer_config or {"lr": 0.01}, names, (_X,), _Y, is_classes, "", None, 1,
             batch_size, shards, seed,
         )  # fmt: skip
         self.weights: bytes | None = None
@@ -156,8 +156,7 @@ class SparkModel:
             train_files, validation_files = write_into(folder / "train", train_rows, [_X, _Y]), None
             if validation_rows is not None:
                 validation_files = write_into(folder / "validation", validation_rows, [_X, _Y])
-            checkpoints = str(folder / "checkpoints")
-            job = replace(job, train=train_files, validation=validation_files, checkpoints=checkpoints)
+            job = replace(job, train=train_files, validation=validation_files)
             workers = self._num_workers or rdd.getNumPartitions()
             fitted = run(train, job, workers=min(workers, job.shards), session=session, quiet=True)
         finally:

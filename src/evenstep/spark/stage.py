@@ -1,30 +1,30 @@
-"""Runs on the executors of a Spark application, as tasks of one barrier stage."""
+"""Runs on the executors of a Spark application: a head beside the driver, and tasks whose workers join it."""
 
-import json
-import re
+import secrets
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from py4j.protocol import Py4JError
+from pyspark import InheritableThread
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from evenstep.agents.orders import Kind
-from evenstep.agents.shipping import ship, unship
+from evenstep.agents.head import Head, Order
+from evenstep.agents.shares import limits
 from evenstep.agents.shown import ScriptError, Shown
-from evenstep.core.errors import ConfigError, SilenceError
-from evenstep.launch.console import Console
+from evenstep.agents.work import Work
+from evenstep.core.errors import ConfigError
 from evenstep.run.progress import Progress
-from evenstep.spark.listener import Listener
 from evenstep.spark.said import said_in
-from evenstep.spark.task import Work, work
+from evenstep.spark.task import Task, take_part
 
 __all__ = ["ScriptError", "run", "session_of"]
 
-_LOSS = re.compile(r"ExecutorLostFailure|failed barrier|the node's process .* has ended|Connection reset|worker exited")
+_LOOK_S = 0.25
+_ENDING_S = 5.0  # how long tasks may take to end once the run is over
+_MOST_STAGES = 8
 
 
 def session_of(session: SparkSession | None) -> SparkSession:
@@ -37,111 +37,138 @@ def session_of(session: SparkSession | None) -> SparkSession:
     if found is None:
         raise ConfigError("there is no active Spark session; make one first: SparkSession.builder.getOrCreate()")
     if not hasattr(found, "sparkContext"):
-        raise ConfigError(
-            "a Spark Connect session has no barrier tasks for Python; use a session inside of the cluster"
-        )
+        raise ConfigError("a Spark Connect session cannot run tasks of Python; use a session inside of the cluster")
     return found
 
 
 def run(
     function_or_script: Callable[..., Any] | str | Path,
     *args: Any,
-    workers: int = 4,
+    workers: int | tuple[int, int] = 4,
     session: SparkSession | None = None,
     shards: int | None = None,
-    max_restarts: int = 8,
+    max_restarts: int | None = None,
     step_timeout_s: float | None = None,
-    start_timeout_s: float = 120.0,
+    start_timeout_s: float = 10.0,
     on_progress: Callable[[Progress], None] | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Any:
     """Train on the executors of a Spark application: so many workers, each in a slot of its own.
 
-    The workers of an executor share memory. Workers that die are started again, and if an executor is lost, the whole
-    stage. Either way the run goes on from the last checkpoint of `run.checkpoint(...)`, if the script writes
-    any to a directory that all executors share, and from its beginning otherwise: to the same bits.
+    Workers of an executor share memory. They join a head beside the driver, which keeps the state. An executor that is
+    lost costs the step under way: the others go on, and Spark runs its tasks again elsewhere, which join the run.
 
     Args:
         function_or_script: What every worker runs: a function, which is shipped as Spark ships functions, or the path
             of a script, which is taken from here where an executor has none.
         *args: Arguments of the function, or of the script.
-        workers: How many; the application must have as many free slots.
+        workers: How many; or with how many to begin at least, and how many to use at most. The application must have
+            as many slots as there must be at first; those that appear later are used.
         session: The Spark session; None: the active one.
         shards: Parts of every batch; None: the script's.
-        max_restarts: How often workers that were lost are started again.
-        step_timeout_s: How long any wait for another worker may take; None: the script's.
-        start_timeout_s: How long a node may take to be ready.
-        on_progress: Called with the progress of the run as it comes, from a thread.
+        max_restarts: How many workers that die may be replaced on their executor; None: any number.
+        step_timeout_s: How long a step may take; None: the script's.
+        start_timeout_s: How long the application may take to have as many slots as there must be.
+        on_progress: Called with the progress of the run, as it comes.
         quiet: Show nothing of what the workers print.
         **options: Keyword arguments of the function.
 
     Returns:
-        What the function returns on worker 0; None for a script.
+        What the function returns on worker 0, which is the head's; None for a script.
 
     Raises:
         ConfigError: There is no session, there are too few slots, the function cannot be shipped, or executors have
             different versions.
         ScriptError: The function or script has failed; the message is its traceback.
-        SilenceError: Workers were lost more often than `max_restarts`.
+        KeyboardInterrupt: The run was interrupted, and has stopped after a step.
+        EvenstepError: Spark has given up.
     """
     context = session_of(session).sparkContext
-    _check_slots(context, workers)
-    is_script = isinstance(function_or_script, str | Path)
-    if is_script and not Path(function_or_script).is_file():  # type: ignore[arg-type]  # it is one of them
-        raise ConfigError(f"there is no script {function_or_script}; name a Python file to run")
-    if is_script and options:
-        raise ConfigError(f"{next(iter(options))}=... is no option of evenstep.spark.run; a script takes none by name")
-    script = (str(Path(function_or_script).resolve()), Path(function_or_script).read_text()) if is_script else None  # type: ignore[arg-type]  # as above
-    function = None if is_script else ship(function_or_script, args, options)  # type: ignore[arg-type]  # as above
-    with Console(None, workers) as console:
-        show = Shown(console, on_progress, quiet=quiet)
-        with Listener(context.getConf().get("spark.driver.host"), show.hear) as listener:
-            job = Work(
-                function, script, tuple(map(str, args)) if is_script else (), shards, step_timeout_s, listener.address,
-                listener.token, start_timeout_s, max_restarts,
-            )  # fmt: skip
-            head, _, result = _submit(context, job, workers, show).partition(b"\n")
-        verdict = json.loads(head)
-        if verdict["kind"] == Kind.DONE.value:
-            show.end()
-    if verdict["kind"] == Kind.FAILED.value:
-        raise ScriptError(verdict["text"].rstrip())
-    if verdict["kind"] == Kind.LOST.value:
-        raise SilenceError(f"{verdict['text']}, and workers were restarted {max_restarts} times before; giving up")
-    return unship(result) if result else None
+    least, most = limits(workers)
+    work = Work.of(function_or_script, args, options)
+    awaited = min(_await_slots(context, least, start_timeout_s), most)
+    shown, token = Shown(on_progress, quiet=quiet), secrets.token_hex(16)
+    order = Order(
+        context.getConf().get("spark.driver.host"),
+        token,
+        awaited,
+        shards=shards,
+        max_restarts=max_restarts,
+        step_timeout_s=step_timeout_s,
+    )
+    with (
+        Head(work, order) as head,
+        _Stage(context, Task(work, head.address, token, secrets.token_hex(8)), most) as stage,
+    ):
+        is_stopping = False
+        while head.code is None:
+            try:
+                for report in head.reports(_LOOK_S):
+                    shown.hear(report)
+                stage.look_after(shown)
+            except KeyboardInterrupt:
+                if is_stopping:
+                    raise
+                is_stopping = True
+                head.stop()
+        return shown.end(head.code, head.result)
 
 
-def _submit(context: Any, job: Work, workers: int, show: Shown) -> bytes:
-    """Run the stage, again if an executor is lost: Spark itself does not repeat the last stage of a job."""
-    for restarts in count():
+class _Stage:
+    """The tasks, in a job of Spark's. A context manager."""
+
+    def __init__(self, context: Any, task: Task, count: int) -> None:
+        self._context, self._task, self._count = context, task, count
+        self._num_stages = 0
+        self._error: Exception | None = None
+
+    def __enter__(self) -> "_Stage":
+        self._submit()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.join(_ENDING_S if kind is None else 0.0)
+        if self._thread.is_alive():  # tasks that never got a place, or that are of no use any more
+            self._context.cancelJobGroup(self._task.name)
+            self._thread.join()
+
+    def _submit(self) -> None:
+        self._num_stages += 1
+        self._thread = InheritableThread(target=self._run, name="evenstep stage")
+        self._thread.start()
+
+    def _run(self) -> None:
+        task = self._task
+        self._context.setJobGroup(task.name, "evenstep", interruptOnCancel=True)
         try:
-            stage = context.parallelize(range(workers), workers).barrier().mapPartitions(lambda _: work(job))
-            found: bytes = stage.collect()[0]
-            return found
+            self._context.parallelize(range(self._count), self._count).foreachPartition(lambda _: take_part(task))
         except (PySparkException, Py4JError) as error:
-            if restarts == job.max_restarts or not _LOSS.search(str(error)):
-                raise said_in(error) from error
-        show.say("an executor or what it ran for us was lost; starting again")
-        deadline = time.monotonic() + job.start_timeout_s
-        while _slots(context) < workers and time.monotonic() < deadline:
-            time.sleep(0.2)
-        _check_slots(context, workers)
-    raise AssertionError("it goes on until it returns or raises")
+            self._error = error
+
+    def look_after(self, shown: Shown) -> None:
+        """Submit the tasks again if Spark has given them up, as it does when several were lost."""
+        if self._error is None or self._thread.is_alive():
+            return
+        error, self._error = self._error, None
+        said = said_in(error)
+        if isinstance(said, ConfigError) or self._num_stages == _MOST_STAGES:
+            raise said from error
+        shown.say("Spark has given up the tasks of the run; they are submitted again")
+        self._submit()
 
 
-def _slots(context: Any) -> int:
+def _await_slots(context: Any, least: int, timeout_s: float) -> int:
     """For how many tasks there is room at once."""
-    inner = context._jsc.sc()
-    return int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
-
-
-def _check_slots(context: Any, workers: int) -> None:
-    if not isinstance(workers, int) or workers < 1:
-        raise ConfigError(f"workers={workers!r}, expected a whole number above 0")
-    slots = _slots(context)
-    if slots < workers:
-        raise ConfigError(
-            f"{workers} workers, but the application has {slots} slots for tasks; expected one for each: use fewer, or "
-            "start it with more cores (spark.executor.instances, spark.executor.cores)"
-        )
+    deadline = time.monotonic() + timeout_s
+    while True:
+        inner = context._jsc.sc()
+        slots = int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
+        if slots >= least:
+            return slots
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{least} workers, but the application has {slots} slots for tasks; expected one for each: use fewer, "
+                "or start it with more cores (spark.executor.instances, spark.executor.cores)"
+            )
+        time.sleep(_LOOK_S)

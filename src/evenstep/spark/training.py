@@ -31,7 +31,6 @@ class Training:
         classification: Whether the target is the number of a class.
         train: Where the training files are.
         validation: Where the validation files are, if any.
-        checkpoints: Where to write checkpoints, in case workers are lost.
         epochs: How often to go through the data.
         batch_size: Samples of a global batch.
         shards: Parts of every batch.
@@ -49,7 +48,6 @@ class Training:
     classification: bool
     train: str
     validation: str | None
-    checkpoints: str
     epochs: int
     batch_size: int
     shards: int
@@ -84,7 +82,6 @@ def train(job: Training) -> Fitted:
     columns = [*job.inputs, job.label]
     with evenstep.Run(shards=job.shards, seed=job.seed) as run:
         model, optimizer = run.prepare(*build(job))
-        run.checkpoint(job.checkpoints, every="5s", keep=2)
         data = evenstep.data.parquet(job.train, columns)
         checked = evenstep.data.parquet(job.validation, columns) if job.validation is not None else None
         epochs: list[Means] = [Means() for _ in range(job.epochs)]

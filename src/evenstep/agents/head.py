@@ -1,0 +1,158 @@
+"""What whoever asks for a run on a cluster has of its head.
+
+The head stands where they are: if that is lost, so is the run. Everybody else may be lost. Importing this brings no
+torch: only the process itself needs that (`heading.py`).
+"""
+
+import json
+import os
+import selectors
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from subprocess import PIPE
+from typing import Any
+
+from evenstep.agents import process
+from evenstep.agents.work import Work
+from evenstep.core.control import ask
+from evenstep.core.errors import ConfigError
+
+__all__ = ["Head", "Order"]
+
+Report = dict[str, Any]
+_ENDING_S = 5.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a run is headed.
+
+    Attributes:
+        host: Where agents come to; an address of this machine.
+        token: What they must know.
+        awaited: How many workers must be offered before the first step.
+        workers: How many the head itself has; 0: one that only keeps the state.
+        shards: Parts of every batch; None: the script's.
+        max_restarts: How many workers may be replaced; None: any number.
+        step_timeout_s: How long a step may take; None: the script's.
+        resume: Whether to go on from the newest checkpoint.
+    """
+
+    host: str
+    token: str
+    awaited: int
+    workers: int = 0
+    shards: int | None = None
+    max_restarts: int | None = None
+    step_timeout_s: float | None = None
+    resume: bool = False
+
+
+class Head:
+    """A head in a process of its own, which ends with the thread that has made this. A context manager.
+
+    Attributes:
+        address: Where agents come to, from now on.
+        code: Its exit code, once it has ended and all that it said has been heard.
+
+    Raises:
+        ConfigError: The host is no address of this machine.
+    """
+
+    def __init__(self, work: Work, order: Order) -> None:
+        with _listening(order.host) as door:
+            reading, writing = os.pipe()
+            self._result = os.memfd_create("evenstep result", 0)
+            self.address: tuple[str, int] = (order.host, door.getsockname()[1])
+            given = (door.fileno(), writing, self._result)
+            self._process = process.begin("evenstep.agents.heading", list(map(str, given)), err=PIPE, keep=given)
+        os.close(writing)
+        self.code: int | None = None
+        self._pipes: dict[int, tuple[str, bytes]] = {}  # by descriptor: what it carries, and a line that has begun
+        self._selector = selectors.DefaultSelector()
+        assert self._process.stdout is not None, "it was asked for"
+        assert self._process.stderr is not None, "it was asked for"
+        self._events = os.fdopen(reading, "rb", buffering=0)
+        for kind, pipe in (("out", self._process.stdout), ("err", self._process.stderr), ("event", self._events)):
+            self._pipes[pipe.fileno()] = (kind, b"")
+            self._selector.register(pipe, selectors.EVENT_READ)
+        text, data = work.pack()
+        process.send(self._process.stdin, {"order": asdict(order), "work": text}, data)
+
+    def __enter__(self) -> "Head":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def reports(self, timeout_s: float) -> list[Report]:
+        """What it has said, after waiting for so long at most: lines of "out" and "err", and events by "event"."""
+        found: list[Report] = []
+        for key, _ in self._selector.select(max(timeout_s, 0.0)):
+            kind, begun = self._pipes[key.fd]
+            data = os.read(key.fd, 1 << 20)
+            *lines, rest = (begun + data).split(b"\n")
+            if not data:
+                self._selector.unregister(key.fd)
+                lines += [rest] if rest else []
+            self._pipes[key.fd] = (kind, rest)
+            found += [_report(kind, line) for line in lines]
+        if not self._selector.get_map() and self.code is None:
+            self.code = self._process.wait(_ENDING_S)
+        return found
+
+    @property
+    def result(self) -> bytes | None:
+        """What worker 0 has returned, if it has."""
+        size = os.fstat(self._result).st_size
+        return os.pread(self._result, size, 0) if size else None
+
+    def stop(self) -> None:
+        """Let it stop after this step; called again, at once."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the workers have met."""
+        try:
+            return bool(ask({}, self.pid)["generation"])
+        except ConfigError:
+            return False  # it is just starting or ending
+
+    def wait_for(self, num_workers: int) -> None:
+        """Let the first step wait for so many workers, no more."""
+        with suppress(ConfigError):  # it is just ending
+            ask({"await": num_workers}, self.pid)
+
+    def close(self) -> None:
+        """End it, with its worker."""
+        self._process.kill()
+        self._process.wait()
+        self._selector.close()
+        assert self._process.stdin is not None, "it was asked for"
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr, self._events):
+            with suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]  # all were asked for
+        os.close(self._result)
+
+
+def _report(kind: str, line: bytes) -> Report:
+    return {kind: json.loads(line) if kind == "event" else line.decode(errors="replace")}
+
+
+def _listening(host: str) -> socket.socket:
+    try:
+        return socket.create_server((host, 0), family=socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0])
+    except OSError as error:
+        raise ConfigError(
+            f"nobody can listen at {host} ({error.strerror or error}); expected an address of this machine that the "
+            "cluster can reach"
+        ) from error

@@ -1,0 +1,51 @@
+"""The process of a head: a supervisor whose one worker keeps the state and computes nothing."""
+
+import sys
+from collections.abc import Sequence
+
+from evenstep.agents import process
+from evenstep.agents.head import Order
+from evenstep.agents.work import MODULE, Work, hold
+from evenstep.core import events
+from evenstep.core.errors import EvenstepError
+from evenstep.launch.door import Listen
+from evenstep.launch.job import Job
+from evenstep.launch.supervisor import supervise
+
+_SILENCE_S = 3.0
+
+
+def _main(words: Sequence[str]) -> int:
+    door_fd, events_fd, result_fd = map(int, words)
+    found = process.receive(sys.stdin.buffer)
+    if found is None:
+        return 0
+    told, data = found
+    order = Order(**told["order"])
+    hold(Work.unpack(told["work"], data), result_fd)
+
+    def report(event: events.Event) -> None:
+        events.send(events_fd, event)
+
+    listen = Listen(order.host, token=order.token, workers=order.awaited, silence_s=_SILENCE_S, fd=door_fd)
+    job = Job(
+        MODULE,
+        (),
+        max(order.workers, 1),
+        order.shards,
+        max_restarts=order.max_restarts,
+        step_timeout_s=order.step_timeout_s,
+        resume=order.resume,
+        report=report,
+        listen=listen,
+        keeper=order.workers == 0,
+    )
+    try:
+        return supervise(job)
+    except EvenstepError as error:
+        report({"mistake": str(error)})
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(process.serve(_main))

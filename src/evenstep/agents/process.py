@@ -1,0 +1,69 @@
+"""A process of ours beside one of somebody else's: what it is told, what it says, and that it never outlives the other.
+
+Messages are JSON lines, perhaps with bytes behind them, through the standard streams.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from subprocess import PIPE, Popen
+from typing import IO, Any
+
+from evenstep.core import env
+from evenstep.core.children import signal_name
+from evenstep.native import core
+
+__all__ = ["begin", "describe_end", "receive", "send", "serve"]
+
+
+def begin(module: str, words: Sequence[str] = (), *, err: int | None = None, keep: Sequence[int] = ()) -> Popen[bytes]:
+    """Start a module as a process that is killed when the thread that calls this ends.
+
+    Args:
+        module: It calls `serve`.
+        words: Its arguments.
+        err: Where its standard error goes; None: where ours goes.
+        keep: Descriptors that it has under the same numbers.
+    """
+    return Popen(
+        [sys.executable, "-m", module, str(os.getpid()), *words],
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=err,
+        pass_fds=keep,
+        env=env.of_child({"OMP_NUM_THREADS": "1"}),
+        start_new_session=True,
+    )
+
+
+def serve(main: Callable[[Sequence[str]], int]) -> int:
+    """Be such a process: call `main` with its arguments and return its exit code."""
+    core.die_with_parent()
+    if os.getppid() != int(sys.argv[1]):
+        return 1  # the other one was gone before
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # an actor of Ray's blocks SIGINT
+    return main(sys.argv[2:])
+
+
+def send(pipe: IO[bytes] | None, message: dict[str, Any], data: bytes = b"") -> None:
+    """Send a message."""
+    assert pipe is not None, "it was asked for"
+    pipe.write(json.dumps({**message, "num_bytes": len(data)}).encode() + b"\n" + data)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes] | None) -> tuple[dict[str, Any], bytes] | None:
+    """Wait for a message; None: there will be no more."""
+    assert pipe is not None, "it was asked for"
+    line = pipe.readline()
+    if not line.endswith(b"\n"):
+        return None
+    message = json.loads(line)
+    return message, pipe.read(message["num_bytes"])
+
+
+def describe_end(code: int) -> str:
+    """How a process ended, in words that follow its name."""
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

@@ -1,0 +1,9 @@
+"""The script of workers on a cluster: whatever the process that has forked them holds."""
+
+from evenstep.agents.work import perform
+from evenstep.core import env
+
+__tracebackhide__ = True
+
+if __name__ == "__main__":
+    perform(env.read().worker)

@@ -1,0 +1,143 @@
+"""A head and its agents: one run on two nodes, of which one is lost; nothing outlives whoever has started them."""
+
+import os
+import re
+import signal
+import threading
+
+import pytest
+
+import processes
+from evenstep.core.errors import ConfigError, PeerError, SilenceError
+
+pytest.importorskip("cloudpickle", reason="clusters need it: pip install 'evenstep[ray]'")
+from evenstep.agents.agent import Agent
+from evenstep.agents.head import Head, Order
+from evenstep.agents.shown import ScriptError, Shown
+from evenstep.agents.work import Work
+from workers import run_workers
+
+
+def training(slow):
+    import time
+
+    import torch
+
+    import evenstep
+
+    def loss(part):
+        if slow:
+            time.sleep(0.02)
+        return model(part[0]).square().mean()
+
+    with evenstep.Run(shards=4, seed=1) as run:
+        model = torch.nn.Linear(4, 2)
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for batch in run.batches(torch.utils.data.TensorDataset(torch.ones(32, 4)), batch_size=8, epochs=10):
+            run.step(batch, loss)
+        run.print("done")
+        return run.fingerprint(), run.num_workers
+
+
+def by_value(function, *args):
+    """As a function of a script that was started by hand."""
+    import sys
+
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+    try:
+        return Work.of(function, args, {})
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
+
+
+def join(agent, head, count, work, token="a secret"):
+    """Let an agent join, in a thread; what it says comes into a list."""
+    said = []
+
+    def attend():
+        try:
+            agent.join(head.address, count, token, work)
+        except (ConfigError, PeerError, SilenceError) as error:
+            said.append(error)
+
+    thread = threading.Thread(target=attend)
+    thread.start()
+    return thread, said
+
+
+def hear_out(head, shown):
+    while head.code is None:
+        for report in head.reports(0.1):
+            shown.hear(report)
+
+
+def test_a_lost_agent_costs_a_step_and_one_without_the_token_is_refused(capsys):
+    seen, work = [], by_value(training, True)
+    shown = Shown(lambda progress: seen.append(progress), quiet=False)
+    with Head(work, Order("127.0.0.1", "a secret", 3)) as head, Agent() as one, Agent() as two, Agent() as stranger:
+        for agent in (one, two, stranger):
+            agent.warm_up()
+        threads = [join(stranger, head, 1, work, "a guess"), join(one, head, 2, work), join(two, head, 1, work)]
+        while len(seen) < 3:
+            for report in head.reports(0.1):
+                shown.hear(report)
+            assert head.code is None
+        os.kill(one.pid, signal.SIGKILL)
+        hear_out(head, shown)
+        found = shown.end(head.code, head.result)
+        for thread, _ in threads:
+            thread.join()
+        assert found == (run_workers(1, lambda worker: training(False))[0][0], 1)
+        (refused,), (killed,), regular = [said for _, said in threads]
+        assert isinstance(refused, ConfigError)
+        assert "it does not know the token" in str(refused)
+        assert "was killed by SIGKILL" in str(killed)
+        assert regular == []
+    out, err = capsys.readouterr()
+    assert out == f"done\nfingerprint {found[0]}\n"
+    assert re.search(r"is lost: .*; workers \d, \d went with it", err)
+    assert re.search(r"1 workers from now on: \d$", err, re.MULTILINE)
+
+
+def fails():
+    raise ValueError("a bad day")
+
+
+def test_without_agents_the_head_computes_and_errors_stops_and_mistakes_are_told_apart():
+    with Head(by_value(fails), Order("127.0.0.1", "", 0)) as head:
+        shown = Shown(None, quiet=True)
+        hear_out(head, shown)
+        with pytest.raises(ScriptError, match=r"^Traceback(?s:.*)in fails(?s:.*)ValueError: a bad day$"):
+            shown.end(head.code, head.result)
+    with pytest.raises(ConfigError, match=r"nobody can listen at 192\.0\.2\.77"):
+        Head(by_value(fails), Order("192.0.2.77", "", 0))
+
+
+@pytest.mark.parametrize("code", [75, 130])
+def test_how_a_run_ends_is_told_apart(code):
+    with pytest.raises(KeyboardInterrupt):
+        Shown(None, quiet=True).end(code, None)
+    shown = Shown(None, quiet=True)
+    shown.hear({"event": {"mistake": "one sentence"}})
+    with pytest.raises(ConfigError, match=r"^one sentence$"):
+        shown.end(2, None)
+    shown = Shown(None, quiet=True)
+    shown.hear({"err": "evenstep: worker 0 was killed by SIGSEGV"})
+    with pytest.raises(SilenceError, match=r"^worker 0 was killed by SIGSEGV \(exit code 139\)$"):
+        shown.end(139, None)
+
+
+def test_nothing_outlives_whoever_has_started_it():
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        head, agent = Head(by_value(training, True), Order("127.0.0.1", "", 5)), Agent()
+        os.write(writing, f"{head.pid} {agent.pid}".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writing)
+    ours = list(map(int, os.read(reading, 4096).split()))
+    os.close(reading)
+    os.waitpid(pid, 0)
+    assert processes.until(lambda: not any(map(processes.is_alive, ours)))
