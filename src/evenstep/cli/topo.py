@@ -1,4 +1,4 @@
-"""`evenstep topo`: what is connected to what here, or in a file, and how the tree lies over it."""
+"""`evenstep topo`: how devices are connected, here or in a file, and how the tree lies over them."""
 
 import argparse
 import json
