@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup browser demo pictures docs dist quick test test-gpu check bench performance chaos soak conformance clean
+.PHONY: setup browser demo pictures docs dist tried quick test test-gpu check bench performance chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -30,13 +30,17 @@ demo: setup
 dist: setup
 	$(BIN)/python tools/dist.py dist
 
+# The wheel on pairs of a Python and a torch, PAIRS='--pair python3.12 2.6.0 --pair python3.13 2.15.0'; docs/tried.md has the list.
+PAIRS ?= --pair $(PYTHON) 2.13.0+cpu
+tried: dist
+	$(BIN)/python tools/tried.py --wheel dist/*.whl $(PAIRS)
+
 # The pictures of the README, from real runs: the demo in a terminal, and the page of a run in a browser.
 pictures: setup browser
 	env -u MAKEFLAGS -u MAKELEVEL $(BIN)/python tools/terminal.py docs/pictures/demo.svg make demo
 	$(BIN)/python tools/screenshot.py docs/pictures/page.png
 
-# The manual, into build/manual: warnings are errors, and nothing comes from a network. To read it, with its search box:
-# python3 -m http.server --directory build/manual
+# The manual, into build/manual, to be read from that folder: warnings are errors, and nothing comes from a network.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 

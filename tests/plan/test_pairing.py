@@ -1,13 +1,16 @@
 """Caffe's pairing, against the pairings that its code gives."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusters import boards, topologies
 from evenstep.core.errors import ConfigError
-from evenstep.plan.pairing import pair, pair_devices
-from evenstep.plan.topology import Device, Machine, Topology
+from evenstep.plan.pairing import _PEERS, pair, pair_devices
+from evenstep.plan.planner import compare
+from evenstep.plan.topology import Device, LinkKind, Machine, Topology
 
 ALL_PEERS = {
     1: "",
@@ -102,6 +105,32 @@ def test_every_device_of_any_topology_is_a_child_once_and_the_first_is_the_root(
     assert pairs[0] == (None, devices[0])
     assert sorted(child for _, child in pairs) == sorted(devices)
     assert all(parent != child for parent, child in pairs)
+
+
+@pytest.mark.parametrize("kind", ["bridge", "core", "socket", "board"])
+def test_thousands_of_devices_of_one_machine_are_paired_and_compared_in_seconds(kind):
+    special = {"core": {"core": True}, "socket": {}, "board": {}, "bridge": {}}[kind]
+    devices = tuple(
+        Device(f"d{i}", socket=i if kind == "socket" else 0, board=str(i // 2) if kind == "board" else None, **special)
+        for i in range(4000)
+    )
+    topology = Topology((Machine("m", devices),))
+    begin = time.process_time()
+    assert len(pair_devices(topology)) == 4000
+    assert compare(topology, 4000, 1e8)
+    assert time.process_time() - begin < 10.0, "going through all pairs takes minutes"
+
+
+@settings(max_examples=100, deadline=None)
+@given(topologies())
+def test_devices_of_any_topology_are_paired_as_if_all_pairs_were_gone_through(topology):
+    def is_board(a, b):
+        return topology.link(a, b).kind is LinkKind.BOARD
+
+    def is_peer(a, b):
+        return topology.link(a, b).kind in _PEERS
+
+    assert pair_devices(topology) == original(range(topology.num_devices), is_board, is_peer)
 
 
 def test_thousands_of_devices_are_paired_in_no_time():

@@ -1,7 +1,7 @@
 """A `torch.distributed` backend for the processes of one machine: collectives over shared memory, in microseconds.
 
-import evenstep.distributed
-torch.distributed.init_process_group("evenstep")
+    import evenstep.distributed
+    torch.distributed.init_process_group("evenstep")
 
 Importing this registers the backend and does nothing else. Ranks on several machines work too: shared memory inside a
 machine, gloo between one rank of each.

@@ -1,10 +1,10 @@
 """The exact mode for PyTorch Lightning: the same weights, bit for bit, on any number of workers.
 
-import lightning as L
-from evenstep.lightning import Exact
+    import lightning as L
+    from evenstep.lightning import Exact
 
-trainer = L.Trainer(strategy=Exact(shards=8))
-trainer.fit(model, datamodule)
+    trainer = L.Trainer(strategy=Exact(shards=8))
+    trainer.fit(model, datamodule)
 
 `pip install evenstep[lightning]`; see docs/lightning.md.
 """

@@ -6,23 +6,25 @@ reduction sums a vector over all devices and leaves the result on all of them:
 
 - *tree*: partial sums move up the fixed tree of a layout level by level, and the result down again;
 - *all-to-all*: each device owns a part of the vector, gets that part of all partial sums, and sends the result to all;
-- *ring*: the usual ring over devices in their order. Its order of additions depends on the number of devices, so it is
-  no way to get the same bits; it is here to be compared with.
+- *ring*: the usual ring over devices in their order. Its order of additions depends on the number of devices, so it
+  cannot give the same bits; it is here for comparison.
 
-No message is cut into pieces that follow each other through the tree. The figures are for choosing between plans: what
-counts is their order.
+Messages are not pipelined through the tree in pieces. The figures are for choosing between plans: only their order
+matters.
 """
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import pairwise, product
 
+from evenstep.plan.crowd import Crowd, node_of
 from evenstep.plan.layout import Layout
 from evenstep.plan.topology import Device, LinkKind, Topology
 
 __all__ = ["Prediction", "all_to_all", "ring", "transfer_tree", "tree"]
 
+_NODES = 32  # of a machine, of which every pair is looked at
 _SLOW = (LinkKind.SOCKET, LinkKind.NETWORK, LinkKind.SPINE)
 
 
@@ -140,7 +142,7 @@ def ring(topology: Topology, layout: Layout, num_bytes: float) -> Prediction:
 def all_to_all(topology: Topology, layout: Layout, num_bytes: float) -> Prediction:
     """To the owners of equal parts of the vector, and back.
 
-    A device whose span is not one tree node sends several partial sums. Messages of a device leave one after the other,
+    A device whose span is not one tree node sends several partial sums. Messages of a device leave one after another,
     so their latencies add up. Messages between machines are counted together, not one by one.
     """
     part = num_bytes / len(layout.order)
@@ -183,35 +185,53 @@ def _exchange(topology: Topology, inside: dict[int, list[int]], offers: dict[int
 def _exchange_inside(
     found: _Round, topology: Topology, machine: int, devices: list[int], offers: dict[int, int], part: float
 ) -> float:
-    """The messages inside a machine; return the longest sum of latencies of a device.
+    """The messages inside a machine, of perhaps thousands of devices; return a device's longest sum of latencies."""
+    about = topology.machines[machine]
+    mine = {topology.places[device][1]: offers[device] for device in devices}
+    peers, offered = Crowd(about, dict.fromkeys(mine, 1)), Crowd(about, mine)
+    longest = 0.0
+    for place, own in mine.items():
+        latency_s = out_s = 0.0
+        for what, count in peers.around(place):
+            link = topology.usual(what) if isinstance(what, LinkKind) else what
+            latency_s += count * link.latency_s
+            found.crossing[link.kind] += own * count * part
+            if link.kind is not LinkKind.SOCKET:
+                out_s += own * count * part / link.bandwidth_bytes_per_s
+        into_s = sum(
+            taken * part / link.bandwidth_bytes_per_s
+            for what, taken in offered.around(place)
+            for link in [topology.usual(what) if isinstance(what, LinkKind) else what]
+            if link.kind is not LinkKind.SOCKET
+        )
+        found.occupy((machine, "out of", place), out_s)
+        found.occupy((machine, "into", place), into_s)
+        longest = max(longest, latency_s)
+    _exchange_between_nodes(found, topology, machine, mine, part)
+    return longest
 
-    Devices of one place without links of their own are alike, and counted together: there may be thousands.
+
+def _exchange_between_nodes(
+    found: _Round, topology: Topology, machine: int, offers: dict[int, int], part: float
+) -> None:
+    """What crosses the links between the NUMA nodes of a machine.
+
+    Of very many nodes only the link that has most to carry is counted, and those where devices have links of their own.
     """
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    special = {place for pair in topology.machines[machine].own_links for place in pair}
-    for device in devices:
-        place, about = topology.places[device][1], topology.device(device)
-        alike[place if place in special else replace(about, name="", speed=1.0)].append(device)
-    latencies: dict[int, float] = defaultdict(float)
-    for senders in alike.values():
-        offered = sum(offers[a] for a in senders)
-        for takers in alike.values():
-            same = senders is takers
-            peers = len(takers) - same
-            if not peers:
-                continue
-            link = topology.link(senders[0], takers[same])
-            byte_s = part / link.bandwidth_bytes_per_s
-            found.crossing[link.kind] += offered * peers * part
-            for a in senders:
-                latencies[a] += peers * link.latency_s
-            if link.kind is LinkKind.SOCKET:
-                ends = topology.device(senders[0]), topology.device(takers[0])
-                found.cross_sockets(machine, *ends, offered * peers * byte_s)
-                continue
-            for a in senders:
-                found.occupy((machine, "out of", topology.places[a][1]), offers[a] * peers * byte_s)
-            for b in takers:
-                taken = offered - (offers[b] if same else 0)
-                found.occupy((machine, "into", topology.places[b][1]), taken * byte_s)
-    return max(latencies.values(), default=0.0)
+    about = topology.machines[machine]
+    byte_s = part / topology.usual(LinkKind.SOCKET).bandwidth_bytes_per_s
+    nodes = {node: (offered, count) for node, offered, count in Crowd(about, offers).nodes()}
+    busy_s: dict[tuple[tuple[int, int], tuple[int, int]], float] = {}
+    senders, takers = (sorted(nodes, key=lambda n: nodes[n][which], reverse=True)[:_NODES] for which in (0, 1))
+    for a, b in product(senders, takers):
+        if a != b:
+            busy_s[a, b] = nodes[a][0] * nodes[b][1] * byte_s
+    for (one, other), link in about.own_links.items():
+        ends = node_of(about.devices[one]), node_of(about.devices[other])
+        if one in offers and other in offers and ends[0] != ends[1]:
+            own_s = part / link.bandwidth_bytes_per_s if link.kind is LinkKind.SOCKET else 0.0
+            for (a, b), place in ((ends, one), (ends[::-1], other)):
+                usual = nodes[a][0] * nodes[b][1] * byte_s
+                busy_s[a, b] = busy_s.get((a, b), usual) + offers[place] * (own_s - byte_s)
+    for way, busy in busy_s.items():
+        found.occupy((machine, "between", *way), busy)

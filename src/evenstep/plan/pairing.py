@@ -4,26 +4,32 @@ Three phases pair what remains: devices on one board, then devices with peer acc
 over the remaining devices ceil(log2(how many)) times; in a sweep, each device that still remains takes the first later
 one that fits as its child, and the child is gone. The first device is never a child: it is the root.
 
-This is Caffe's rule as published, so its trees can be had again and compared with ours (`planner.lay`). Where the
+This is Caffe's rule as published, so that its trees can be compared with ours (`planner.lay`). Where the
 original reads past the end of its list (an odd number of devices without peer access), the last one waits for the next
 sweep.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 
 from evenstep.core.errors import ConfigError
-from evenstep.plan.topology import LinkKind, Topology
+from evenstep.plan.crowd import node_of
+from evenstep.plan.topology import LinkKind, Machine, Topology
 
 __all__ = ["pair", "pair_devices"]
 
 Pairs = list[tuple[int | None, int]]
 Fits = Callable[[int, int], bool]
+Near = Callable[[int], Hashable]
 _PEERS = frozenset({LinkKind.NVLINK, LinkKind.MEMORY, LinkKind.BOARD, LinkKind.SWITCH, LinkKind.BRIDGE})
 
 
+def _anywhere(_: int) -> Hashable:
+    return None
+
+
 def pair(
-    devices: Sequence[int], same_board: Fits, peer: Fits, neighbourhood: Callable[[int], Hashable] = lambda _: None
+    devices: Sequence[int], same_board: Fits, peer: Fits, board_of: Near = _anywhere, peers_of: Near = _anywhere
 ) -> Pairs:
     """Pair devices; return (parent, child) in the order of pairing, the root first with parent None.
 
@@ -31,7 +37,8 @@ def pair(
         devices: Any number of them, in any order; the first will be the root.
         same_board: Whether two are on one board.
         peer: Whether the first can access the memory of the second.
-        neighbourhood: Two devices of which this differs are neither on one board nor peers. It only saves time.
+        board_of: Two devices of which this differs are not on one board. It only saves time.
+        peers_of: Likewise, of peers.
 
     Raises:
         ConfigError: There is no device, or one is named twice.
@@ -39,9 +46,9 @@ def pair(
     if not devices or len(set(devices)) != len(devices):
         raise ConfigError(f"devices {list(devices)}, expected at least one, each named once")
     remaining, pairs = list(devices), Pairs()
-    for fits in (same_board, peer):
+    for fits, near in ((same_board, board_of), (peer, peers_of)):
         for _ in range(_depth(len(remaining))):
-            found = _sweep(remaining, fits, neighbourhood)
+            found = _sweep(remaining, fits, near)
             if not found:
                 break  # nothing has changed, so nothing will
             pairs += found
@@ -62,28 +69,54 @@ def pair_devices(topology: Topology, devices: Sequence[int] | None = None) -> Pa
     def peer(a: int, b: int) -> bool:
         return topology.link(a, b).kind in _PEERS
 
+    nodes = [_joined(machine) for machine in topology.machines]
+
+    def peers_of(number: int) -> Hashable:
+        machine, place = topology.places[number]
+        return machine, nodes[machine][node_of(topology.machines[machine].devices[place])]
+
+    def board_of(number: int) -> Hashable:
+        if topology.machine_of(number).own_links:  # which may lie on one board wherever their ends are
+            return peers_of(number)
+        board = topology.device(number).board
+        return number if board is None else (peers_of(number), board)
+
     wanted = range(topology.num_devices) if devices is None else devices
-    return pair(wanted, same_board, peer, lambda device: topology.places[device][0])
+    return pair(wanted, same_board, peer, board_of, peers_of)
+
+
+def _joined(machine: Machine) -> dict[Hashable, Hashable]:
+    """For every NUMA node of a machine, one that stands for it and all that links of single pairs join to it."""
+    found: dict[Hashable, Hashable] = {node_of(device): node_of(device) for device in machine.devices}
+
+    def root(node: Hashable) -> Hashable:
+        while found[node] != node:
+            found[node] = node = found[found[node]]
+        return node
+
+    for a, b in machine.own_links:
+        found[root(node_of(machine.devices[a]))] = root(node_of(machine.devices[b]))
+    return {node: root(node) for node in found}
 
 
 def _depth(count: int) -> int:
     return (count - 1).bit_length()
 
 
-def _sweep(remaining: Sequence[int], fits: Fits, neighbourhood: Callable[[int], Hashable]) -> Pairs:
-    later: dict[Hashable, list[int]] = defaultdict(list)
+def _sweep(remaining: Sequence[int], fits: Fits, near: Near) -> Pairs:
+    later: dict[Hashable, deque[int]] = defaultdict(deque)
     for device in remaining:
-        later[neighbourhood(device)].append(device)
+        later[near(device)].append(device)
     gone: set[int] = set()
     pairs = Pairs()
     for parent in remaining:
-        near = later[neighbourhood(parent)]
         if parent in gone:
             continue
-        near.remove(parent)  # it is the first of those that are left
-        child = next((device for device in near if fits(parent, device)), None)
-        if child is not None:
-            near.remove(child)
-            gone.add(child)
-            pairs.append((parent, child))
+        others = later[near(parent)]
+        others.popleft()  # itself: the first of those that are left
+        place = next((place for place, device in enumerate(others) if fits(parent, device)), None)
+        if place is not None:
+            pairs.append((parent, others[place]))
+            gone.add(others[place])
+            del others[place]
     return pairs

@@ -1,9 +1,9 @@
 """The exact mode for Hugging Face transformers: the same weights, bit for bit, on any number of workers.
 
-from evenstep.transformers import Trainer
+    from evenstep.transformers import Trainer
 
-trainer = Trainer(model, args, train_dataset=dataset, shards=8)
-trainer.train()
+    trainer = Trainer(model, args, train_dataset=dataset, shards=8)
+    trainer.train()
 
 `pip install evenstep[transformers]`; see docs/transformers.md.
 """
