@@ -40,8 +40,7 @@ pictures: setup browser
 	env -u MAKEFLAGS -u MAKELEVEL $(BIN)/python tools/terminal.py docs/pictures/demo.svg make demo
 	$(BIN)/python tools/screenshot.py docs/pictures/page.png
 
-# The manual, into build/manual: warnings are errors, and nothing comes from a network. To read it, with its search box:
-# python3 -m http.server --directory build/manual
+# The manual, into build/manual, to be read from that folder: warnings are errors, and nothing comes from a network.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 

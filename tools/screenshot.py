@@ -18,7 +18,7 @@ from evenstep.core.control import ask
 
 DIGITS = Path(__file__).parent.parent / "examples/digits.py"
 EPOCHS, FEW, MANY = 100, 30, 90  # steps after which a worker is killed, and after which the picture is taken
-SIZE = "1100,1000"
+SIZE = "1100,1180"
 TIMEOUT_S = 120.0
 
 

@@ -117,6 +117,39 @@ def test_the_only_site_takes_back_what_has_changed_from_its_image(copied_of, cap
     assert said.endswith("; it is taken back from the image on the host\n")
 
 
+@pytest.mark.parametrize("shard", [1, 4, 5, 8])
+def test_what_was_computed_meanwhile_is_computed_again(copied_of, capfd, shard):
+    """Of either pass; both would agree on what is wrong if it changes before the first."""
+    expected = copied_of()
+
+    def arm(worker):
+        visits = iter(range(1, 10_000))
+
+        def strike(point):
+            if point == "forward" and next(visits) == shard:
+                spoils("model.2.weight", 62)(worker)
+
+        points.arm(strike)
+
+    try:
+        assert copied_of(arm) == expected
+    finally:
+        points.arm(None)
+    assert "at step 3 worker 0 (machine" in capfd.readouterr().err
+
+
+def test_a_memory_that_goes_on_changing_stops_the_run(copied_of):
+    def arm(worker):
+        bits = iter(range(10_000))
+        points.arm(lambda point: spoils("model.2.weight", next(bits))(worker) if point == "forward" else None)
+
+    try:
+        with pytest.raises(WrongError, match="in step 3 the state has changed by itself 3 times while it was computed"):
+            copied_of(arm)
+    finally:
+        points.arm(None)
+
+
 def test_an_image_that_has_changed_too_is_not_used(copied_of):
     def both(worker):
         spoils("model.0.weight")(worker)

@@ -131,3 +131,15 @@ def test_an_image_in_which_a_bit_has_flipped_is_said_and_not_used(script, tmp_pa
     assert (done.code, done.stdout) == (12, ""), done.stderr
     assert "the image of the state is not what was copied there, in or beside 'model.0.weight'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_parameter_that_changes_by_itself_on_the_only_gpu_is_taken_back_from_the_image(script, tmp_path, on_device):
+    path = script(TRAINING)
+    expected = cli_run("run", "-n", "1", path).stdout
+    on_device()
+    faults = plant([Fault("flip", "parameter", 6 * 3 + 1, bit=70)], tmp_path / "faults")
+    done = cli_run("run", "-n", "1", "--recheck", "1", path, variables=faults)
+    assert done.stdout == expected, done.stderr
+    assert "at step 3 worker 0 (machine" in done.stderr
+    assert "holds a wrong 'model.0.weight': element [0, 2] is" in done.stderr
+    assert done.stderr.endswith("; it is taken back from the image on the host\n")

@@ -96,12 +96,12 @@ def test_what_happens_is_seen_as_it_happens(run, browser, capsys):
     victim = next(w["pid"] for w in ask({"status": True}, cli.pid)["workers"] if w["worker"] == 1)
     os.kill(victim, signal.SIGKILL)
     lost = f"worker 1 (pid {victim}) was killed by SIGKILL at step"
-    browser.until(lambda: lost in browser.text("#events"), "it is lost")
-    browser.until(lambda: "2 workers from now on: 0, 1" in browser.text("#events"), "and replaced")
+    see(browser, lambda: lost in browser.text("#events"), "it is lost")
+    see(browser, lambda: "2 workers from now on: 0, 1" in browser.text("#events"), "and replaced")
     recovered = re.search(r"step \d+ is committed, (\d+\.\d{3}) s after a worker was lost", browser.text("#events"))[1]
-    browser.until(lambda: f"{recovered} s" in browser.text("#faults"), "how long it took")
+    see(browser, lambda: f"{recovered} s" in browser.text("#faults"), "how long it took")
     assert lost in browser.text("#faults")
-    browser.until(lambda: figure(browser, "replaced") == "1" and str(victim) not in browser.text("#workers"), "another")
+    see(browser, lambda: figure(browser, "replaced") == "1" and str(victim) not in browser.text("#workers"), "another")
     assert figure(browser, "slowest recovery") == f"{recovered} s"
     assert_agrees_with_status(browser, cli.pid, capsys)
 
@@ -109,11 +109,11 @@ def test_what_happens_is_seen_as_it_happens(run, browser, capsys):
         browser.js("document.querySelector('#token').select()")
         browser.type("#token", f"{keys}\t\ue007")  # on to the first button, and press it
         said = "buttons need the token" if keys != token else "3 workers from the next step on"
-        browser.until(lambda said=said: said in browser.text("#answer"), "the answer")
-    browser.until(lambda: figure(browser, "workers") == "3", "one more")
+        see(browser, lambda said=said: said in browser.text("#answer"), "the answer")
+    see(browser, lambda: figure(browser, "workers") == "3", "one more")
     for button, where in (("checkpoint", "#checkpoints"), ("fingerprint", "#fingerprint")):
         browser.js(f"document.querySelector('button[name={button}]').click()")
-        browser.until(lambda where=where: re.search(r"step-\d{9}|[0-9a-f]{64} after step", browser.text(where)), button)
+        see(browser, lambda where=where: re.search(r"step-\d{9}|[0-9a-f]{64} after step", browser.text(where)), button)
     assert len(browser.complaints()) == 1, "the wrong token"
     looks_right_on_every_screen(browser)
     names = browser.js("performance.getEntriesByType('resource').map(e => e.name)")
@@ -126,6 +126,16 @@ def test_what_happens_is_seen_as_it_happens(run, browser, capsys):
     assert done.code == 75, done.stderr
     assert "SIGTERM: stopping after this step" in done.stderr
     browser.until(lambda: browser.text("#state") == "over", "it is over")
+
+
+def see(browser, condition, what):
+    """Wait for what the page will show; it looks at once, not a second later."""
+
+    def looked():
+        browser.js("look()")
+        return condition()
+
+    browser.until(looked, what)
 
 
 def figure(browser, name):
@@ -179,6 +189,7 @@ def looks_right_on_every_screen(browser):
             assert (behind < 0.2) == dark
     for width in (1400, 768, 340):
         browser.emulate("setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+        browser.js("(document.querySelector('[data-figure=loss] dd').textContent = '1234567890.12345678')")
         assert browser.js("document.documentElement.scrollWidth") <= width, "nothing sticks out"
 
 

@@ -31,11 +31,12 @@ def steps(run, count, **checkpoints):
 
 
 def test_under_plain_python_there_is_a_page_with_the_figures_of_status(capsys):
+    before = processes.descendants()
     with evenstep.Run(shards=4, quiet=True, page=True) as run:
         for _ in steps(run, 4):
             pass
         url = re.fullmatch(r"evenstep: page (\S+), its buttons need the token \S+\n", capsys.readouterr().err)[1]
-        (page,) = processes.descendants()
+        (page,) = processes.descendants().keys() - before.keys()
         asked = ask({"status": True}, os.getpid())
         with urllib.request.urlopen(f"{url}/status", timeout=60) as reply:
             shown = json.loads(reply.read())
@@ -53,7 +54,7 @@ def test_buttons_that_need_no_supervisor_work_and_the_others_say_why_not(tmp_pat
     def train():
         with evenstep.Run(shards=2, quiet=True, page=True) as run:
             assert ask({"status": True}, me)["buttons"] == ["checkpoint", "fingerprint", "stop"]
-            with pytest.raises(ConfigError, match="workers come and go under `evenstep run` only"):
+            with pytest.raises(ConfigError, match="2 workers: they come and go under `evenstep run` only"):
                 ask({"scale": 2}, me)
             for version in steps(run, 400, directory=tmp_path):
                 if version == 1:

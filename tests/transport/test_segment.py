@@ -50,7 +50,7 @@ def test_tensors_of_a_region_are_aligned_and_do_not_overlap(make):
 
 def test_two_regions_do_not_overlap(make):
     segment = make()
-    with pytest.raises(AssertionError, match="region is full"):
+    with pytest.raises(AssertionError, match="fits into what is left"):
         segment.memory.reserve(4096).tensor(torch.Size([4097]), torch.uint8)
     first, second = (segment.memory.reserve(1).tensor(torch.Size([1]), torch.uint8) for _ in range(2))
     first.fill_(1)

@@ -43,7 +43,7 @@ _DTYPES = (("float64", torch.float64), ("bfloat16", torch.bfloat16), ("float16",
 
 
 def cases() -> Iterator[Case]:
-    """All of them, as (name, function that returns tensors)."""
+    """All cases, as (name, function that returns tensors)."""
     for family in (
         _products,
         _attention,

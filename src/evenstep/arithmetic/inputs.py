@@ -21,7 +21,7 @@ def _hash(count: int, salt: int) -> Tensor:
 
 
 def numbers(*shape: int, salt: int = 0) -> Tensor:
-    """Floats from -2 to 2 with all bits of their mantissas in use; other ones for another `salt`."""
+    """Floats from -2 to 2 with all bits of their mantissas in use; each `salt` gives different ones."""
     return (_hash(torch.Size(shape).numel(), salt) & 0xFFFFFF).float().mul(2.0**-22).sub(2.0).view(shape)
 
 
@@ -34,12 +34,12 @@ def magnitudes(count: int, least: int = -12, most: int = 5) -> Tensor:
 
 
 def of(*shape: int, salt: int = 0, dtype: torch.dtype = torch.float32) -> Input:
-    """What makes `numbers`, when they are needed."""
+    """A function that makes `numbers` when they are needed."""
     return lambda: numbers(*shape, salt=salt).to(dtype)
 
 
 def spread(count: int, dtype: torch.dtype = torch.float32) -> Input:
-    """What makes `magnitudes`."""
+    """A function that makes `magnitudes`."""
     return lambda: magnitudes(count).to(dtype)
 
 
@@ -60,5 +60,5 @@ def filled(module: nn.Module) -> Any:
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
-    """Those that its parameters have."""
+    """The gradients of its parameters."""
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]

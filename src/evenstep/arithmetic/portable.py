@@ -1,8 +1,8 @@
 """Portable arithmetic in this process, from the beginning of a run to its end.
 
 While it is open, torch's own library calls our kernels where it would call MKL's or the system's for matrix products,
-roots and functions of single floats (`native/redirect.h`), whichever operation asks for them; oneDNN cuts its work for
-caches of fixed sizes, from then on (`native/caches.h`); what nothing makes equal is refused (`refusals.py`). All else
+roots and functions of single floats (`native/redirect.h`), whichever operation asks for them; from then on oneDNN cuts
+its work for caches of fixed sizes (`native/caches.h`); what cannot be made equal is refused (`refusals.py`). The rest
 follows from the settings (`settings.py`).
 """
 
@@ -21,7 +21,7 @@ __all__ = ["Portable"]
 _LIBRARY = "libtorch_cpu.so"
 _NEEDED = {"sgemm_", "dgemm_", "sgemv_", "dgemv_", "cblas_sgemm_batch", "cblas_dgemm_batch", "vmsSqrt", "vmdSqrt"}
 _SAMPLES = ("exp", "sqrt", "erf", "tanh strided", "linear 64x64x10", "conv2d 4x1x8x8 16x1x3x3 padding 1", "lstm cell")
-"""Computed when a run begins: one case for each library that something else may have chosen for."""
+"""Computed when a run begins: one case for each library whose kernels something else may have chosen."""
 
 _num_open = 0
 
@@ -30,12 +30,12 @@ class Portable:
     """Portable arithmetic until it is closed. Several may be open; the first sets it up, the last undoes it.
 
     Args:
-        on_nondeterminism: Whether what cannot be made equal raises or only warns.
+        on_nondeterminism: Whether an operation that cannot be made equal raises or only warns.
         sample: Whether to compare some operations with the golden table.
 
     Raises:
         ConfigError: This processor or this build of torch cannot do it.
-        NondeterminismError: An operation gives other bits here than the golden table says.
+        NondeterminismError: An operation's bits here differ from the golden table.
     """
 
     def __init__(self, on_nondeterminism: Literal["error", "warn"], *, sample: bool = True) -> None:
@@ -52,14 +52,14 @@ class Portable:
             raise
 
     def check(self) -> None:
-        """To be called before a step: see `Refusals.check`."""
+        """Call before each step; see `Refusals.check`."""
         if not self._looked:
             self._refusals.look_around()
             self._looked = True
         self._refusals.check()
 
     def close(self) -> None:
-        """Let torch compute as it does by itself."""
+        """Let torch compute as usual again."""
         if self._closed:
             return
         self._closed = True

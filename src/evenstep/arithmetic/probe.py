@@ -20,10 +20,10 @@ __all__ = ["Golden", "differing", "golden", "probe"]
 
 @dataclass(frozen=True)
 class Golden:
-    """What portable arithmetic gives everywhere, as far as is known.
+    """The digests that portable arithmetic is known to give everywhere.
 
     Attributes:
-        torch: The version that it belongs to.
+        torch: The version of torch they belong to.
         operations: Digests by name.
     """
 
@@ -32,7 +32,7 @@ class Golden:
 
     @property
     def applies(self) -> bool:
-        """Whether it belongs to the torch that is here."""
+        """Whether it belongs to the installed torch."""
         return torch.__version__.partition("+")[0] == self.torch
 
 
@@ -43,7 +43,7 @@ def golden() -> Golden:
 
 
 def probe(names: Collection[str] | None = None) -> dict[str, str]:
-    """Compute all cases, or those that are named, in one thread; return a digest for each.
+    """Compute all cases, or only those named, in one thread; return a digest for each.
 
     A case that this torch cannot compute has its error in place of a digest.
     """
@@ -69,7 +69,7 @@ def _digest(function: Any) -> str:
 
 @contextmanager
 def _as_in_a_run() -> Iterator[None]:
-    """One thread, deterministic kernels, gradients, no warnings; and all as it was afterwards."""
+    """One thread, deterministic kernels, gradients on, no warnings; everything is restored afterwards."""
     threads, enabled = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a module property

@@ -1,4 +1,4 @@
-"""Which kind of processor this is: what libraries choose their kernels by."""
+"""What kind of processor this is: libraries choose their kernels by it."""
 
 import platform
 from contextlib import suppress
@@ -12,13 +12,13 @@ _NOTABLE = ("avx2", "fma", "avx512f", "amx_tile")
 
 @dataclass(frozen=True)
 class Processor:
-    """Which kind of processor this is.
+    """A kind of processor.
 
     Attributes:
         maker: Such as GenuineIntel or AuthenticAMD.
         name: As it is sold.
-        model: Its maker's numbers for it, such as "family 25, model 17".
-        features: Those of its instruction sets that kernels are chosen by.
+        model: The maker's numbers for it, such as "family 25, model 17".
+        features: The instruction sets it has that kernels are chosen by.
     """
 
     maker: str
@@ -31,7 +31,7 @@ class Processor:
 
     @property
     def kind(self) -> str:
-        """All of it but the name."""
+        """Everything but the name."""
         return ", ".join(filter(None, (self.maker, self.model, " ".join(self.features) or "no AVX2")))
 
 

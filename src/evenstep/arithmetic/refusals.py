@@ -1,4 +1,4 @@
-"""Operations that nothing here makes equal: refused or warned about by name, while a portable run is open."""
+"""Operations that cannot be made equal: refused or warned about by name while a portable run is open."""
 
 import re
 import sys
@@ -14,16 +14,16 @@ from evenstep.core.errors import NondeterminismError
 __all__ = ["REFUSED", "Refusals"]
 
 REFUSED = {"linalg_lstsq": "its result changes from call to call; use torch.linalg.solve or torch.linalg.qr"}
-"""Operations of torch, and why."""
+"""Operations of torch, and why each is refused."""
 
 _HOME = str(Path(torch.__file__).parent)
 
 
 class Refusals:
-    """Stands in for operations until it is closed.
+    """Replaces operations until it is closed.
 
     Args:
-        on_nondeterminism: Whether what is refused raises, or only warns and is computed nevertheless.
+        on_nondeterminism: Whether a refused operation raises, or only warns and is computed anyway.
     """
 
     def __init__(self, on_nondeterminism: Literal["error", "warn"]) -> None:
@@ -35,7 +35,7 @@ class Refusals:
             self._replace(f"aten::{name}", f"torch's {name} has no portable result: {why}", refused=True)
 
     def look_around(self) -> None:
-        """Watch the operations of other libraries that have been loaded by now; each says once that it was used."""
+        """Watch the operations of other libraries loaded so far; each warns once when it is used."""
         for name in torch._C._dispatch_get_all_op_names():
             if not _is_torchs(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
                 self._replace(
@@ -43,10 +43,10 @@ class Refusals:
                 )
 
     def check(self) -> None:
-        """Say so if kernels are chosen by the processor, or something was compiled for it since the run began.
+        """Report kernels that depend on the processor: by a setting, or compiled for it since the run began.
 
         Raises:
-            NondeterminismError: It is so, and the run was not told to only warn.
+            NondeterminismError: There are some, and the run was not told only to warn.
         """
         for what, (now, expected) in _choices().items():
             if now not in expected:
@@ -63,7 +63,7 @@ class Refusals:
             )
 
     def close(self) -> None:
-        """Give all operations back."""
+        """Restore all operations."""
         for library in self._libraries.values():
             library._destroy()  # type: ignore[no-untyped-call]
         self._libraries.clear()
@@ -93,7 +93,7 @@ class Refusals:
 
 
 def _is_torchs(name: str) -> bool:
-    """Whether an operation came with torch: in C++, or in one of its Python files."""
+    """Whether an operation is torch's own: from its C++, or from one of its Python files."""
     if name.startswith(("aten::", "prims::", "quantized::")):
         return True
     where = re.search(r"^debug: registered at (.*)", torch._C._dispatch_dump(name), re.MULTILINE)
@@ -101,7 +101,7 @@ def _is_torchs(name: str) -> bool:
 
 
 def _choices() -> dict[str, tuple[object, tuple[object, ...]]]:
-    """What a script may have set that makes kernels depend on the processor: how it is, and how it should be."""
+    """The settings by which a script can make kernels depend on the processor: found, and allowed values."""
     onednn: Any = torch.backends.mkldnn
     precisions = {name: getattr(onednn, name).fp32_precision for name in ("matmul", "conv", "rnn")}
     return {

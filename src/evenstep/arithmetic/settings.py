@@ -1,7 +1,7 @@
-"""What the libraries under torch choose their kernels by. They look at it once, so it must be there before torch is.
+"""The variables by which the libraries under torch choose kernels. They are read once, so they must precede torch.
 
 `PORTABLE` limits ATen and oneDNN to kernels that every processor with AVX2 has, and MKL to those that it shares between
-makers. A launcher calls `choose` before it imports torch; a script that was started without it is started again
+makers. A launcher calls `choose` before it imports torch; a script started without one is started again
 (`insist`), or told what to export.
 """
 
@@ -19,9 +19,9 @@ PORTABLE = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CB
 
 
 def choose(arithmetic: str | None) -> None:
-    """Ask for an arithmetic in this process and those that it starts; None: for what the environment asks for.
+    """Ask for an arithmetic in this process and those it starts; None: for the one the environment asks for.
 
-    To be called before torch is imported.
+    Call it before torch is imported.
     """
     arithmetic = arithmetic or env.read().arithmetic
     if arithmetic is not None:
@@ -29,17 +29,17 @@ def choose(arithmetic: str | None) -> None:
 
 
 def insist(caller: FrameType, place: env.Environment) -> None:
-    """See to it that the portable choice was made before torch was loaded.
+    """Make sure that portable arithmetic was chosen before torch was loaded.
 
-    If it was not, the script is started again with what it needs; it must be a script that Python was given, that
-    itself makes the run, and that no launcher watches.
+    If it was not, the script is started again with the right settings. That takes a script given to Python by path,
+    which makes the run itself and is watched by no launcher.
 
     Args:
-        caller: Who makes the run.
-        place: What the surroundings say.
+        caller: The frame that makes the run.
+        place: What the environment says.
 
     Raises:
-        ConfigError: It was not, and the script cannot be started again.
+        ConfigError: It was not chosen in time, and the script cannot be started again.
     """
     if env.kernel_choices().items() >= PORTABLE.items():
         return

@@ -19,8 +19,8 @@ def add_parser(commands: "Commands") -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "doctor",
-        help="look whether this machine is fit for runs, and which bits it computes",
-        description="Look at this machine: processor, libraries, limits, each with a remedy; compute the operations of "
+        help="check whether this machine is fit for runs, and which bits it computes",
+        description="Examine this machine: processor, libraries, limits, each with a remedy; compute the operations of "
         "the probe and say which of them differ from the golden table, or from another machine. Exit code 1: something "
         "differs, or runs would fail.",
     )
@@ -28,13 +28,13 @@ def add_parser(commands: "Commands") -> None:
         "--arithmetic", choices=ARITHMETICS, default="portable", help="how to compute (default: portable)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--compare", metavar="FILE", type=Path, help="with the report that --json wrote elsewhere")
+    parser.add_argument("--compare", metavar="FILE", type=Path, help="compare with a report of --json from elsewhere")
     parser.set_defaults(command=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
     settings.choose(options.arithmetic)
-    from evenstep.doctor.report import examine, read_report  # here: it brings torch, which must come later
+    from evenstep.doctor.report import examine, read_report  # here: it imports torch, which must wait for the settings
 
     other = options.compare and read_report(options.compare)
     report = examine(options.arithmetic)

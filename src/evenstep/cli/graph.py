@@ -96,7 +96,7 @@ def _example(words: str) -> "Tensor":
 
 
 class _Enough(BaseException):
-    """A script has prepared its model. Not an Exception, so that a script's own `except` does not stop it."""
+    """A script has prepared its model. Not an Exception, so a script's own `except` does not catch it."""
 
     def __init__(self, shards: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def _run_script(path: Path) -> tuple[dict[str, Any], int | None]:
 
     class Look(Run):
         def prepare(self, *_: Any, **__: Any) -> NoReturn:
-            """See the docstring of this module."""
+            """Stop the script here: the model is ready."""
             raise _Enough(self.shards)
 
     module = types.ModuleType("__main__")
@@ -146,13 +146,13 @@ def _run_script(path: Path) -> tuple[dict[str, Any], int | None]:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} failed before it prepared a model: {type(error).__name__}: {error}") from error
     finally:
-        del evenstep.Run  # what is asked for next is imported as ever
+        del evenstep.Run  # the next lookup imports the real one again
         sys.modules["__main__"], sys.argv, sys.path[:] = before
     return module.__dict__, None
 
 
 def _callers(enough: _Enough) -> dict[str, Any]:
-    """The local names of the functions on the way to `prepare`; those of inner ones hide those of outer ones."""
+    """The local names of the functions on the way to `prepare`; inner ones hide outer ones."""
     names: dict[str, Any] = {}
     trace = enough.__traceback__
     trace = trace.tb_next if trace is not None else None  # the first is ours

@@ -25,13 +25,13 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
         "--servers-per-group",
         metavar="T",
         type=int,
-        help="servers that share out one copy of them (default: S)",
+        help="servers that hold one copy of the parameters between them (default: S)",
     )
     options.add_argument(
         "--staleness",
         metavar="U",
         type=int,
-        help="updates that a group may be ahead of the slowest (default: any)",
+        help="how many updates a group may be ahead of the slowest (default: any number)",
     )
     options.add_argument(
         "--framework", metavar="NAME", help=f"a classic set-up by name: {', '.join(FRAMEWORKS)}; see docs/groups.md"
@@ -39,7 +39,7 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
 
 
 def refuse_figures(options: argparse.Namespace) -> None:
-    """Say which options are for runs whose workers all step together.
+    """Refuse options that only make sense where all workers step together.
 
     Raises:
         ConfigError: One of them was given.
@@ -55,10 +55,10 @@ def refuse_figures(options: argparse.Namespace) -> None:
 
 
 def setup_of(options: argparse.Namespace) -> Setup | None:
-    """What was asked for; None if nothing of this was.
+    """The groups and servers asked for; None if there are none.
 
     Raises:
-        ConfigError: It makes no sense.
+        ConfigError: The options make no sense together.
     """
     counts = ("groups", "workers_per_group", "servers", "servers_per_group", "staleness", "framework")
     if all(getattr(options, name) is None for name in counts):

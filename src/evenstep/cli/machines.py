@@ -16,18 +16,18 @@ __all__ = ["add_arguments", "add_join", "listen_of"]
 
 
 def add_arguments(run: argparse.ArgumentParser) -> None:
-    """Add what a head is told."""
+    """Add the options of a head."""
     options = run.add_argument_group("several machines")
     options.add_argument(
         "--listen", metavar="HOST:PORT", help="be the head of a run that other machines join, by `evenstep join`"
     )
-    options.add_argument("--machines", metavar="M", type=int, help="start when so many are there, this one among them")
+    options.add_argument("--machines", metavar="M", type=int, help="start when this many are there, including this one")
     options.add_argument(
         "--token-file", metavar="FILE", type=Path, help="holds a secret that every machine must know (not on loopback)"
     )
     options.add_argument("--between", metavar="BACKEND", help="what moves bytes: gloo (default), nccl, mpi or ucc")
     options.add_argument(
-        "--silence", metavar="SECONDS", type=float, help="give up a machine that says nothing for so long (default: 2)"
+        "--silence", metavar="SECONDS", type=float, help="give up a machine that is silent for this long (default: 2)"
     )
     options.add_argument("--certfile", metavar="FILE", type=Path, help="TLS for the control connection")
     options.add_argument("--keyfile", metavar="FILE", type=Path, help="its key")
@@ -63,7 +63,7 @@ def listen_of(options: argparse.Namespace) -> "Listen | None":
 
 
 def add_join(commands: Any) -> None:
-    """Add the command of the other machines."""
+    """Add the command by which other machines join."""
     join = commands.add_parser(
         "join",
         help="add the workers of this machine to a run on another",
@@ -75,14 +75,14 @@ def add_join(commands: Any) -> None:
     join.add_argument("--token-file", metavar="FILE", type=Path, help="holds the secret of the head")
     join.add_argument("--cafile", metavar="FILE", type=Path, help="TLS: what the head's certificate was signed by")
     join.add_argument(
-        "--wait", metavar="SECONDS", type=float, default=30.0, help="how long the head may take to come (default: 30)"
+        "--wait", metavar="SECONDS", type=float, default=30.0, help="how long to wait for the head (default: 30)"
     )
     join.add_argument(
         "--rejoin",
         metavar="SECONDS",
         type=float,
         default=0.0,
-        help="when the head is lost, try for so long to join it again (default: end)",
+        help="when the head is lost, try this long to join it again (default: end)",
     )
     join.add_argument("--arithmetic", choices=ARITHMETICS, help="as the head's")
     join.set_defaults(command=_join)

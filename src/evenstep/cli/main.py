@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete_streams()
     options = _parser().parse_args(_with_port(list(sys.argv[1:] if argv is None else argv)))
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # a terminal without the lines of a tree shows question marks
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot draw the lines of a tree shows question marks
     try:
         return int(options.command(options))
     except EvenstepError as error:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("stopped by SIGINT")
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read our output is gone: what is buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output is gone: discard what is buffered
         return 128 + signal.SIGPIPE
 
 
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--log-dir", metavar="DIR", type=Path, help="also write each worker's output to DIR/worker-N.log")
     run.add_argument(
-        "--max-restarts", metavar="N", type=int, help="replace at most so many workers that fail (default: any number)"
+        "--max-restarts", metavar="N", type=int, help="replace at most this many failed workers (default: any number)"
     )
     run.add_argument(
         "--no-replace", action="store_true", help="replace no worker that fails: go on with those that are left"
@@ -92,18 +92,18 @@ def _parser() -> argparse.ArgumentParser:
         "--step-timeout",
         metavar="SECONDS",
         type=float,
-        help="give up and replace a worker that is stuck for so long (default: the script's, or 300)",
+        help="give up and replace a worker that is stuck for this long (default: the script's, or 300)",
     )
     run.add_argument(
         "--weights", metavar="W,W,...", help="how much each worker does, such as 2,1,1 (default: measured)"
     )
-    run.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint of the script's")
+    run.add_argument("--resume", action="store_true", help="go on from the script's newest good checkpoint")
     run.add_argument(
         "--grace",
         metavar="SECONDS",
         type=float,
         default=30.0,
-        help="what the first SIGINT or SIGTERM leaves to finish the step and save (default: 30)",
+        help="time to finish the step and save after the first SIGINT or SIGTERM (default: 30)",
     )
     run.add_argument(
         "--recheck",
@@ -155,11 +155,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--workers", metavar="N,N,...", default="1,2,4", help="numbers of workers to compare (default: 1,2,4)"
     )
-    verify.add_argument("--steps", metavar="S", type=int, help="end the batches after so many steps")
+    verify.add_argument("--steps", metavar="S", type=int, help="end the batches after this many steps")
     verify.add_argument("--shards", metavar="K", type=int, help="as for run")
     verify.add_argument("--arithmetic", choices=ARITHMETICS, help="as for run")
     verify.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=3600.0, help="what each run may take (default: 3600)"
+        "--timeout", metavar="SECONDS", type=float, default=3600.0, help="how long each run may take (default: 3600)"
     )
     verify.set_defaults(command=_verify)
 
@@ -186,8 +186,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_server(server: argparse.ArgumentParser) -> None:
     server.add_argument("model", metavar="FILE:FUNCTION", help="what builds the model, or (model, optimizer)")
-    server.add_argument("--host", default="127.0.0.1", help="where to listen; elsewhere than here a token is needed")
-    server.add_argument("--port", metavar="N", type=int, default=0, help="of HTTP; the raw socket has the next one")
+    server.add_argument("--host", default="127.0.0.1", help="where to listen; beyond loopback a token is needed")
+    server.add_argument("--port", metavar="N", type=int, default=0, help="port of HTTP; the raw socket gets the next")
     server.add_argument(
         "--staleness", metavar="S", default="0", help="0: synchronous (default); S: at most S ahead; none: asynchronous"
     )
@@ -195,26 +195,26 @@ def _add_server(server: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--workers", metavar="N", type=int, default=1, help="how many make a synchronous update, at least"
     )
-    server.add_argument("--transports", default="http,tcp,memory", help="which ones (default: http,tcp,memory)")
-    server.add_argument("--token-file", metavar="FILE", type=Path, help="holds what every request must bring")
+    server.add_argument("--transports", default="http,tcp,memory", help="ways to reach it (default: http,tcp,memory)")
+    server.add_argument("--token-file", metavar="FILE", type=Path, help="holds the secret that requests must carry")
     server.add_argument("--certfile", metavar="FILE", help="for TLS")
     server.add_argument("--keyfile", metavar="FILE", help="its key")
     server.add_argument("--directory", metavar="DIR", type=Path, help="where snapshots go, and where to go on from")
     server.add_argument(
-        "--snapshot-every", metavar="N", type=int, default=1000, help="updates between two (default: 1000)"
+        "--snapshot-every", metavar="N", type=int, default=1000, help="updates between two snapshots (default: 1000)"
     )
-    server.add_argument("--durable", action="store_true", help="acknowledge an update when it is on the disk")
+    server.add_argument("--durable", action="store_true", help="acknowledge an update only once it is on disk")
     server.add_argument(
-        "--set-aside", action="store_true", help="start although the log cannot be replayed; keep the rest of it beside"
+        "--set-aside", action="store_true", help="start even if the log cannot be replayed; keep the rest of it aside"
     )
     server.add_argument(
         "--servers", metavar="N", type=int, default=1, help="processes that share the parameters, on the next ports"
     )
-    server.add_argument("--lease", metavar="SECONDS", type=float, default=30.0, help="drop a worker silent for so long")
+    server.add_argument("--lease", metavar="SECONDS", type=float, default=30.0, help="drop a worker silent this long")
     server.add_argument("--log-every", metavar="SECONDS", type=float, help="also write the server's figures to the log")
     server.add_argument("--reject-nonfinite", action="store_true", help="refuse updates with infinities or NaN")
     server.add_argument(
-        "--threads", metavar="N", type=int, default=1, help="of the optimizer (default: 1, as in a run)"
+        "--threads", metavar="N", type=int, default=1, help="threads of the optimizer (default: 1, as in a run)"
     )
     server.set_defaults(command=_server)
 
@@ -233,7 +233,7 @@ def _server(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"there is no file {path or options.model}; say what builds the model, such as model.py:build"
         )
-    from evenstep.cli.server import serve  # here: as above
+    from evenstep.cli.server import serve  # here: importing torch takes seconds, a typo should not
 
     return serve(options, None if options.staleness == "none" else int(options.staleness))
 
@@ -283,7 +283,7 @@ def _run(options: argparse.Namespace) -> int:
         if setup is not None:
             say(setup.describe())
         return supervise(job)
-    from evenstep.launch.groups import conduct  # here: as above
+    from evenstep.launch.groups import conduct  # here: it imports torch, like the supervisor
 
     return conduct(job, setup)
 
@@ -333,13 +333,13 @@ def _verify(options: argparse.Namespace) -> int:
     if not options.timeout > 0:
         raise ConfigError(f"--timeout {options.timeout:g}, expected a number of seconds above 0")
     settings.choose(options.arithmetic)  # the runs find it in their environment
-    from evenstep.cli.verify import verify  # here: as above
+    from evenstep.cli.verify import verify  # here: it imports torch
 
     return verify(script, options.args, counts, options.steps, options.shards, options.timeout)
 
 
 def _script(options: argparse.Namespace) -> Path | str:
-    """The script that is to be run; a string: the name of a module."""
+    """The script to run; a string is the name of a module."""
     if options.module:
         name: str = options.script
         sys.path.insert(0, str(Path.cwd()))  # as workers will do
@@ -353,7 +353,7 @@ def _script(options: argparse.Namespace) -> Path | str:
 
 
 def _note_misplaced(options: argparse.Namespace) -> None:
-    """What follows the script is the script's, even where it looks like ours: that may not be what was meant."""
+    """Note options of ours that follow the script: they go to the script, which may not be what was meant."""
     for word in options.args:
         if (name := word.partition("=")[0]) in options.own - {"-h", "--help"}:
             say(

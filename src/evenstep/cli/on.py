@@ -8,13 +8,13 @@ from evenstep.core.output import say
 
 __all__ = ["add_arguments", "run_on"]
 
-_GRACE_S = 30.0  # what --grace is by itself
+_GRACE_S = 30.0  # the default of --grace
 _TAKEN = {"on", "workers", "shards", "max_restarts", "no_replace", "step_timeout", "resume"}
 _OURS = {"command", "own", "module", "script", "args"}  # what the parser itself adds
 
 
 def add_arguments(run: argparse.ArgumentParser) -> None:
-    """Add what says on whose machines to run."""
+    """Add the option that says on which machines to run."""
     run.add_argument(
         "--on",
         metavar="CLUSTER",
@@ -39,7 +39,7 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
         raise ConfigError(f"-m {script} with --on {cluster}, expected the path of a script")
     if workers is None or not workers.isdigit() or int(workers) < 1:
         raise ConfigError(f"-n {workers} with --on {cluster}, expected a number of workers: -n 8")
-    from evenstep import ray  # here: it takes seconds, and may not be there
+    from evenstep import ray  # here: importing it takes seconds, and it may not be installed
 
     try:
         ray.run(

@@ -36,7 +36,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     """The events of a trace.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The file holds no trace.
     """
     try:
         found = json.loads(path.read_bytes())

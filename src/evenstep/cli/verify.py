@@ -40,7 +40,7 @@ def verify(
         counts: The numbers of workers.
         steps: After how many steps the batches end; None: where the script ends them.
         shards: Parts of every batch; None: the script's.
-        timeout_s: What each run may take.
+        timeout_s: How long each run may take.
 
     Raises:
         EvenstepError: A run failed, or took longer than `timeout_s`.

@@ -1,4 +1,4 @@
-"""Whether tensors hold the same bytes, by numbers that are cheap to compute and to send.
+"""Checksums: whether tensors hold the same bytes, by numbers that are cheap to compute and to send.
 
 A checksum has the same value wherever the tensor lies: on the CPU the C core computes it (`native/checksum.c`), on a
 GPU a kernel, or torch's operations where there is no Triton.
@@ -18,9 +18,9 @@ __all__ = ["checksum", "checksums", "launch_checksums"]
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _ALSO_ODD = 0xBF58476D1CE4E5B9 - (1 << 64)
-_ROW = 128  # words that are added up at once; every tensor begins a row
-_PIECE = 1 << 23  # words that are mixed at once
-_PROGRAM = 1 << 13  # words of one program of the kernel
+_ROW = 128  # words added up at once; every tensor begins a row
+_PIECE = 1 << 23  # words mixed at once
+_PROGRAM = 1 << 13  # words per program of the kernel
 
 
 @lru_cache(maxsize=1)
@@ -42,13 +42,13 @@ def checksum(tensor: Tensor) -> int:
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """As `checksum`, of many tensors of one device: on a GPU in a few launches for all, and one wait."""
+    """As `checksum`, for many tensors of one device: on a GPU a few launches for all of them, and one wait."""
     return [number & 0xFFFFFFFFFFFFFFFF for number in launch_checksums(tensors).tolist()]
 
 
 @torch.no_grad()
 def launch_checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """As `checksums`, as signed words [len(tensors)] on the tensors' device, for which nobody has waited yet."""
+    """As `checksums`, but as signed words [len(tensors)] on the tensors' device, without waiting for it."""
     flats = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     if all(flat.device.type == "cpu" for flat in flats):
         numbers = [core.checksum(flat.data_ptr(), flat.numel()) for flat in flats]
@@ -60,7 +60,7 @@ def launch_checksums(tensors: Sequence[Tensor]) -> Tensor:
 def _sums_by_kernel(flats: Sequence[Tensor]) -> Tensor:
     """As `_sums`, in one launch."""
     device, module = flats[0].device, _kernel()
-    assert module is not None, "there is Triton"
+    assert module is not None, "called only where Triton is available"
     words = [flat if flat.data_ptr() % 8 == 0 == flat.numel() % 8 else _padded(flat, 8) for flat in flats]
     sizes = torch.tensor([flat.numel() // 8 for flat in words])
     owner, begin = _rows(sizes, _PROGRAM)
@@ -74,7 +74,7 @@ def _sums_by_kernel(flats: Sequence[Tensor]) -> Tensor:
 
 
 def _sums(flats: Sequence[Tensor]) -> Tensor:
-    """What the words of each tensor, mixed with their places, add up to; integers, so any order of adding is right."""
+    """The sum of each tensor's words, mixed with their places; integers, so any order of adding is right."""
     device = flats[0].device
     sizes = torch.tensor([-(-flat.numel() // 8) for flat in flats])
     words = torch.cat([_padded(flat, 8 * _ROW) for flat in flats]).view(torch.int64).view(-1, _ROW)
@@ -92,7 +92,7 @@ def _sums(flats: Sequence[Tensor]) -> Tensor:
 
 
 def _folded(words: Tensor, by: int) -> Tensor:
-    """Words, each xor its high bits; a shift without a sign, which torch has not."""
+    """Each word xor its high bits, by an unsigned shift, which torch does not have."""
     return words ^ (words >> by & (1 << 64 - by) - 1)
 
 
@@ -101,7 +101,7 @@ def _padded(flat: Tensor, to: int) -> Tensor:
 
 
 def _rows(sizes: Tensor, row: int) -> tuple[Tensor, Tensor]:
-    """Of every row of so many words: to which tensor it belongs, and which of its words is the first."""
+    """For every row of `row` words: which tensor it belongs to, and which of its words comes first."""
     rows = -(-sizes // row)
     owner = torch.repeat_interleave(torch.arange(len(sizes)), rows)
     return owner, (torch.arange(len(owner)) - (rows.cumsum(0) - rows)[owner]) * row

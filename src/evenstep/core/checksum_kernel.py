@@ -9,13 +9,13 @@ ALSO_ODD = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 
 @triton.jit
 def add_up(tensors, programs, totals, PROGRAM: tl.constexpr, BLOCK: tl.constexpr):
-    """Add what the words of this program's part of a tensor give to the total of that tensor.
+    """Add this program's part of a tensor to that tensor's total.
 
     Args:
-        tensors: For each tensor: the address of its first word, aligned to 8 bytes, and how many words it has.
+        tensors: For each tensor: the address of its first word, aligned to 8 bytes, and its number of words.
         programs: For each program: which tensor, and its first word there.
-        totals: Of each tensor; 0 at first.
-        PROGRAM: Words of a program.
+        totals: One for each tensor; initially 0.
+        PROGRAM: Words per program.
         BLOCK: Words at a time.
     """
     program = tl.program_id(0)
@@ -27,7 +27,7 @@ def add_up(tensors, programs, totals, PROGRAM: tl.constexpr, BLOCK: tl.constexpr
         place = first + start + tl.arange(0, BLOCK)
         here = place < count
         mixed = tl.load(words + place, mask=here, other=0) ^ (place + 1) * ODD
-        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * ODD  # a shift without a sign
+        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * ODD  # an unsigned shift
         mixed = (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)) * ALSO_ODD
         total += tl.where(here, mixed ^ ((mixed >> 32) & 0xFFFFFFFF), 0)
     tl.atomic_add(totals + tensor, tl.sum(total, 0))

@@ -21,14 +21,14 @@ from evenstep.native import core
 
 __all__ = ["Child", "Children", "default_signals", "fork", "signal_name"]
 
-_LONGEST_LINE_BYTES = 1 << 20  # what comes without a line feed is handed on in pieces of this size
+_LONGEST_LINE_BYTES = 1 << 20  # longer lines are handed on in pieces of this size
 
 
 class Child:
     """A forked process, from its start to its end.
 
     Attributes:
-        pid: Its number; nobody else's until it is reaped.
+        pid: Its process id, which is not reused until it is reaped.
         pidfd: Readable when it has ended.
         code: Its exit code, or minus the signal that killed it; None until it is reaped.
     """
@@ -48,16 +48,16 @@ class Child:
             try:
                 os.killpg(self.pid, number)
             except ProcessLookupError:
-                os.kill(self.pid, number)  # not its own group yet; its number is its own until we reap it
+                os.kill(self.pid, number)  # it has no process group yet; its id is not reused until we reap it
 
     def is_stopped(self) -> bool:
         """Whether somebody has stopped it."""
-        with suppress(OSError, IndexError):  # it is just ending
+        with suppress(OSError, IndexError):  # it may be ending right now
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end, at most so long; whether it came. Does not reap it."""
+        """Wait at most this long for its end; return whether it came. Does not reap it."""
         if not self.alive:
             return True
         with selectors.DefaultSelector() as selector:
@@ -65,25 +65,25 @@ class Child:
             return bool(selector.select(timeout_s))
 
     def reap(self) -> int:
-        """Wait for its end and, unless it went well, end what it started; its number is free only then."""
+        """Wait for its end and, unless it exited with 0, kill what it started; only then is its id free."""
         if self.code is None:
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             assert end is not None, "without WNOHANG waitid returns only when the child has ended"
             if end.si_code != os.CLD_EXITED or end.si_status != 0:
-                with suppress(ProcessLookupError, PermissionError):  # no group of its own yet, or another user's by now
+                with suppress(ProcessLookupError, PermissionError):  # no process group yet, or another user's by now
                     os.killpg(self.pid, signal.SIGKILL)
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             os.close(self.pidfd)
         return self.code
 
     def kill(self) -> None:
-        """End it now, with what it started."""
+        """Kill it now, with what it started."""
         self.signal(signal.SIGKILL)
         self.reap()
 
     def describe_end(self) -> str:
         """How it ended, in words that follow its name."""
-        assert self.code is not None, "the exit code is there once the child is reaped"
+        assert self.code is not None, "a child has an exit code only once it is reaped"
         return f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
 
 
@@ -96,7 +96,7 @@ def signal_name(number: int) -> str:
 
 
 def default_signals() -> None:
-    """Let signals do what they do in any program, whatever the parent does with them."""
+    """Give all signals their default effect, whatever the parent did with them."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -108,11 +108,10 @@ def fork(
     """Fork a process that does one thing.
 
     Args:
-        main: What it does; what it returns is its exit code. An error of ours is said in a sentence, any other shown
-            whole.
-        streams: What becomes its standard output and error.
-        keep: Descriptors that it keeps beside them. All others are closed in it; its standard input is empty.
-        tied: It is killed when the thread that forks it ends. If not, it has to look itself whether its parent lives.
+        main: What it does; returns its exit code. Our own errors print one sentence, any other its traceback.
+        streams: Its standard output and error.
+        keep: Other descriptors that it keeps. The rest are closed in it; its standard input is empty.
+        tied: It is killed when the thread that forks it ends. If not, it must check itself whether its parent lives.
     """
     parent = os.getpid()
     sys.stdout.flush()
@@ -134,10 +133,10 @@ def _become(main: Callable[[], int], parent: int | None, streams: tuple[int, int
     except BaseException:  # noqa: BLE001  # the border of the process: shown, and the exit code says so
         traceback.print_exc()
     finally:
-        with suppress(OSError, ValueError):  # nobody reads them any more, or the script has closed them
+        with suppress(OSError, ValueError):  # their reader is gone, or the script has closed them
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code & 0xFF)  # as the kernel would; a larger number raises, and this process would go on
+        os._exit(code & 0xFF)  # as the kernel does; a larger number would raise, and this process would go on
 
 
 def _live_apart(parent: int | None, streams: tuple[int, int], keep: Collection[int]) -> None:
@@ -153,7 +152,7 @@ def _live_apart(parent: int | None, streams: tuple[int, int], keep: Collection[i
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         if fd > 2 and fd not in keep:
-            with suppress(OSError):  # the directory's own descriptor is gone by now
+            with suppress(OSError):  # the descriptor of the listing itself is closed by now
                 os.close(fd)
     sys.stdin = os.fdopen(0, closefd=False)
     out, err = sys.stdout.encoding, sys.stderr.encoding
@@ -173,7 +172,7 @@ class _Pipe:
         self._begun = b""
 
     def read(self) -> tuple[list[bytes], bool]:
-        """The whole lines of what has come, and whether that was all there will ever be."""
+        """The complete lines that have arrived, and whether the pipe has ended."""
         data = os.read(self.fd, 65536)
         *lines, rest = (self._begun + data).split(b"\n")
         if rest and (not data or (len(rest) > _LONGEST_LINE_BYTES and self.kind != "events")):
@@ -182,7 +181,7 @@ class _Pipe:
         return lines, not data
 
     def rest(self) -> list[bytes]:
-        """The line that has begun, if any, though nobody has ended it."""
+        """The last line, if it never got its line feed."""
         rest, self._begun = self._begun, b""
         return [rest] if rest else []
 
@@ -191,8 +190,8 @@ class Children:
     """The children of this process, what they write, and whatever else it waits for. Use it as a context manager.
 
     Args:
-        heard: Called with a child, the kind of a pipe, and whole lines that the child has written into it.
-        ended: Called with a child that has ended and was reaped, when all that it wrote has been heard.
+        heard: Called with a child, the kind of a pipe, and complete lines that the child has written into it.
+        ended: Called with a child that has ended and was reaped, once everything it wrote has been heard.
     """
 
     def __init__(self, heard: Callable[[Child, str, Sequence[bytes]], None], ended: Callable[[Child], None]) -> None:
@@ -214,7 +213,7 @@ class Children:
         Args:
             main: What it does, given the descriptors of its pipes by kind; see `fork`.
             kinds: Which pipes it has. "out" and "err" are its standard output and error.
-            keep: Which other descriptors it keeps.
+            keep: Other descriptors that it keeps.
         """
         pipes = {kind: os.pipe() for kind in kinds}
         writing = {kind: pipe[1] for kind, pipe in pipes.items()}
@@ -228,12 +227,12 @@ class Children:
         return child
 
     def adopt(self, child: Child) -> None:
-        """Look after a child that was forked elsewhere."""
+        """Take on a child that was forked elsewhere."""
         self._children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
 
     def end(self, child: Child) -> None:
-        """End a child now, and hear no more of it."""
+        """Kill a child now, and report nothing more of it."""
         if child in self._children:
             self._children.remove(child)
             if child.pidfd in self._selector.get_map():
@@ -241,26 +240,26 @@ class Children:
             child.kill()
 
     def watch(self, source: _Source, ready: Callable[[], None]) -> None:
-        """Call somebody whenever there is something to read from a source, which stays the caller's."""
+        """Call `ready` whenever there is something to read from a source, which stays the caller's."""
         self._selector.register(source, selectors.EVENT_READ, ready)
 
     def forget(self, source: _Source) -> None:
-        """Watch a source no longer."""
+        """Stop watching a source."""
         self._selector.unregister(source)
 
     def turn(self, wait_s: float) -> bool:
-        """Wait, at most so long, and hand on what has come; False if nothing has."""
+        """Wait at most this long, and hand on what has arrived; False if nothing has."""
         ready = self._selector.select(max(wait_s, 0.0))
         for key, _ in sorted(ready, key=lambda item: self._order(item[0].data)):
             now = self._selector.get_map().get(key.fd)
             if (
                 now is not None and now.data is key.data
-            ):  # else it was closed meanwhile, and its number may be another's
+            ):  # otherwise it was closed meanwhile, and its number may be another's
                 self._handle(key.data)
         return bool(ready)
 
     def _order(self, source: Any) -> tuple[int, int]:
-        """What a child prints comes before what it says of itself, and that before its end, the oldest's first."""
+        """A child's output comes before its events, and those before its end; older children come first."""
         if isinstance(source, _Pipe):
             return (1 if source.kind == "events" else 0, 0)
         return (2, self._children.index(source)) if isinstance(source, Child) else (3, 0)
@@ -285,7 +284,7 @@ class Children:
             self._heard(pipe.child, pipe.kind, lines)
 
     def drain(self, child: Child, *kinds: str) -> None:
-        """Hear what a child has written so far, into all of its pipes or some."""
+        """Hand on what a child has written so far, to all of its pipes or to some."""
         for pipe in self._pipes():
             if pipe.child is child and (not kinds or pipe.kind in kinds):
                 with suppress(BlockingIOError):
@@ -296,7 +295,7 @@ class Children:
         return [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Pipe)]
 
     def finish(self, timeout_s: float) -> None:
-        """Hear what is left when all have ended; what they started may still write, so only for a while."""
+        """Hand on what is left when all have ended; what they started may still write, hence the timeout."""
         deadline = time.monotonic() + timeout_s
         while self._pipes() and self.turn(0.0) and time.monotonic() < deadline:
             pass
@@ -305,7 +304,7 @@ class Children:
                 self._heard(pipe.child, pipe.kind, rest)
 
     def close(self) -> None:
-        """End all children, and let go of everything."""
+        """Kill all children, and release everything."""
         for child in self._children:
             child.kill()
         for pipe in self._pipes():

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that a run was asked to be.
+    """The settings of a run.
 
     Attributes:
         shards: K, the number of parts that every global batch is cut into. Part of the arithmetic.
@@ -25,12 +25,12 @@ class RunConfig:
         threads: Intra-op threads of every shard's computation. Part of the arithmetic.
         device: "cpu", "cuda" or "cuda:N".
         timeout_s: How long any wait for another worker may take.
-        quiet: Keep still: no progress bar and no closing fingerprint line.
+        quiet: No progress bar and no closing fingerprint line.
         on_nondeterminism: Whether an operation that torch knows to be non-deterministic raises or only warns.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor.
         graphs: Whether steps on a GPU are replayed from CUDA graphs: "auto" where they can be, True or an error, False.
-        recheck: One of so many steps is computed twice, by different workers; 0: none.
-        tolerate_wrong: How often a worker may be found to compute wrong before it goes.
+        recheck: One in this many steps is computed twice, by different workers; 0: none.
+        tolerate_wrong: How often a worker may be found to compute wrong before it is dismissed.
         image: After how many steps the state on GPUs is copied to the host, where it outlives all workers; "auto": as
             often as costs little; 0: never.
     """
@@ -102,7 +102,7 @@ class RunConfig:
 
 
 def _agreed(name: str, asked: T | None, said: T | None, otherwise: T) -> T:
-    """What command line and script say of something that is part of the arithmetic."""
+    """The one value that command line and script give to a part of the arithmetic."""
     if asked is not None and said is not None and asked != said:
         raise ConfigError(
             f"the command line says --{name} {asked} but the script says Run({name}={said!r}): "

@@ -1,7 +1,7 @@
 """The control socket of a running job: how `evenstep scale` and `evenstep status` reach the supervisor.
 
-It is a Unix socket without a place in the file system, so nothing is left of it however the supervisor ends. Its name
-holds the user and the process id; only the same user is answered.
+It is an abstract Unix socket, so nothing is left of it however the supervisor ends. Its name holds the user and the
+process id; only the same user is answered.
 """
 
 import json
@@ -30,7 +30,7 @@ class Control:
     """The end of whoever answers for a job: its supervisor, or the job itself.
 
     Raises:
-        OSError: Somebody in this process answers already.
+        OSError: This process already has one open.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Control:
             raise
 
     def answer(self, command: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Answer one caller, who has a second to say what it wants."""
+        """Answer one caller, which has a second to make its request."""
         connection, _ = self.socket.accept()
         with connection:
             connection.settimeout(_TIMEOUT_S)
@@ -55,10 +55,10 @@ class Control:
                 answer = command(request) if isinstance(request, dict) else {"error": "expected a JSON object"}
                 connection.sendall(json.dumps(answer).encode())
             except (OSError, ValueError):
-                return  # whatever that was: it cannot harm the run
+                return  # a bad caller must not harm the run
 
     def close(self) -> None:
-        """Take the name back."""
+        """Give up the name."""
         self.socket.close()
 
 
@@ -66,7 +66,7 @@ def ask(request: dict[str, Any], pid: int | None = None) -> dict[str, Any]:
     """Ask the supervisor of a job of this user.
 
     Args:
-        request: What.
+        request: What to ask.
         pid: Which supervisor; None: the only one there is.
 
     Raises:
@@ -97,7 +97,7 @@ def _running() -> list[int]:
 
 
 def _command(pid: int) -> str:
-    """What a job runs, as it was typed after `evenstep`, so that a user can tell several apart."""
+    """What a job runs, as typed after `evenstep`, so that a user can tell several apart."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
     except OSError:

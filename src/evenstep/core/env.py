@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Environment:
-    """What the surroundings of this process say about the run.
+    """What the environment of this process says about the run.
 
     Attributes:
         worker: This worker's number.
@@ -37,7 +37,7 @@ class Environment:
         arithmetic: The arithmetic asked for there, or by whoever started this process, if any.
         segment_fd: The inherited file descriptor of the shared segment, if the launcher made one.
         torchrun: Whether torchrun started this process.
-        events_fd: Where progress and errors are written as JSON lines for the launcher to show, if it listens.
+        events_fd: Where to write progress and errors as JSON lines for the launcher, if it listens.
         digests: Where worker 0 writes a digest of every tensor after each step, for `evenstep verify`.
         max_steps: After how many steps the batches end, for `evenstep verify --steps`.
         supervised: Whether the launcher replaces workers.
@@ -45,10 +45,10 @@ class Environment:
         resume: Whether to go on from the newest checkpoint.
         faults: Where a test has planted faults for this process.
         standing: Where the group of this worker stands, if there are groups and servers; a text of `plan.groups`.
-        job: Tells the job of a launcher from others; None: there is no launcher.
-        recheck: Of how many steps one is computed twice, if the launcher's command line says so.
-        tolerate_wrong: How often a worker may compute wrong, if it says so.
-        machines: If workers may be on several machines: on which each of them is; nothing if a supervisor says so.
+        job: Identifies the launcher's job; None: there is no launcher.
+        recheck: One in how many steps is computed twice, if the launcher's command line says so.
+        tolerate_wrong: How often a worker may compute wrong, if the launcher's command line says so.
+        machines: If workers may be on several machines: which one each is on; empty if a supervisor says so.
     """
 
     worker: int = 0
@@ -95,7 +95,7 @@ def read() -> Environment:
     """Read the environment of this process.
 
     Raises:
-        ConfigError: A variable is not a number, or there is no such worker.
+        ConfigError: A variable is not a number, or a worker's number is out of range.
     """
     digests, faults = os.environ.get("EVENSTEP_DIGESTS"), os.environ.get("EVENSTEP_FAULTS")
     common: dict[str, Any] = {
@@ -179,12 +179,12 @@ def worker_variables(
 
 
 def store_address() -> tuple[str, int]:
-    """Where the store is through which the workers of torchrun find each other."""
+    """The address of the store through which torchrun's workers find each other."""
     return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
 
 
 def of_child(variables: dict[str, str]) -> dict[str, str]:
-    """What a process that we start finds in its environment: ours, and these in addition."""
+    """The environment of a process that we start: ours plus these variables."""
     return {**os.environ, **variables}
 
 
@@ -199,7 +199,7 @@ def write(variables: dict[str, str]) -> None:
 
 
 def become(command: list[str], variables: dict[str, str]) -> NoReturn:
-    """Run a command in place of this process, with these variables in addition."""
+    """Replace this process by a command, with these variables added to its environment."""
     os.execve(command[0], command, {**os.environ, **variables})
 
 
@@ -209,18 +209,18 @@ def mps_directory() -> Path:
 
 
 def lightning_seed() -> int:
-    """What `lightning.seed_everything` was given; 0 if it was not called."""
+    """The seed given to `lightning.seed_everything`; 0 if it was not called."""
     return _number("PL_GLOBAL_SEED") or 0
 
 
 def num_gpus() -> int:
-    """How many NVIDIA GPUs this process may use, found without touching them: a process that has cannot fork."""
+    """How many NVIDIA GPUs this process may use, without touching them: a process that has touched one cannot fork."""
     there = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return len(there)
     named = [name.strip() for name in visible.split(",")]
-    wrong = [name in ("", "-1") for name in named]  # the first that makes no sense hides all after it
+    wrong = [name in ("", "-1") for name in named]  # the first invalid one hides all after it
     return min(len(there), wrong.index(True) if True in wrong else len(named))
 
 

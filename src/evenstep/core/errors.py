@@ -20,7 +20,7 @@ __all__ = [
 
 
 class EvenstepError(Exception):
-    """The root of all errors that evenstep raises by itself."""
+    """The root of all errors that evenstep raises."""
 
     exit_code = 1
 
@@ -38,7 +38,7 @@ class UnsupportedError(EvenstepError):
 
 
 class NondeterminismError(EvenstepError):
-    """Something that the exactness rests on was changed under a run, such as the number of threads."""
+    """Something that exactness depends on was changed during a run, such as the number of threads."""
 
     exit_code = 4
 
@@ -82,10 +82,10 @@ class ServerError(EvenstepError):
 
 
 class RefusedError(ServerError):
-    """The server refused a request: it is wrong, not allowed, or comes at the wrong time. Its state is as it was.
+    """The server refused a request: it is wrong, not allowed, or comes at the wrong time. Its state is unchanged.
 
     Attributes:
-        status: What HTTP would call it: 400 malformed, 401 no token, 404 unknown, 409 at the wrong time, 410 not
+        status: The HTTP status: 400 malformed, 401 no token, 404 unknown, 409 at the wrong time, 410 not
             registered any more, 413 too large, 422 not finite, 503 too busy.
     """
 
@@ -103,13 +103,13 @@ class UnreachableError(ServerError):
 
 
 class WrongError(EvenstepError):
-    """A machine computed wrong, or holds something that is not what it was, and it cannot be made good here."""
+    """A machine computed wrong, or its memory no longer holds what was written, and this cannot be repaired here."""
 
     exit_code = 12
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop, and did so after a step. No error: it unwinds the script as `sys.exit` does."""
+    """The run was asked to stop, and did so after a step. Not an error: it unwinds the script as `sys.exit` does."""
 
     exit_code = 75  # EX_TEMPFAIL: try again later
 
@@ -118,7 +118,7 @@ class Stopped(SystemExit):
 
 
 class BeginsAgain(SystemExit):
-    """Nobody has the state any more that this worker would join; one that begins again can. No error, as above."""
+    """The state that this worker was to join is lost; a worker started afresh can join. Not an error."""
 
     exit_code = 76
 
@@ -127,7 +127,7 @@ class BeginsAgain(SystemExit):
 
 
 class Dismissed(SystemExit):
-    """There are to be fewer workers, and this one goes. Not an error of the script's."""
+    """There are to be fewer workers, and this one leaves. Not an error."""
 
     def __init__(self) -> None:
         super().__init__(0)

@@ -10,7 +10,7 @@ Event = dict[str, Any]
 
 
 def send(fd: int, event: Event) -> None:
-    """Write one event as a JSON line; a supervisor that is gone does not matter any more."""
+    """Write one event as a JSON line; if the supervisor is gone, it is dropped."""
     line = json.dumps(event).encode() + b"\n"
     try:
         while line:

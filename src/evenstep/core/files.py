@@ -1,4 +1,4 @@
-"""Files where others may have put things: only regular ones are read, none without an end, none written through."""
+"""Files in directories that others can write to: read only regular files, up to a limit; never write through a link."""
 
 import os
 import stat
@@ -9,10 +9,10 @@ __all__ = ["open_regular", "read_regular", "sync", "write_new"]
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading. A pipe would block, a device may do anything: neither is touched.
+    """Open a file for reading. A pipe would block and a device may do anything, so neither is touched.
 
     Raises:
-        OSError: It is missing, or no regular file.
+        OSError: It is missing, or not a regular file.
     """
     _check(path, os.stat(path))
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
@@ -28,7 +28,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     """Read a file.
 
     Raises:
-        OSError: It is missing, no regular file, or longer than that.
+        OSError: It is missing, not a regular file, or longer than that.
     """
     with open_regular(path) as file:
         data = file.read(most_bytes + 1)
@@ -38,9 +38,9 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file and see that it is on the disk. Whatever has its name, such as what a dead writer left, makes way.
+    """Write a file and wait until it is on disk. Whatever has its name, such as a dead writer's file, is replaced.
 
-    Nothing is written into what lies there: a link would lead elsewhere, a pipe would block.
+    Nothing is written into what was there: a link would lead elsewhere, a pipe would block.
 
     Raises:
         OSError: It cannot be written.
@@ -52,7 +52,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """See that a file, or what a directory lists, is on the disk."""
+    """Wait until a file, or the listing of a directory, is on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Whether a process is still who it was: a forked copy of a worker has all that it has, and is not the worker."""
+"""Whether a process is a forked copy: it has everything the worker has, but is not the worker."""
 
 import os
 
@@ -8,14 +8,14 @@ __all__ = ["check_not_a_copy", "last_core"]
 
 
 def check_not_a_copy(pid: int, who: str) -> None:
-    """Say that this process is a copy, before it waits for others who do not know it, or writes in another's place.
+    """Refuse to go on in a copy, before it waits for others that do not know it, or writes where the original does.
 
     Args:
         pid: The process that may go on.
-        who: What that is, in words.
+        who: What to call it in the message.
 
     Raises:
-        ConfigError: This is another one.
+        ConfigError: This is another process.
     """
     if (here := os.getpid()) != pid:
         raise ConfigError(
@@ -26,6 +26,6 @@ def check_not_a_copy(pid: int, who: str) -> None:
 
 
 def last_core() -> int:
-    """The number of the processor core on which this process has run last."""
+    """The number of the core that this process last ran on."""
     with open("/proc/self/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[36])

@@ -1,4 +1,4 @@
-"""What is shown to people. A terminal that was closed, or a pipe whose reader has gone, never ends a run."""
+"""Output for people. A closed terminal, or a pipe whose reader is gone, never ends a run."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ _GONE = (errno.EIO, errno.EPIPE)  # a terminal that hung up; a pipe without a re
 
 @contextmanager
 def unheard(*streams: TextIO) -> Iterator[None]:
-    """Write to streams inside of this. If nobody can read them any more, what is written goes nowhere from then on."""
+    """Write to the streams inside this. Once nobody can read them any more, what is written is discarded."""
     try:
         yield
     except OSError as error:
@@ -24,7 +24,7 @@ def unheard(*streams: TextIO) -> Iterator[None]:
 
 
 def _let_go(stream: TextIO) -> None:
-    """Point the stream's descriptor nowhere, unless it still leads somewhere: Python keeps what it could not write."""
+    """Redirect the stream to nowhere, unless it still leads somewhere: Python keeps what it could not write."""
     try:
         stream.flush()
     except OSError:
@@ -36,13 +36,13 @@ def _let_go(stream: TextIO) -> None:
 
 
 def say(sentence: str) -> None:
-    """Say something of our own on standard error, where it disturbs no output of the script's."""
+    """Print a message of ours on standard error, where it does not disturb the script's output."""
     with unheard(sys.stderr):
         print(f"evenstep: {sentence}", file=sys.stderr, flush=True)
 
 
 def show(text: str) -> None:
-    """Show lines on standard output."""
+    """Print lines on standard output."""
     with unheard(sys.stdout):
         print(text, flush=True)
 
@@ -50,12 +50,12 @@ def show(text: str) -> None:
 def complete_streams() -> None:
     """Give a process that was started without standard streams ones that lead nowhere.
 
-    Else the first files that it opens would take their numbers, and get what is meant to be shown.
+    Otherwise the first files it opens would get their numbers, and the output meant for them.
     """
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(fd, "w" if fd else "r", closefd=False))

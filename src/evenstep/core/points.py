@@ -1,4 +1,4 @@
-"""Named points of the code at which a test may let something happen. Outside of tests nothing ever does."""
+"""Named points in the code at which a test may make something happen. Outside tests they do nothing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,29 +20,29 @@ POINTS = (
     "checkpoint",
     "recover",
 )
-"""All of them, in the order in which a run first comes by."""
+"""All points, in the order in which a run first reaches them."""
 
 DATA = ("gradient", "statistics", "buffer", "parameter", "node", "image")
-"""What passes by where a machine that computes wrong would spoil it."""
+"""The kinds of tensors that a machine that computes wrong would spoil."""
 
 _handler: Callable[[str], None] | None = None
 _spoiler: Callable[[str, Any], None] | None = None
 
 
 def reach(point: str) -> None:
-    """The code is at a point."""
+    """Say that the code is at a point."""
     if _handler is not None:
         _handler(point)
 
 
 def touch(what: str, *tensors: Any) -> None:
-    """Tensors pass by, and may be altered in place; they are one of `DATA`."""
+    """Show tensors to the test, which may alter them in place; `what` is one of `DATA`."""
     if _spoiler is not None:
         for tensor in tensors:
             _spoiler(what, tensor)
 
 
 def arm(handler: Callable[[str], None] | None, spoiler: Callable[[str, Any], None] | None = None) -> None:
-    """Call these at every point, and with every tensor that passes by, from now on; None: nothing."""
+    """From now on call these at every point, and with every tensor shown; None: call nothing."""
     global _handler, _spoiler
     _handler, _spoiler = handler, spoiler

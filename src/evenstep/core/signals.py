@@ -10,11 +10,11 @@ __all__ = ["Signals"]
 
 
 class Signals:
-    """Catches signals for as long as it is open; a context manager. Readable when one has come.
+    """Catches signals while it is open; a context manager. Readable when a signal has arrived.
 
     Args:
         handle: Called with each, by `deliver`.
-        numbers: Which.
+        numbers: Which signals.
     """
 
     def __init__(self, handle: Callable[[int], None], *numbers: int) -> None:
@@ -39,11 +39,11 @@ class Signals:
         self._writing.close()
 
     def fileno(self) -> int:
-        """What to wait for."""
+        """The descriptor to wait for."""
         return self._reading.fileno()
 
     def deliver(self) -> None:
-        """Hand on those that have come, in order."""
+        """Handle the signals that have arrived, in order."""
         with suppress(BlockingIOError):
             for number in self._reading.recv(64):
                 if number in self._numbers:

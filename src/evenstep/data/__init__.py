@@ -13,7 +13,7 @@ __all__ = ["Parquet", "Streamed", "parquet", "stream"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs pyarrow when it is first asked for."""
+    """Import what needs pyarrow on first use."""
     if name not in ("Parquet", "parquet"):
         raise AttributeError(f"module 'evenstep.data' has no attribute {name!r}")
     try:

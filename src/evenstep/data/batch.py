@@ -1,4 +1,4 @@
-"""A global batch, of which every worker has the parts of its own shards."""
+"""A global batch, of which every worker holds the parts of its own shards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Position:
 
     @property
     def is_last(self) -> bool:
-        """Whether its epoch ends with it, as far as one knows."""
+        """Whether its epoch ends with it, as far as is known."""
         return self.count == self.before + 1
 
 
@@ -43,14 +43,14 @@ class Batch:
 
     Attributes:
         name: Which batch this is, in words; workers compare it.
-        sizes: The number of samples of every shard.
+        sizes: The number of samples in every shard.
         load: Loads the samples of any shard: a worker may have to take over the shards of another.
         parts: The collated samples of the shards that were loaded so far.
         device: Where the samples go.
         position: Where in the data it stands; None: the script brought it.
-        whole: All samples, if every worker came with all of them.
+        whole: All samples, if every worker has all of them.
         sent: Gives the parts that are on their way to the device, if any are.
-        handed: What was handed out of each shard, and how often each tensor had been changed by then.
+        handed: The tensors of each shard that were handed out, and how often each had been changed by then.
     """
 
     name: str
@@ -74,14 +74,14 @@ class Batch:
         return self.position is not None and self.position.is_last
 
     def contents(self) -> dict[str, str]:
-        """What it holds, in a few words, where every worker came with all of it; nothing where each loads its own."""
+        """A summary of what it holds if every worker has all of it; empty where each loads its own."""
         return {} if self.whole is None else contents_of(self.whole)
 
     def part(self, shard: int) -> Any:
-        """The samples of a shard, on the device, as they are: what a step function has changed is loaded again.
+        """The samples of a shard, on the device, unaltered: if a step function has changed them, they are loaded again.
 
         Raises:
-            UnsupportedError: It cannot be.
+            UnsupportedError: They were changed and cannot be loaded again.
         """
         if self._is_changed(shard):
             self.check()
@@ -95,11 +95,11 @@ class Batch:
         return to_device(held, self.device)
 
     def _is_changed(self, shard: int) -> bool:
-        """Whether what was handed out of a shard has been changed in place since."""
+        """Whether the tensors of a shard were changed in place since they were handed out."""
         return any(_version(tensor) != version for tensor, version in self.handed.get(shard, ()))
 
     def check(self) -> None:
-        """See that the samples are as they were, where they cannot be loaded again.
+        """Check that the samples are unchanged where they cannot be loaded again.
 
         Raises:
             UnsupportedError: The step function has changed them.
@@ -115,7 +115,7 @@ class Batch:
         return sum(self.sizes)
 
     def __iter__(self) -> NoReturn:
-        """Refuse, with the remedy: of the batch only some parts are on this worker.
+        """Refuse, with the remedy: only some parts of the batch are on this worker.
 
         Raises:
             ConfigError: Always.
@@ -127,5 +127,5 @@ class Batch:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; torch does not count it in inference mode."""
+    """How often a tensor was changed in place; torch does not count this in inference mode."""
     return 0 if tensor.is_inference() else tensor._version

@@ -15,11 +15,11 @@ __all__ = ["Column", "check_type", "column_of"]
 Column = Tensor | list[str] | list[bytes]
 """``[rows, ...]`` of numbers, or texts."""
 
-_WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch computes little with the narrower ones
+_WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch has few operations for the narrower types
 
 
 def check_type(name: str, kind: pa.DataType) -> None:
-    """See that a column can become a tensor, or texts.
+    """Check that a column can become a tensor, or texts.
 
     Raises:
         ConfigError: It cannot.
@@ -39,12 +39,12 @@ def column_of(name: str, values: pa.ChunkedArray | pa.Array, where: str) -> Colu
     """A column as a tensor ``[rows, ...]``, or a list of texts; the numbers are copied once.
 
     Args:
-        name: Of the column, for errors.
+        name: The name of the column, for errors.
         values: Its values.
-        where: What they are of, for errors.
+        where: Where they come from, for errors.
 
     Raises:
-        ConfigError: A value is null, or lists are not equally long.
+        ConfigError: A value is null, or the lists differ in length.
     """
     if values.null_count:
         row = values.is_null().index(pa.scalar(True)).as_py()

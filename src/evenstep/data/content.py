@@ -1,7 +1,7 @@
-"""Rows in an order that rests on what they hold: whoever writes them, from however many parts, gets the same files.
+"""Rows ordered by their content: whoever writes them, from however many parts, gets the same files.
 
-A row's key is 64 bits that are mixed from its values, or from those of one column that the user names. The high bits
-say which file it belongs to, and a file is sorted by key, then by content. Rows that are alike in all of it are alike.
+A row's key is 64 bits mixed from its values, or from those of one column that the user names. The high bits say which
+file it belongs to, and a file is sorted by key, then by content. Rows that tie in both are identical.
 """
 
 import os
@@ -21,7 +21,7 @@ from evenstep.data.columns import check_type, column_of
 __all__ = ["FILE", "KEY", "keyed", "num_files", "write_file"]
 
 KEY, FILE = "evenstep_key", "evenstep_file"
-"""The columns that `keyed` adds: what rows are sorted by, and the number of their file."""
+"""The columns that `keyed` adds: the sort key, and the number of the file."""
 
 _ROWS_OF_A_FILE = 65536
 _MOST_FILES = 4096
@@ -30,7 +30,7 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitm
 
 
 def num_files(num_rows: int) -> int:
-    """How many files so many rows are written to: a power of two, which rests on nothing else."""
+    """How many files this many rows are written to: a power of two, which depends on nothing else."""
     files = 1
     while files < _MOST_FILES and files * _ROWS_OF_A_FILE < num_rows:
         files *= 2
@@ -38,14 +38,14 @@ def num_files(num_rows: int) -> int:
 
 
 def keyed(table: pa.Table, columns: Sequence[str], key: str | None, files: int, where: str = "the data") -> pa.Table:
-    """Some columns of a table, and for each row its key and the number of its file.
+    """Some columns of a table, with the key and file number of each row.
 
     Args:
         table: Some rows.
-        columns: Which columns are kept, and in which order.
-        key: The column that the order rests on; None: all of `columns`.
-        files: How many there will be.
-        where: What the rows are of, for errors.
+        columns: Which columns to keep, in order.
+        key: The column that the order depends on; None: all of `columns`.
+        files: How many files there will be.
+        where: Where the rows come from, for errors.
 
     Raises:
         ConfigError: A column is missing, has a null, a list of another length, or a type that cannot be a tensor.
@@ -70,20 +70,20 @@ def keyed(table: pa.Table, columns: Sequence[str], key: str | None, files: int, 
 
 
 def write_file(table: pa.Table, directory: str, number: int) -> int:
-    """Write the rows of one file, sorted; returns how many. Whoever does it once more writes the same bytes.
+    """Write the rows of one file, sorted; return how many. Doing it again writes the same bytes.
 
     Args:
-        table: All rows that `keyed` has given the number, in any order.
+        table: All rows to which `keyed` has given this number, in any order.
         directory: Where it goes.
-        number: Of the file.
+        number: The number of the file.
 
     Raises:
-        ConfigError: The lists of a column are not equally long.
+        ConfigError: The lists of a column differ in length.
     """
     table = table.combine_chunks()
     columns = [name for name in table.column_names if name not in (KEY, FILE)]
     for name in columns:
-        column_of(name, table[name], "the data")  # lists may be as long as others of their part, and not of another
+        column_of(name, table[name], "the data")  # lists may have one length in each part, but not over all parts
     keys = table[KEY].to_numpy()
     order = np.argsort(keys, kind="stable")
     order = _untie(table.select(columns), keys, order)
@@ -99,7 +99,7 @@ def write_file(table: pa.Table, directory: str, number: int) -> int:
 
 
 def _bits(column: Any) -> np.ndarray[Any, Any]:
-    """A column as 64-bit words, ``[rows, words]``; texts by a word that is mixed from their bytes."""
+    """A column as 64-bit words, ``[rows, words]``; a text is one word mixed from its bytes."""
     if isinstance(column, Tensor):
         flat = column.reshape(len(column), -1).contiguous().numpy()
         size = flat.dtype.itemsize
@@ -126,7 +126,7 @@ def _mix(numbers: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> np.ndarr
 
 
 def _untie(table: pa.Table, keys: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Among rows with one key, let the content decide: else their order would be that in which they came."""
+    """Order rows with equal keys by content: otherwise they would stay in the order in which they came."""
     sorted_keys = keys[order]
     if not (sorted_keys[1:] == sorted_keys[:-1]).any():
         return order

@@ -1,4 +1,4 @@
-"""What a batch holds, in few words: enough to see that two workers have come with different ones, and where."""
+"""A summary of what a batch holds: enough to see that two workers have different ones, and where."""
 
 import hashlib
 from typing import Any
@@ -18,7 +18,7 @@ _PLAIN = str | int | float | bool | bytes | None
 def contents_of(value: Any, path: str = "batch") -> dict[str, str]:
     """Shape, dtype and checksum of every tensor and array in a structure, and plain values, by path.
 
-    Of anything else the type is told: what it holds cannot be compared.
+    Anything else is represented by its type: its contents cannot be compared.
     """
     if isinstance(value, Tensor):
         return {path: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} {checksum(value):016x}"}

@@ -1,4 +1,4 @@
-"""What surrounds code that draws samples: random generators of its own, and one intra-op thread."""
+"""The surroundings of code that draws samples: random generators of its own, and one intra-op thread."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ __all__ = ["drawing"]
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Code inside may seed and use the global generators; those of the caller are as they were afterwards."""
+    """Let the code inside seed and use the global generators; the caller's are restored afterwards."""
     own = Stream()
     own.reseed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with preserved():
-            own.resume()  # sets NumPy's generator of the caller aside: seeding would change it in place
+            own.resume()  # sets the caller's NumPy generator aside: seeding would change it in place
             yield
     finally:
         torch.set_num_threads(threads)

@@ -28,15 +28,15 @@ _SLICE_S = 0.5  # how soon a loader process that died is noticed, at the latest
 
 
 class Tabular(Dataset[Any]):
-    """A data set without randomness of its own, which gives several samples at once."""
+    """A data set without randomness of its own, which can give several samples at once."""
 
     def part(self, indices: Sequence[int]) -> Any:
-        """Some samples, collated: what `default_collate` makes of them, without making each."""
+        """Some samples, collated as `default_collate` would, without making each one."""
         raise NotImplementedError
 
 
 class _Parts(Dataset[dict[int, Any]]):
-    """A data set of batches: a request in, the parts of some shards out."""
+    """A data set of batches: takes a request, gives the parts of some shards."""
 
     def __init__(self, dataset: Any, span: range, seed: int, purpose: str, collate: Collate | None) -> None:
         self._dataset, self._span, self._seed, self._purpose = dataset, span, seed, purpose
@@ -57,7 +57,7 @@ class _Parts(Dataset[dict[int, Any]]):
 
 
 def _rows_of(dataset: Any) -> Callable[[Sequence[int]], Any] | None:
-    """What gives several samples at once, where nothing is random about them."""
+    """A function that gives several samples at once, if the data set has one and nothing about them is random."""
     if isinstance(dataset, Tabular):
         return dataset.part
     if type(dataset) is not TensorDataset:
@@ -75,7 +75,7 @@ def num_samples(dataset: Any) -> int:
     """How many samples a map-style data set has.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: It is not a map-style data set.
     """
     name = type(dataset).__name__
     others = (
@@ -100,7 +100,7 @@ class Loader:
 
     Args:
         dataset: Any map-style data set.
-        span: Says which shards are this worker's now: that may change while batches are loaded.
+        span: Says which shards are this worker's now; they may change while batches are loaded.
         seed: The run's seed.
         purpose: Separates the random streams of training and evaluation.
         device: Where the samples go.
@@ -108,7 +108,7 @@ class Loader:
         loaders: How many loader processes; 0 loads inline.
         prefetch: How many batches each loader process holds ready.
         timeout_s: How long to wait for a loader process.
-        skip: Says whether the next batch need not be loaded, because its result is known already.
+        skip: Says whether the next batch can be left unloaded because its result is already known.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class Loader:
         """Batches from loader processes, for as long as they load the right shards.
 
         Args:
-            waiting: What was asked for and has not come yet; kept up to date.
-            coming: What comes after that.
+            waiting: Requests that have not been answered yet; kept up to date.
+            coming: The requests after those.
         """
         span, again = self._span(), list(waiting)
 
@@ -202,8 +202,8 @@ class Loader:
         before = signal.getsignal(signal.SIGCHLD)
         batches = iter(loader)
         if signal.getsignal(signal.SIGCHLD) is not before:
-            # torch's handler raises wherever this process is when a loader process dies, and that may be inside of a
-            # queue whose lock then stays locked; we look by ourselves whether they are alive
+            # When a loader process dies, torch's handler raises wherever this process happens to be, perhaps inside a
+            # queue whose lock then stays locked; so we check ourselves whether they are alive.
             signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
         for parts in self._wait_for(batches):
             yield self._batch(waiting.popleft(), parts)
@@ -211,7 +211,7 @@ class Loader:
                 return
 
     def _wait_for(self, batches: Iterator[dict[int, Any]]) -> Iterator[dict[int, Any]]:
-        """The batches, each awaited slice by slice: torch looks only between them whether its processes are alive."""
+        """The batches, each awaited in slices: torch checks whether its processes are alive only between waits."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:

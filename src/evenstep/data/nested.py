@@ -1,4 +1,4 @@
-"""Values in values: what a batch may be made of, taken apart and put together again with its types kept.
+"""Nested values: what a batch may be made of, taken apart and put together again with its types kept.
 
 A *structure* is a mapping (also one that is no `dict`, such as the `BatchEncoding` of a tokenizer), a named tuple, a
 data class, a list or a tuple.
@@ -23,7 +23,7 @@ def is_sequence(value: Any) -> bool:
 
 
 def children(value: Any) -> dict[str, Any] | None:
-    """What a structure holds, each by how it is written behind the structure's name; None: it is no structure."""
+    """What a structure holds, keyed by what is written after the structure's name; None: not a structure."""
     if isinstance(value, Mapping):
         return {f"[{key!r}]": item for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -36,10 +36,10 @@ def children(value: Any) -> dict[str, Any] | None:
 
 
 def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A structure of the same kind with everything in it changed; what is no structure is returned as it is.
+    """A structure of the same kind with everything in it changed; anything else is returned as it is.
 
     Raises:
-        ConfigError: A mapping of a kind that cannot be built from a dict.
+        ConfigError: It is a mapping that cannot be built from a dict.
     """
     if isinstance(value, Mapping):
         return _rebuild_mapping(value, {key: change(item) for key, item in value.items()})
@@ -50,13 +50,13 @@ def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         twin = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(twin, field.name, change(getattr(value, field.name)))  # a frozen one too
+            object.__setattr__(twin, field.name, change(getattr(value, field.name)))  # works for a frozen one too
         return twin
     return value
 
 
 def _rebuild_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if isinstance(value, dict | UserDict):  # a copy has what a subclass holds beside the items
+    if isinstance(value, dict | UserDict):  # a copy keeps what a subclass holds besides the items
         twin = copy.copy(value)
         for key, item in items.items():
             twin[key] = item

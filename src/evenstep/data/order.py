@@ -26,7 +26,7 @@ class BatchRequest:
     Attributes:
         position: Where in the data it stands.
         shards: The sample indices of each shard, in order; some may be empty.
-        order: Tells the order of its epoch from others, in a few letters.
+        order: Identifies the order of its epoch, in a few letters.
     """
 
     position: Position
@@ -48,14 +48,14 @@ class BatchRequest:
 class Order:
     """How a data set becomes batches.
 
-    Either way of dealing gives every shard as many samples; which samples they are is part of the arithmetic. Of
-    several groups that do not step together, group g has batches g, g + groups, ...: every sample once over all groups.
+    Both ways of dealing give every shard the same number of samples; which ones is part of the arithmetic. Of several
+    groups that do not step together, group g has batches g, g + groups, ...: every sample once over all groups.
 
     Attributes:
-        num_samples: Of the data set.
-        batch_size: Samples of a global batch; None: the sampler gives whole batches.
+        num_samples: Samples in the data set.
+        batch_size: Samples in a global batch; None: the sampler gives whole batches.
         num_shards: Parts of every batch.
-        seed: Of the run.
+        seed: The run's seed.
         shuffle: Whether every epoch has an order of its own; not with a sampler.
         drop_last: Whether a short last batch is left out.
         deal: How a batch becomes shards.
@@ -107,7 +107,7 @@ class Order:
             )
 
     def times(self, num_workers: int) -> "Order":
-        """With global batches of so many times as many samples.
+        """The same with global batches `num_workers` times as large.
 
         Raises:
             ConfigError: A sampler decides on their sizes.
@@ -151,7 +151,7 @@ class Order:
                 yield BatchRequest(position, self._deal(batches[number]), order)
 
     def _batches(self, epoch: int) -> tuple[Sequence[Sequence[int]], str]:
-        """The samples of every batch of an epoch, and what their order is, in a few letters."""
+        """The samples of every batch of an epoch, and a few letters that identify their order."""
         if self.sampler is not None:
             drawn = self.sampler.draw(epoch, in_batches=self.batch_size is None)
             batches = drawn if self.batch_size is None else self._chop([index for (index,) in drawn])

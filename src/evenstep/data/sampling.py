@@ -1,4 +1,4 @@
-"""A sampler of the user's: which samples an epoch has, the same on every worker and whenever it is asked again."""
+"""The user's sampler: which samples an epoch has, the same on every worker and every time it is asked."""
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
@@ -15,17 +15,17 @@ __all__ = ["Sampling"]
 class Sampling:
     """Draws from a sampler, with random numbers that (seed, epoch) fixes.
 
-    What comes from torch's, NumPy's or Python's own generators is seeded, and so is a `generator` that the sampler has,
-    as those of `torch.utils.data` do. Any other generator is the user's: workers that draw differently are told so.
+    torch's, NumPy's and Python's own generators are seeded, and so is a `generator` attribute of the sampler, as those
+    of `torch.utils.data` have. Any other generator is the user's: workers that draw differently get an error.
 
     Args:
-        sampler: A sampler of `torch.utils.data` or the like of it, a sequence of indices, or a function of the epoch
-            that returns either. Indices, or lists of indices: whole batches.
-        num_samples: Of the data set.
-        seed: Of the run.
+        sampler: A sampler like those of `torch.utils.data`, a sequence of indices, or a function of the epoch that
+            returns either. It gives indices, or lists of indices: whole batches.
+        num_samples: Samples in the data set.
+        seed: The run's seed.
 
     Raises:
-        ConfigError: It deals the samples to workers by itself, or can be gone through only once.
+        ConfigError: It deals the samples to workers itself, or can be iterated over only once.
     """
 
     def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:
@@ -50,19 +50,19 @@ class Sampling:
         """How many indices, or batches, an epoch has, if the sampler knows.
 
         Raises:
-            TypeError: It does not.
+            TypeError: It does not know.
         """
         return len(self._sampler)
 
     def draw(self, epoch: int, *, in_batches: bool) -> list[Sequence[int]]:
-        """The batches of an epoch; where the sampler gives single indices, each by itself.
+        """The batches of an epoch; a sampler of single indices gives batches of one.
 
         Args:
             epoch: Counted from 0.
             in_batches: Whether it is expected to give whole batches.
 
         Raises:
-            ConfigError: It gives something else, or a sample that is not there.
+            ConfigError: It gives the other kind, or a sample that does not exist.
         """
         with preserved():
             seed_all(derive("sampler", self._seed, epoch))
@@ -93,7 +93,7 @@ class Sampling:
 
 
 def _chain(sampler: Any) -> Iterator[Any]:
-    """A sampler and those that it is built around, as `BatchSampler` is."""
+    """A sampler and those it wraps, as `BatchSampler` does."""
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)

@@ -20,8 +20,8 @@ def sent(batches: Iterator[Batch], device: torch.device, ahead: int) -> Iterator
     """The same batches, whose parts are being copied to a device.
 
     Args:
-        batches: What is loaded.
-        device: Where they shall be.
+        batches: The loaded batches.
+        device: Where to copy them.
         ahead: How many to load before they are asked for.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's
@@ -36,7 +36,7 @@ def sent(batches: Iterator[Batch], device: torch.device, ahead: int) -> Iterator
 
 
 def _send(parts: dict[int, Any], device: torch.device, stream: Any) -> tuple[dict[int, Any], Any]:
-    """Copy; return what will be there, and when."""
+    """Start copying; return the copies, and the event after which they are there."""
     if stream is None:
         return {shard: _copied(part, device) for shard, part in parts.items()}, None
     with torch.cuda.device(device), torch.cuda.stream(stream):
@@ -54,12 +54,12 @@ def _copied(value: Any, device: torch.device) -> Any:
 
 
 def _taken(coming: "Future[tuple[dict[int, Any], Any]]", device: torch.device) -> dict[int, Any]:
-    """The parts; what is launched from now on comes after the copies."""
+    """The parts; work launched from now on waits for the copies."""
     parts, event = coming.result()
     if event is not None:
         stream = torch.cuda.current_stream(device)
         stream.wait_event(event)
         for tensor in pytree.tree_leaves(parts):
             if isinstance(tensor, Tensor):
-                tensor.record_stream(stream)  # its memory is the other stream's
+                tensor.record_stream(stream)  # its memory belongs to the other stream
     return parts

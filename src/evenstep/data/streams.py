@@ -1,7 +1,7 @@
-"""Data without an index: every shard has a stream of its own, which only the worker that computes the shard reads.
+"""Data without an index: every shard has its own stream, which only the worker that computes the shard reads.
 
-Where a stream stands is a number, so whoever takes over a shard opens its stream again and goes to that place. How
-many samples each shard has in a batch is shared, because the streams need not end together.
+The position in a stream is a number, so a worker that takes over a shard reopens its stream and skips to that
+position. The number of samples of each shard in a batch is shared, because the streams need not end together.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -37,11 +37,11 @@ def stream(make: Callable[..., Iterable[Any]], *, skips: bool = False) -> Stream
 
     Args:
         make: Called as make(epoch, shard) by the worker that computes the shard, perhaps again by another; returns an
-            iterable over samples, or with `batch_size=None` over ready parts (what the step function gets). It must
-            give the same whenever it is called so. What is drawn from torch's, NumPy's or Python's generators while the
-            next item is made is seeded by (seed, epoch, shard, number of the item).
-        skips: Whether make takes a third argument, how many items of the stream to leave out: then a worker that takes
-            over a shard need not read what others have read already.
+            iterable over samples, or with `batch_size=None` over ready parts (what the step function gets). The same
+            arguments must always give the same items. torch's, NumPy's and Python's generators are seeded by (seed,
+            epoch, shard, number of the item) while an item is made.
+        skips: Whether make takes a third argument, how many items of the stream to skip: then a worker that takes over
+            a shard need not read what others have already read.
 
     Raises:
         ConfigError: `make` cannot be called.
@@ -91,17 +91,17 @@ class StreamReader:
         return list(islice(rest, 1))
 
     def keep(self, shards: range) -> None:
-        """Let go of the streams of all other shards."""
+        """Close the streams of all other shards."""
         for shard in set(self._open) - set(shards):
             _close(self._open.pop(shard)[1])
 
     def close(self) -> None:
-        """Let go of all streams."""
+        """Close all streams."""
         self.keep(range(0))
 
 
 def _close(rest: Iterator[Any]) -> None:
-    if callable(close := getattr(rest, "close", None)):  # a generator runs its `finally` now, not some day
+    if callable(close := getattr(rest, "close", None)):  # so that a generator runs its `finally` now, not eventually
         close()
 
 
@@ -112,13 +112,13 @@ class StreamLoader:
         source: The streams.
         batch_size: Samples of a global batch while no stream has ended; None: each item is a ready part.
         num_shards: Parts of every batch.
-        seed: Of the run.
+        seed: The run's seed.
         collate: Makes a part from a list of samples; torch's `default_collate` if None.
         device: Where the samples go.
         span: Says which shards are this worker's now.
-        share: Given a function that reads the parts of this worker's shards and returns the number of samples of each
-            shard, returns those of all shards, the same on all workers. The function may be called again, or not at
-            all, if the numbers are known already.
+        share: Given a function that reads the parts of this worker's shards and returns the number of samples in each,
+            returns those of all shards, the same on all workers. The function may be called again, or not at all if
+            the numbers are already known.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class StreamLoader:
 
         Raises:
             ConfigError: An epoch has no sample at all, or the streams do not give the same as before.
-            CheckpointError: The position is of other data.
+            CheckpointError: The position belongs to other data.
         """
         reader = StreamReader(self._source, self._seed)
         try:
@@ -172,7 +172,7 @@ class StreamLoader:
             if not len(batch):
                 break
             yield batch
-            assert batch.position is not None, "every batch of a stream knows where it stands"
+            assert batch.position is not None, "every batch of a stream has a position"
             number, read = number + 1, batch.position.after["read"]
         if number == 0:
             raise ConfigError(f"no stream gave a sample in epoch {epoch}; expected at least one")

@@ -3,13 +3,13 @@
 What its samples are is read off the batch:
 
 - Tensors and arrays have one row for each sample. Those without dimensions, numbers, strings and None belong to no
-  sample and go to every part.
+  particular sample and go to every part.
 - Mappings, named tuples, data classes and the outermost list or tuple are structure.
-- A list or tuple inside of these holds the samples if it is as long as the tensors have rows, and is structure if it
-  holds tensors with so many rows. Where no tensor says how many samples there are, the lists do.
+- A list or tuple inside these holds the samples if its length is the number of rows of the tensors, and is structure
+  if it holds tensors with that many rows. Where no tensor says how many samples there are, the lists do.
 
-Everything must have as many, and what can be read in two ways is refused: cut along a wrong dimension, a batch trains
-as well as any other, and nobody would notice.
+Everything must have the same number of samples, and what can be read in two ways is refused: a batch cut along the
+wrong dimension trains like any other, and nobody would notice.
 """
 
 import enum
@@ -42,7 +42,7 @@ class WholeBatch:
         num_rows: How many samples it has.
 
     Raises:
-        ConfigError: It has none, or it cannot be told what they are.
+        ConfigError: It has no samples, or it is unclear what they are.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -55,7 +55,7 @@ class WholeBatch:
         self._first: Named = ("batch", batch)  # what says how many samples there are
         if arrays:
             self._first = arrays[0]
-        elif len({len(value) for _, value in in_lists}) == 1:  # as many rows as each other: several tensors in a list
+        elif len({len(value) for _, value in in_lists}) == 1:  # all with equally many rows: several tensors in a list
             self._first = in_lists[0]
             self._refuse_samples(lists)
         elif lists:
@@ -82,7 +82,7 @@ class WholeBatch:
         return rebuild(value, lambda item: self._cut(item, first, end))
 
     def _read(self, name: str, value: Any) -> None:
-        """See that something has as many samples as everything else; of a list, find out what it holds."""
+        """Check that a value has as many samples as the rest; find out what a list holds."""
         inside = [] if _is_array(value) else list(_arrays_in(name, value))
         is_structure = bool(inside) and all(len(array) == self.num_rows for _, array in inside)
         if len(value) != self.num_rows and not is_structure:
@@ -102,7 +102,7 @@ class WholeBatch:
                 self._read(*each)
 
     def _refuse_samples(self, lists: Sequence[Named], *, whatever_length: bool = False) -> None:
-        """Refuse lists that are taken for structure but look like samples: of one kind, and more than there are rows.
+        """Refuse lists that were taken for structure but look like samples: all of one kind, and more than the rows.
 
         Raises:
             ConfigError: There is such a list.
@@ -123,7 +123,7 @@ def cut_whole(batch: Any, name: str, shards: int, device: str) -> Batch:
         device: Where parts go.
 
     Raises:
-        ConfigError: It cannot be told how.
+        ConfigError: It is unclear how to cut it.
     """
     whole = WholeBatch(batch)
     spans = cut(whole.num_rows, shards)

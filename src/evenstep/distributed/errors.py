@@ -14,7 +14,7 @@ class MismatchedRanksError(MismatchError, DistBackendError):
 
 
 class SilentRanksError(SilenceError, DistBackendError):
-    """Ranks did not come in time.
+    """Ranks did not arrive in time.
 
     Attributes:
         ranks: Their numbers in the group, as far as they are known.
@@ -30,7 +30,7 @@ class LostRankError(PeerError, DistBackendError):
 
 
 def kind_of(error: EvenstepError) -> type[EvenstepError]:
-    """Which of ours it is."""
+    """Our class of this error, without torch's."""
     return next((kind for kind in (MismatchError, SilenceError) if isinstance(error, kind)), PeerError)
 
 
@@ -38,10 +38,10 @@ def group_error(kind: str, text: str, rank: int, ranks: Sequence[int] = ()) -> E
     """Make an error.
 
     Args:
-        kind: The name of ours.
-        text: What it says.
-        rank: Whom it is about, by the number in the default group.
-        ranks: All whom it is about, by their numbers in this group.
+        kind: The name of our class.
+        text: The message.
+        rank: The rank it is about, by its number in the default group.
+        ranks: All ranks it is about, by their numbers in this group.
     """
     if kind == MismatchError.__name__:
         return MismatchedRanksError(text)

@@ -1,7 +1,7 @@
-"""What machines have between them beside collectives: word of a failure, and messages by gloo.
+"""What machines exchange besides collectives: news of a failure, and messages through gloo.
 
-Neither may be waited for without a bound: torch's store does not answer any more when the process that keeps it has
-stopped, and gloo does not know what a rank is.
+Every wait for either has a bound: torch's store stops answering when the process that hosts it has stopped, and gloo
+does not know what a rank is.
 """
 
 import threading
@@ -28,14 +28,14 @@ class Word:
         self._asking: threading.Thread | None = None
         self._found: str | None = None
         self.lost = False
-        """Whether the store went with the process that kept it."""
+        """Whether the store is gone with the process that hosted it."""
 
     def leave(self, text: str) -> None:
         """Say why the group has failed, if nobody has yet."""
         self._in_a_thread(lambda: self._store.compare_set(_KEY, "", text)).join(_TELLING_S)
 
     def found(self) -> str | None:
-        """What somebody said, as far as it is known by now; the store is asked anew while the caller goes on."""
+        """The failure that some rank reported, if known yet; the store is asked again in the background."""
         if self._found is None and (self._asking is None or not self._asking.is_alive()):
             self._asking = self._in_a_thread(self._ask)
         return self._found
@@ -61,7 +61,7 @@ class DirectWork(Work):
 
     Args:
         work: What gloo gave.
-        tensor: What is sent, or received into: it must stay until it is over.
+        tensor: What is sent, or received into; kept alive until the message is done.
         timeout_s: How long to wait if the user does not say.
         record: What a profiler is told of it.
         fail: Called with gloo's error and the seconds that were waited; raises one of ours.
@@ -80,7 +80,7 @@ class DirectWork(Work):
         self._record = record
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until it is over, but no longer than `timeout`, or else than the group's.
+        """Wait until it is done, but no longer than `timeout`, or by default the group's timeout.
 
         Raises:
             PeerError: The other rank, or the connection to it, is lost.
@@ -96,7 +96,7 @@ class DirectWork(Work):
             end_record(record)
 
     def is_completed(self) -> bool:
-        """Whether it is known to be over: gloo learns that in `wait`."""
+        """Whether it is known to be done: gloo finds out in `wait`."""
         return bool(self._work.is_completed())
 
     def result(self) -> list[Tensor]:
@@ -104,7 +104,7 @@ class DirectWork(Work):
         return [self._tensor]
 
     def source_rank(self) -> int:
-        """Of a receive: who sent the message."""
+        """Who sent the message that was received."""
         return int(self._work._source_rank())
 
     _source_rank = source_rank

@@ -1,8 +1,9 @@
 """Ranks on several machines: shared memory inside a machine, gloo between the leaders, one for each machine.
 
 Sums keep the tree order over all ranks: a leader adds what its ranks give as far as the tree allows, the leaders
-exchange these partial sums, and everyone gets them added in tree order. What moves data goes through the leaders too: a
-gather or an all-to-all sends everything everywhere, which is right but not cheap. Messages go by gloo, rank to rank.
+exchange these partial sums, and everyone gets them added in tree order. Collectives that move data go through the
+leaders too: a gather or an all-to-all sends everything everywhere, which is correct but not cheap. Messages go through
+gloo, rank to rank.
 """
 
 import contextlib
@@ -37,12 +38,12 @@ class MachineRanks:
     """The ranks of a group that spans machines, as one of them sees them.
 
     Args:
-        store: Where ranks of different machines find each other, and leave word of a failure.
+        store: Where ranks of different machines find each other, and report a failure.
         team: The ranks of this machine.
         members: Everyone, by rank.
         rank: The number of this one.
         machines: The ranks of each machine, in order; leaders in order of rank.
-        timeout_s: How long to wait for the others to come.
+        timeout_s: How long to wait for the others to arrive.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class MachineRanks:
         fail = partial(self._lose_message, name, peer)
         try:
             return DirectWork(start(self._direct), tensor, timeout_s, record, fail)
-        except RuntimeError as error:  # the connection had broken before
+        except RuntimeError as error:  # the connection was already broken
             fail(error, timeout_s)
 
     def in_background(self, yes: bool) -> None:
@@ -171,7 +172,7 @@ class MachineRanks:
     # ---- between machines ----
 
     def _agree(self, tag: bytes, timeout_s: float) -> None:
-        """Meet everyone; a rank at another operation is a mismatch. So nobody starts what others do not."""
+        """Meet everyone, so that no rank starts what others do not; a rank at another operation is a mismatch."""
         self._number += 1
         self._local(Call(core.ES_BARRIER, tag), None, None, timeout_s, patience_s=0.0)
         if self._leads:
@@ -248,8 +249,8 @@ class MachineRanks:
     ) -> None:
         """Do a part of an operation inside the machine.
 
-        A rank may wait here for a leader that waits for another machine, and that for a rank of its own. Each is more
-        patient than the one behind, so that the one who is really missing is named.
+        A rank may wait here for a leader that waits for another machine, which waits for one of its own ranks. Each
+        waits longer than the next one in this chain, so that the error names the rank that is really missing.
         """
         self._team.number = self._number - 1  # all parts belong to one operation of the group
         self._team.call(call, ins, outs, timeout_s + patience_s)
@@ -260,7 +261,7 @@ class MachineRanks:
         self._between(lambda: self._leaders.allgather([found], [mine], options), tag, timeout_s)
 
     def _between(self, start: Callable[[], Work], tag: bytes, timeout_s: float) -> None:
-        """Do an operation of the leaders, and look around meanwhile."""
+        """Do an operation of the leaders, and watch for failures meanwhile."""
         deadline, pause_s = time.monotonic() + timeout_s + _REPORT_S, 2e-5
         try:
             work = start()
@@ -288,7 +289,7 @@ class MachineRanks:
             yield
         except EvenstepError as error:
             self._word.leave(f"{kind_of(error).__name__}\n{error}")
-            self._direct = None  # whoever waits for our message sees the connection close
+            self._direct = None  # ranks that wait for our message see the connection close
             raise
 
     def _at(self, tag: bytes) -> str:
@@ -320,7 +321,7 @@ class MachineRanks:
             self._fail({"MismatchError": MismatchError, "SilenceError": SilenceError}.get(kind, PeerError), text)
 
     def _lose(self, text: str) -> NoReturn:
-        """A connection broke: somebody may know why."""
+        """Raise for a connection that broke, with the cause if another machine reports one."""
         deadline = time.monotonic() + _REPORT_S
         while time.monotonic() < deadline and not self._word.lost:
             self._hear_of_failure()
@@ -348,7 +349,7 @@ def _nodes(ranks: Sequence[int], size: int) -> list[tuple[int, int]]:
 
 
 def _gloo_timeout(timeout_s: float) -> timedelta:
-    """What gloo gets: it is to end too when we give up, but not before we know why."""
+    """The timeout for gloo: it should end when we give up too, but not before we know why."""
     return timedelta(seconds=timeout_s + 2 * _REPORT_S)
 
 
@@ -365,7 +366,7 @@ def _at(address: int, num_bytes: int) -> Tensor:
 
 
 def _flat(pieces: Pieces, num_bytes: int) -> Tensor:
-    """All that a rank gives, as one tensor."""
+    """Everything that a rank gives, as one tensor."""
     if pieces is None:
         return torch.empty(0, dtype=torch.uint8)
     if isinstance(pieces, int):

@@ -1,10 +1,10 @@
 """Messages between two ranks of a machine: send and receive, matched by sender and tag.
 
-Messages travel in fragments through a small ring for each pair of ranks. Nobody but the owner of a `Mail` moves its
-fragments: whoever starts a message does so, and a thread does it for what is open then. A message that comes before the
-one that is asked for is put aside, so tags may be received in any order.
+Messages travel in fragments through a small ring for each pair of ranks. Only the owner of a `Mail` moves its
+fragments: the caller that starts a message, and then a thread for what is still open. A message that arrives before
+the one asked for is put aside, so tags may be received in any order.
 
-The thread also looks whether what is open can still come: all receives, messages of which some fragments are here, and
+The thread also checks whether open messages can still complete: all receives, messages that have arrived in part, and
 the first send to each rank.
 """
 
@@ -30,7 +30,7 @@ from evenstep.native import core
 
 __all__ = ["Mail"]
 
-_SLICE_S = 0.05  # after so long look whether what is awaited can still come
+_SLICE_S = 0.05  # how often to check whether what is awaited can still come
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class _Message:
         work: What the user waits for.
         timeout_s: How long it may take.
         number: How many messages its sender, or receiver, had started.
-        target: Where a receive must copy it in the end, if it was received elsewhere.
+        target: Where a receive must finally copy it, if it was received elsewhere.
         fragments: How many have been moved.
         code: The sender's dtype, of a message that was put aside.
         since: When it last moved, or got its turn to.
@@ -72,7 +72,7 @@ class _Message:
         return self.fragments == core.mail_fragments(self.num_bytes)
 
     def advance(self, fragments: int) -> bool:
-        """So many have been moved by now; whether that is more than before."""
+        """Note how many have been moved by now; return whether that is more than before."""
         moved = fragments > self.fragments
         if moved:
             self.fragments, self.since = fragments, time.monotonic()
@@ -86,7 +86,7 @@ class _Message:
 
 
 class _MessageWork(PendingWork):
-    """What the user waits for. While he does, the other ranks can see for whom."""
+    """What the user waits for. Meanwhile the other ranks can see which rank it waits for."""
 
     def __init__(self, name: str, tensor: Tensor, team: Team, peer: int, record: Any) -> None:
         super().__init__(name, [tensor], record)
@@ -123,7 +123,7 @@ class Mail:
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout_s: float, record: Any = None) -> PendingWork:
-        """Start to send a tensor. It is over when the memory may be used again, whether or not it was received."""
+        """Start to send a tensor. It is done when the memory may be used again, whether or not it was received."""
         message = self._message(f"send to {self._team.members[peer]}", tensor, peer, tag, timeout_s, record)
         self._sends[peer].append(message)
         return self._begin(message, record)
@@ -145,7 +145,7 @@ class Mail:
         return _Message(peer, tag, data, data.dtype, work, timeout_s, self._number)
 
     def _begin(self, message: _Message, record: Any) -> PendingWork:
-        """Do at once what can be done at once; leave the rest, or what a profiler looks at, to the thread."""
+        """Move what can be moved at once; leave the rest, or everything if a profiler is on, to the thread."""
         if record is None:
             self._guarded(self._move)
         if not message.work.is_completed():
@@ -163,7 +163,7 @@ class Mail:
                 if not self._guarded(self._move):
                     slice_ns = int(_SLICE_S * 1e9)
                     rc = core.mail_wait(self._team.base, self._mail, self._rank, seen, BACKGROUND_SPIN, slice_ns)
-                # also while the messages of others come and go
+                # also while other messages come and go
                 if rc != core.ES_OK or time.monotonic() > looked_s + _SLICE_S:
                     self._guarded(self._look_around)
                     looked_s = time.monotonic()
@@ -172,7 +172,7 @@ class Mail:
         return bool(self._receives) or any(self._sends) or any(message is not None for message in self._arriving)
 
     def _guarded(self, action: Callable[[], bool]) -> bool:
-        """Do something with the messages; if it fails they all do, here and on the other ranks."""
+        """Run an action on the messages; if it fails, all messages fail, here and on the other ranks."""
         with self._lock:
             try:
                 return action()
@@ -188,7 +188,7 @@ class Mail:
         return True
 
     def _move(self) -> bool:
-        """Move all fragments that can be moved now; whether there were any."""
+        """Move all fragments that can be moved now; return whether there were any."""
         sent = [self._push(queue) for queue in self._sends]
         received = self._take_from_aside()
         pulled = [self._pull(source) for source in range(self._num_ranks)]
@@ -234,7 +234,7 @@ class Mail:
         return moved
 
     def _next(self, source: int) -> _Message | None:
-        """Where the message at the head of a ring goes: to who asked for it, aside, or nowhere yet."""
+        """Where the message at the head of a ring goes: to the receive that wants it, aside, or nowhere yet."""
         if not any(wanted.peer in (source, ANY) for wanted in self._receives):
             return None
         head = self._head(source)
@@ -250,7 +250,7 @@ class Mail:
         return aside
 
     def _claim(self, source: int, tag: int, num_bytes: int, code: int, number: int) -> _Message | None:
-        """The receive that a message was asked for by, which is then no longer open."""
+        """The receive that wants a message; it is then no longer open."""
         for wanted in self._receives:
             if wanted.peer in (source, ANY) and wanted.tag == tag:
                 if wanted.num_bytes != num_bytes or dtype_code(wanted.dtype) != code:
@@ -278,14 +278,14 @@ class Mail:
         return found
 
     def _look_around(self) -> bool:
-        """See whether what is open can still come."""
+        """Check whether open messages can still complete."""
         self._team.check()
         for source, message in enumerate(self._arriving):
             if message is None:
                 continue
             if message not in self._aside:
                 self._look_after(message, [source])
-            elif self._is_lost([source]):  # nobody has asked for it; whoever does will learn that it does not come
+            elif self._is_lost([source]):  # nobody has asked for it yet; a later receive will learn that it never comes
                 self._aside.remove(message)
                 self._arriving[source] = None
         for message in self._receives:
@@ -296,20 +296,20 @@ class Mail:
         return True
 
     def _look_after(self, message: _Message, awaited: Sequence[int], *, sent: bool = False) -> None:
-        """Fail if what a message waits for cannot come any more, or has not come in time."""
+        """Fail if what a message waits for can no longer come, or has not come in time."""
         if self._is_lost(awaited, sent=sent):
             self._team.fail_gone(awaited, message.work.name)
         if time.monotonic() > message.since + message.timeout_s:
             self._team.fail_silent(awaited, message.work.name, message.timeout_s)
 
     def _is_lost(self, awaited: Sequence[int], *, sent: bool = False) -> bool:
-        """Whether all who are awaited have ended, and have left nothing in the rings."""
+        """Whether all awaited ranks have ended, and have left nothing in the rings."""
         if not awaited or not all(self._team.has_ended(rank) for rank in awaited):
             return False
         return sent or all(self._head(rank) is None for rank in awaited)
 
     def _sources(self, wanted: _Message) -> Sequence[int]:
-        """Who can bring what a receive waits for: only one if it has begun to, before it was asked for."""
+        """The ranks that can satisfy a receive: only one if its message had begun to arrive beforehand."""
         for source, message in enumerate(self._arriving):
             if message in self._aside and wanted.peer in (source, ANY) and wanted.tag == message.tag:
                 return [source]
@@ -333,7 +333,7 @@ class Mail:
     def close(self) -> None:
         """End the thread. What is still open fails."""
         thread, self._thread = self._thread, None
-        if thread is not None and os.getpid() == self._pid:  # a fork has no thread, and maybe a lock that it held
+        if thread is not None and os.getpid() == self._pid:  # a forked copy has no thread, and its lock may be held
             with self._lock:
                 self._fail_all(ConfigError("the process group was destroyed before the message was sent or received"))
             self._wake.put(False)

@@ -1,9 +1,9 @@
 """Who is in a group, and which of them share memory: found by trying.
 
-Every rank makes a card, a page of memory with a random number on it, and says through torch's store where it lies. Who
-can open the card of another process through /proc and finds that number there shares memory with it. The lowest such
-rank is the leader of a machine: it makes the segment, and the others open it the same way. Containers, namespaces and
-process ids that mean somebody else on another machine are answered by the same trial; no variable is asked.
+Every rank makes a card, a page of memory with a random number on it, and says through torch's store where it is. A
+rank that can open the card of another process through /proc, and finds that number there, shares memory with it. The
+lowest such rank is the leader of a machine: it makes the segment, and the others open it the same way. The same test
+settles containers, namespaces and equal process ids on different machines; no environment variable is consulted.
 """
 
 import json
@@ -33,11 +33,11 @@ class Member:
 
     Attributes:
         rank: Its number in the group.
-        name: Its number in the default group: the one that a user knows it by.
+        name: Its number in the default group, the one that the user knows.
         pid: Its process id, on its machine.
         host: The name of its machine.
         card: The descriptor of its card.
-        secret: What its card says.
+        secret: The random number on its card.
     """
 
     rank: int
@@ -52,9 +52,9 @@ class Member:
 
 
 class RankMeeting:
-    """How the ranks of a new group find each other. A context manager; all must enter, and it blocks until all have.
+    """How the ranks of a new group find each other. A context manager; all must enter it, and it blocks until all have.
 
-    Its card is there until it is left: those who share memory must have met before.
+    The card exists until the context is left: by then the ranks that share memory must have opened the segment.
 
     Attributes:
         members: Everyone, by rank.

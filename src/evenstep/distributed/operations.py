@@ -26,7 +26,7 @@ class Operations(_Base):  # type: ignore[misc]  # see _Base
 
     Args:
         ranks: The ranks of the group.
-        rank: The number of this one.
+        rank: The number of this rank.
         size: How many there are.
         timeout_s: How long an operation waits for a rank.
     """
@@ -42,7 +42,7 @@ class Operations(_Base):  # type: ignore[misc]  # see _Base
         self._progress = Jobs("evenstep-collectives", ranks.in_background)
         self._tags: dict[tuple[object, ...], bytes] = {}
         self._end = weakref.finalize(self, _end, self._progress, ranks)
-        self._end.atexit = False  # the end of the process ends it all, without waiting for what is still open
+        self._end.atexit = False  # the process may end without waiting for what is still open
 
     def rank(self) -> int:
         """The number of this rank in the group."""
@@ -73,11 +73,11 @@ class Operations(_Base):  # type: ignore[misc]  # see _Base
         self._names = (name, self._names[1])
 
     def getGroupDesc(self) -> str:
-        """What the user says that the group is for."""
+        """The user's description of the group."""
         return self._names[1]
 
     def setGroupDesc(self, desc: str) -> None:
-        """Say what the group is for."""
+        """Set the description of the group."""
         self._names = (self._names[0], desc)
 
     group_name = property(getGroupName)
@@ -90,11 +90,11 @@ class Operations(_Base):  # type: ignore[misc]  # see _Base
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """End what was started for this group; whoever waits for this rank gets an error. torch calls this."""
+        """End what was started for this group; ranks that wait for this one get an error. torch calls this."""
         self._end()
 
     def abort(self) -> None:
-        """As `shutdown`, but what is open fails, on all ranks, instead of being waited for."""
+        """As `shutdown`, but open operations fail on all ranks instead of being waited for."""
         self._ranks.abort()
         self._end()
 
@@ -115,12 +115,12 @@ class Operations(_Base):  # type: ignore[misc]  # see _Base
         return how, self._tag(name, how.name, tensor, root)
 
     def _tag(self, name: str, op: str, tensor: Tensor, root: int | None) -> bytes:
-        """What an operation is, in words: equal on all ranks, or they do not fit together."""
+        """An operation in words, which must be equal on all ranks."""
         check_dense(tensor)
         key = (name, op, tensor.dtype, tensor.shape, root)
         tag = self._tags.get(key)
         if tag is None:
-            if len(self._tags) >= _MOST_KNOWN:  # sizes that are never the same twice
+            if len(self._tags) >= _MOST_KNOWN:  # the sizes may never repeat
                 self._tags.clear()
             words = [op] if op else []
             words += [str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape))]

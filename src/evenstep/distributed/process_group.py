@@ -1,7 +1,7 @@
 """The process group that torch sees.
 
-Each operation becomes one call of the ranks, in the order in which it was started. Tensors that are not contiguous go
-through a copy that is. What torch's own functions check (ranks, lists of equal length) is not checked again.
+Each operation becomes one call of the ranks, in the order in which they were started. Tensors that are not contiguous
+go through a contiguous copy. What torch's own functions check (ranks, lists of equal length) is not checked again.
 """
 
 import functools
@@ -41,7 +41,7 @@ class EvenstepProcessGroup(Reducing, Moving):
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have come here.
 
-        The error, in torch's words, says to rank 0 who did not: all of them if `wait_all_ranks`, else the first.
+        On rank 0 the error says, in torch's words, which ranks did not: all if `wait_all_ranks`, otherwise the first.
 
         Raises:
             SilenceError: A rank did not come within the timeout.
@@ -59,7 +59,7 @@ class EvenstepProcessGroup(Reducing, Moving):
             raise
 
     def _explain(self, error: EvenstepError, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Say it in torch's words first."""
+        """Put torch's words before the message."""
         found = error.ranks if isinstance(error, SilentRanksError) else ()
         if self._rank > 0:
             words = f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
@@ -98,10 +98,10 @@ class EvenstepProcessGroup(Reducing, Moving):
         return self._ranks.receive(tensor, source, tag, self._timeout_s, begin_record(name, tensors))
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing to do: operations run in their order, and their calls are short."""
+        """Nothing to do: operations run in order, and each call is short."""
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        """What is over when all that was started before is over."""
+        """Work that is done when everything started before it is."""
         return self._progress.start("coalesced operations", self._ranks.check, [], asynchronous=True)
 
 
@@ -137,9 +137,9 @@ def monitored_barrier(
 
 @functools.cache
 def _teach_torch() -> None:
-    """Let torch's own `monitored_barrier`, which knows gloo's groups only, by their name, hand ours to us.
+    """Make torch's `monitored_barrier`, which accepts only gloo's groups, pass ours on to us.
 
-    Done when the first of our groups is made, not on import: a process that has none has torch as it is.
+    Done when the first of our groups is made, not on import: a process without one keeps torch unpatched.
     """
     theirs: Any = distributed.monitored_barrier
 

@@ -18,14 +18,14 @@ Job = Callable[[], None]
 
 
 class Jobs:
-    """Runs jobs one after the other: on the caller's thread where it would wait anyway, else on a thread of its own.
+    """Runs jobs one after another: on the caller's thread if it would wait anyway, otherwise on a thread of its own.
 
     Args:
         name: The name of the thread.
-        in_background: Told before and after each job that the thread does.
+        in_background: Called before (True) and after (False) each job that the thread does.
 
     Attributes:
-        turn: Held while a job is done; who takes it does one here and now, if no other is open.
+        turn: Held while a job runs; a caller that takes it runs its job at once if no other is open.
     """
 
     def __init__(self, name: str, in_background: Callable[[bool], None]) -> None:
@@ -44,11 +44,11 @@ class Jobs:
             name: What it is, for errors.
             job: What to do.
             result: The tensors that it fills.
-            asynchronous: If not, this may do the job before it returns, and does so if no other is open.
-            record: What a profiler is told of it, if there is one; then the thread does it in any case.
+            asynchronous: If not, the job runs before this returns if no other is open.
+            record: What a profiler is told of it, if there is one; then the thread always runs it.
 
         Raises:
-            EvenstepError: What the job raised, if it was done here.
+            EvenstepError: What the job raised, if it ran here.
         """
         self.check_process()
         if not asynchronous and record is None and self.turn.take():
@@ -67,7 +67,7 @@ class Jobs:
         return work
 
     def check_process(self) -> None:
-        """See that this process is the rank whose operations these are.
+        """Check that this process is the rank that made these operations.
 
         Raises:
             ConfigError: It is a forked copy of it.
@@ -82,11 +82,11 @@ class Jobs:
             work.run(job, self.turn.over)
             self._in_background(False)
             self.turn.leave()
-            del item, work, job  # the tensors must not live until the next job comes
+            del item, work, job  # otherwise the tensors would live until the next job comes
 
     def close(self) -> None:
-        """End the thread when the jobs that were started are over."""
-        if os.getpid() != self._pid:  # a copy has no thread, and maybe a lock that it held
+        """End the thread when all started jobs are done."""
+        if os.getpid() != self._pid:  # a forked copy has no thread, and its lock may be held forever
             return
         with self._lock:
             thread, self._thread = self._thread, None

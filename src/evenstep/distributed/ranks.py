@@ -20,7 +20,7 @@ class Ranks(Protocol):
     """All ranks of a group. Memory is given by address; it must stay until the call returns.
 
     Attributes:
-        team: They as one team, if they all share memory.
+        team: All of them as one team, if they share memory.
     """
 
     team: Team | None
@@ -52,13 +52,13 @@ class Ranks(Protocol):
         """Start to receive a tensor from a rank, or from `ANY`."""
 
     def in_background(self, yes: bool) -> None:
-        """Whether the operations that follow wait beside a computation, from which they must not take the core."""
+        """Say whether the next operations run beside a computation, whose core they must not take while waiting."""
 
     def check(self) -> None:
         """Raise the error of a group that has failed."""
 
     def abort(self) -> None:
-        """Let everything that is open in the group fail, on all ranks."""
+        """Make everything open in the group fail, on all ranks."""
 
     def close(self) -> None:
         """Leave the group."""

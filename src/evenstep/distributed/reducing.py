@@ -93,13 +93,13 @@ class Reducing(Operations):
                 )
                 for count, places, values in of_all
             ]
-            with torch.no_grad():  # a sparse tensor's detached one is not its memory
+            with torch.no_grad():  # detaching a sparse tensor would not share its memory
                 tensor.copy_(tree.reduce(terms, torch.add).coalesce())
 
         return self._start("all_reduce", job, [tensor], [tensor], opts.asyncOp)
 
     def _gather_all(self, tag: bytes, mine: Tensor, timeout_s: float) -> list[Tensor]:
-        """What all ranks give, which is of one size."""
+        """What all ranks give; all the same size."""
         mine, found = mine.contiguous(), [torch.empty_like(mine) for _ in range(self._size)]
         call = Call(core.ES_ALL_GATHER, tag, num_items=num_bytes(mine))
         self._ranks.call(call, mine.data_ptr(), tuple(each.data_ptr() for each in found), timeout_s)
@@ -170,7 +170,7 @@ class Reducing(Operations):
 
 
 def _sums(team: Team | None, turn: core.Turn) -> core.Sums | None:
-    """The sums that are waited for, which take less time than Python would to look at their arguments."""
+    """A shortcut in C for sums that the caller waits for: checking their arguments in Python would take longer."""
     if team is None:
         return None
     usual = (_SUM, AllreduceOptions().timeout)
@@ -178,7 +178,7 @@ def _sums(team: Team | None, turn: core.Turn) -> core.Sums | None:
 
 
 def _never(tensors: list[Tensor], opts: Any) -> None:
-    """Nothing is summed at once where ranks share no memory."""
+    """There is no shortcut where ranks share no memory."""
 
 
 def _premultiplied(tensor: Tensor, op: Any, how: Reduction) -> Tensor:
@@ -186,7 +186,7 @@ def _premultiplied(tensor: Tensor, op: Any, how: Reduction) -> Tensor:
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """So many rows, of which the first are these."""
+    """These rows, padded to `count` of them."""
     whole = rows.new_zeros((count, *rows.shape[1:]))
     whole[: len(rows)] = rows
     return whole

@@ -1,7 +1,7 @@
 """The ranks of one machine: operations over their shared segment, and failure that reaches all of them.
 
-Every wait ends: with what was awaited, or with one error on all ranks that says who did not come, to which operation,
-and where. A team that has failed stays failed.
+Every wait ends: with what was awaited, or with the same error on all ranks, which says who did not arrive, at which
+operation, and where. A team that has failed stays failed.
 """
 
 import os
@@ -23,22 +23,22 @@ from evenstep.transport.segment import Segment
 __all__ = ["ANY", "Call", "Pieces", "Team"]
 
 ANY = -1
-"""As the source of a message: whoever sends."""
+"""The source of a receive that accepts messages from any rank."""
 
 Pieces: TypeAlias = "int | tuple[int, ...] | None"
 """The address of one contiguous piece of memory, or one for each rank, or nothing."""
 
 _AT_ONCE_BYTES = 1 << 17  # up to here a second meeting costs more than reducing everything on every rank
 _STEP_BYTES = 1 << 18  # what is on its way stays in the cache
-_LONG_STEP_BYTES = 1 << 19  # beside a computation every meeting takes long, so there are fewer
+_LONG_STEP_BYTES = 1 << 19  # beside a computation every meeting takes long, so there should be fewer
 _RING_BYTES = (1 << 21) + (1 << 15)  # see collective.h
 SLOT_BYTES = 1 << 13
 BACKGROUND_SPIN = 16
-_AWAITED = 0  # the word on the board that says for whose message a rank waits
+_AWAITED = 0  # the word on the board that says whose message a rank waits for
 
 
 class Call(NamedTuple):
-    """An operation, as all ranks call it alike (see collective.h).
+    """An operation, called alike by all ranks (see collective.h).
 
     Attributes:
         kind: Which one.
@@ -63,7 +63,7 @@ class Team:
     Attributes:
         index: The number of this rank among them.
         members: All of them, by that number.
-        core: They as the C core has them.
+        core: The C core's object for the team.
     """
 
     def __init__(self, segment: Segment, members: Sequence[Member], index: int) -> None:
@@ -75,8 +75,8 @@ class Team:
         self._eager_spin = spin_count(len(members))
         self._liveness = Liveness()
         for member in members:
-            self._liveness.watch(member.pid)  # before its number could come to mean another process
-        at_once = _AT_ONCE_BYTES if len(members) > 2 else sys.maxsize  # two ranks share nothing by taking parts
+            self._liveness.watch(member.pid)  # before its process id could be reused
+        at_once = _AT_ONCE_BYTES if len(members) > 2 else sys.maxsize  # two ranks gain nothing by taking parts
         size = len(members) * _RING_BYTES
         self._rings = segment.memory.reserve(size).tensor(torch.Size([size]), torch.uint8)
         self.core = core.Team(
@@ -134,7 +134,7 @@ class Team:
             self._fail(rc & 0xFF, rc >> 8, tag, timeout_s)
 
     def sum_failed(self, code: int, about: int | BaseException, tag: bytes, timeout_s: float) -> None:
-        """Deal with a sum that the core did by itself: fail because of a rank, or say that this one was interrupted."""
+        """Handle the failure of a sum that C did on its own: caused by a rank, or by an interruption of this one."""
         if isinstance(about, BaseException):
             self._interrupted(tag, about)
         else:
@@ -147,23 +147,23 @@ class Team:
         self.fail(PeerError, self.index, f"{me} was interrupted in {self._at(tag)}: {error!r}")
 
     def in_background(self, yes: bool) -> None:
-        """Whether the operations that follow wait beside a computation, from which they must not take the core."""
+        """Say whether the next operations run beside a computation, whose core they must not take while waiting."""
         self.core.spin = BACKGROUND_SPIN if yes else self._eager_spin
         self.core.step_bytes = _LONG_STEP_BYTES if yes else _STEP_BYTES
 
     def has_ended(self, index: int) -> bool:
-        """Whether a rank will never come again: its process has ended or it has left the group."""
+        """Whether a rank will never arrive: its process has ended or it has left the group."""
         pid = core.pid(self.base, index)
         return pid == 0 or self._liveness.ended(pid)
 
     def fail(self, kind: type[EvenstepError], culprits: int | Sequence[int], text: str) -> None:
-        """Tell everyone that the team has failed; the first failure is the one that counts."""
+        """Tell everyone that the team has failed; only the first failure counts."""
         found = [culprits] if isinstance(culprits, int) else culprits
         head = " ".join([kind.__name__, *(str(self.members[index].rank) for index in found)])
         core.abort_all(self.base, self.index, found[0], f"{head}\n{text}")
 
     def abort(self) -> None:
-        """Fail on behalf of the user, who wants nobody to wait any longer."""
+        """Fail on behalf of the user, so that nobody waits any longer."""
         me = self.members[self.index]
         if not self._closed and os.getpid() == me.pid:
             self.fail(PeerError, self.index, f"{me} aborted the group")
@@ -181,14 +181,14 @@ class Team:
         raise group_error(kind, text, self.members[culprit].name, [int(rank) for rank in ranks])
 
     def say_awaited(self, peer: int | None) -> None:
-        """Let the others see for whose message this rank waits: they shall not take it for the one who is missing."""
+        """Show the others whose message this rank waits for, so that they do not blame it for being missing."""
         if os.getpid() != self.members[self.index].pid:
             return
         word = 0 if peer is None else 1 + (len(self.members) if peer == ANY else peer)
         core.store(self.segment.word(self.index, _AWAITED), word)
 
     def _awaited_by(self, index: int) -> Sequence[int]:
-        """For whom a rank waits, as far as it can be seen from here: in a receive, or else in a collective."""
+        """Whom a rank waits for, as far as this one can see: in a receive, or otherwise in a collective."""
         everyone = range(len(self.members))
         word = core.load(self.segment.word(index, _AWAITED))
         if word:
@@ -197,7 +197,7 @@ class Team:
         return [other for other in everyone if steps[other] < steps[index]]
 
     def _missing(self, awaited: Sequence[int]) -> Sequence[int]:
-        """Of those who are awaited, and those whom they await in turn, the ones who await nobody."""
+        """Of the awaited ranks, and those that they await in turn, the ones that await nobody."""
         found, seen, left = [], {self.index}, list(awaited)
         while left:
             index = left.pop(0)
@@ -209,7 +209,7 @@ class Team:
         return found
 
     def fail_gone(self, culprits: Sequence[int], where: str) -> NoReturn:
-        """Raise, on everyone, that ranks have ended or left; if one has died, it is the one to name."""
+        """Fail everywhere because ranks have ended or left; if one has died, name that one."""
         culprit = next((index for index in culprits if core.pid(self.base, index)), culprits[0])
         gone = "left the group" if core.pid(self.base, culprit) == 0 else "ended"
         waiting = self.members[self.index]
@@ -217,7 +217,7 @@ class Team:
         self.raise_failure()
 
     def fail_silent(self, awaited: Sequence[int], where: str, timeout_s: float) -> NoReturn:
-        """Raise, on everyone, that ranks did not come in time."""
+        """Fail everywhere because ranks did not arrive in time."""
         culprits = self._missing(awaited) or awaited
         names = ", ".join(str(self.members[index]) for index in culprits)
         theirs = self._awaited_by(culprits[0])
@@ -254,8 +254,8 @@ class Team:
         return f"{tag}, operation {number} of the group" if seq else "none"
 
     def close(self) -> None:
-        """Leave. Whoever waits for this rank from now on gets an error."""
-        if os.getpid() == self.members[self.index].pid:  # a fork of this process does not leave for it
+        """Leave. Ranks that wait for this one from now on get an error."""
+        if os.getpid() == self.members[self.index].pid:  # a forked copy must not leave on its behalf
             core.set_pid(self.base, self.index, 0)
         self._closed = True
         self.core.close()

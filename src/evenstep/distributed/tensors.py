@@ -29,7 +29,7 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 
 def copy_back(tensor: Tensor, target: Tensor) -> None:
-    """Bring what was written to a contiguous copy to where it belongs."""
+    """Copy what was written to a contiguous copy back to the tensor."""
     if target is not tensor:
         tensor.detach().copy_(target)
 

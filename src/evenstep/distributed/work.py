@@ -22,11 +22,11 @@ from evenstep.core.identity import check_not_a_copy
 __all__ = ["DONE", "NO_TIMEOUT", "PendingWork", "begin_record", "end_record", "is_recording"]
 
 NO_TIMEOUT = timedelta(0)
-"""What torch gives for a wait that is to take as long as the operation may."""
+"""What torch passes when a wait may take as long as the operation."""
 
 
 is_recording: Callable[[], bool] = _profiler_enabled
-"""Whether a profiler wants to know of operations."""
+"""Whether a profiler is recording operations."""
 
 
 def begin_record(name: str, inputs: Sequence[Tensor]) -> Any:
@@ -35,13 +35,13 @@ def begin_record(name: str, inputs: Sequence[Tensor]) -> Any:
 
 
 def end_record(record: Any) -> None:
-    """It is over. Called by another thread than it began in, which a profiler takes for a sign of asynchrony."""
+    """End a record. Called in another thread than it began in, which tells the profiler that it is asynchronous."""
     if record is not None:
         _record_function_with_args_exit(record)
 
 
 class DoneWork(Work):
-    """An operation that was over before the call returned. One object serves all of them."""
+    """An operation that was done before the call returned. One object serves all of them."""
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return at once."""
@@ -98,7 +98,7 @@ class PendingWork(Work):
             future.set_exception(self._error)
 
     def run(self, job: Callable[[], None], over: Callable[[], None]) -> None:
-        """Do the job, call `over`, and only then tell those who wait how it ended."""
+        """Run the job, call `over`, and only then tell the waiting threads how it ended."""
         found: BaseException | None = None
         try:
             job()
@@ -116,7 +116,7 @@ class PendingWork(Work):
             EvenstepError: It failed; the same error for everyone who waits.
         """
         if not self._done.is_set():
-            check_not_a_copy(self._pid, "a rank of torch.distributed")  # whoever completes it is not here
+            check_not_a_copy(self._pid, "a rank of torch.distributed")  # a copy lacks the thread that would complete it
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if seconds > 0 else None):
             raise SilenceError(f"{self.name} is not over after {seconds:g} s, and wait(timeout) was not to wait longer")
@@ -141,7 +141,7 @@ class PendingWork(Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Of a receive: who sent the message."""
+        """Who sent the message that was received."""
         return self._source
 
     _source_rank = source_rank

@@ -1,1 +1,1 @@
-"""What a machine is like: facts, what they mean for a run, which bits it computes, and how two machines compare."""
+"""Diagnosing a machine: facts, what they mean for a run, which bits it computes, and how two machines compare."""

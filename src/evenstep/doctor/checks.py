@@ -16,12 +16,12 @@ _SHARED_BYTES, _OPEN_FILES = 256 * _MIB, 1024
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was checked.
 
     Attributes:
-        name: What.
+        name: What was checked.
         state: "ok", "note" (something is slower or not possible here) or "bad" (runs will fail).
-        found: How it is.
+        found: What was found.
         remedy: What to do, unless it is ok.
     """
 
@@ -55,7 +55,7 @@ class Software:
 
 
 def judge_software(software: Software, processor: Processor) -> Iterator[Finding]:
-    """What processor and libraries mean for portable arithmetic."""
+    """What the processor and the libraries mean for portable arithmetic."""
     portable = {"avx2", "fma"} <= set(processor.features)
     yield _finding("processor", portable, str(processor), "arithmetic='portable' needs AVX2 and FMA; use 'native'")
     whole = bool(software.mkl and software.onednn)

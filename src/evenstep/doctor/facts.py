@@ -20,20 +20,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found; sizes in bytes, limits None where there is none.
+    """What was found; sizes are in bytes, and a limit is None where there is none.
 
     Attributes:
         kernel: The release of Linux.
-        has_memfd: Whether memory without a name can be shared.
-        has_pidfd: Whether a process can be watched for its end.
-        sees_itself: Whether /proc shows this process under the number that it has.
-        ptrace_scope: Who may look into whose processes; 0: one's own.
+        has_memfd: Whether anonymous memory can be shared.
+        has_pidfd: Whether the end of a process can be waited for.
+        sees_itself: Whether /proc shows this process under its own number.
+        ptrace_scope: Which processes may be inspected; 0: all of one's own.
         shared_bytes: The size of /dev/shm.
-        memory_bytes: What is available.
+        memory_bytes: The memory available.
         cores: How many there are.
         usable_cores: On how many this process may run.
         quota_cores: How many it may use at a time.
-        load: Processes that want to run, over the last minute.
+        load: Processes ready to run, averaged over the last minute.
         open_files: How many files a process may have open.
         file_bytes: How large a file may be.
         address_bytes: How much a process may map.
@@ -59,12 +59,12 @@ class Facts:
     mps: bool
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The facts as plain values."""
         return asdict(self)
 
 
 def read_facts(gpus: tuple[str, ...] = (), proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Facts:
-    """Look at this machine; the names of its GPUs must be brought, as only torch knows them."""
+    """Read the facts of this machine; the caller passes the names of its GPUs, which only torch knows."""
     shared = _tried(lambda: os.statvfs("/dev/shm"))
     scope = _tried(lambda: int((proc / "sys/kernel/yama/ptrace_scope").read_text()))
     return Facts(

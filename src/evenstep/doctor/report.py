@@ -49,14 +49,14 @@ class Diagnosis:
 
     @property
     def differ(self) -> list[str] | None:
-        """The operations that are not as in the golden table; None where it says nothing."""
+        """The operations that differ from the golden table; None where it does not apply."""
         table = golden()
         applies = self.arithmetic == "portable" and self.software.torch.partition("+")[0] == table.torch
         return differing(self.operations, table.operations) if applies and self.operations else None
 
     @property
     def healthy(self) -> bool:
-        """Whether runs will work, and portable ones be as everywhere."""
+        """Whether runs will work, and portable ones give the same bits as everywhere."""
         return not self.differ and all(finding.state != "bad" for finding in self.findings)
 
     def lines(self) -> Iterator[str]:
@@ -97,7 +97,7 @@ class Diagnosis:
 def examine(arithmetic: str) -> Diagnosis:
     """Examine this machine. The arithmetic must have been chosen before torch was loaded.
 
-    Where it cannot be had, no operation is computed, and a finding says why.
+    Where it is not available no operation is computed, and a finding says why.
     """
     config = torch.__config__.show()
     versions = [re.search(pattern, config) for pattern in (r"Math Kernel Library Version (\S+?)-", r"MKL-DNN v(\S+)")]
@@ -127,7 +127,7 @@ def read_report(path: Path) -> Diagnosis:
     """A report that `Diagnosis.to_json` has written.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no report there.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text())

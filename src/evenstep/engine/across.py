@@ -1,8 +1,8 @@
-"""Gradients over several machines: each adds up its own, and what is left meets at the home of every piece.
+"""Gradients over several machines: each adds up its own, and the results meet at the home of every piece.
 
 A worker that owns a bucket on its machine adds up what the workers there have, and puts the result at the homes of the
-bucket's pieces. Where a piece is at home, the owner adds up the nodes of all machines in tree order and puts the sum
-everywhere. All of this happens while backward still runs, whenever something of this worker's comes or goes.
+bucket's pieces. At the home of a piece, the owner adds up the nodes of all machines in tree order and puts the sum
+everywhere. All of this happens while backward still runs, whenever this worker gives or receives something.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ __all__ = ["AcrossMachines"]
 
 
 class _Area:
-    """Room for the gradients of all parameters, bucket by bucket: for each a byte that says whether it is there."""
+    """Room for the gradients of all parameters, bucket by bucket, each with a byte that says whether it is there."""
 
     def __init__(self, plan: Across, memory: HostMemory, like: Sequence[Tensor]) -> None:
         self.present: list[Any] = []  # by bucket
@@ -42,7 +42,7 @@ class _Area:
                 self.tensors[i] = flat.as_strided(t.shape, t.stride(), flat.storage_offset())
 
     def range(self, piece: Piece) -> Tensor:
-        """The bytes of a piece; those of the first of a bucket begin with what says which parameters are there."""
+        """The bytes of a piece; a bucket's first piece begins with the bytes that say which parameters are there."""
         data = self.data[piece.bucket]
         if piece.begin == 0:
             whole = self._heads[piece.bucket]
@@ -56,7 +56,7 @@ class AcrossMachines:
     Args:
         plan: Who adds up what.
         inside: The delivery between the workers of this machine.
-        memory: Of this machine; laid out alike on all.
+        memory: The memory of this machine; laid out alike on all.
         like: The parameters.
         words: A row of words for each piece: one for every node, and one for the sum.
         puts: The way to the other machines.
@@ -84,10 +84,10 @@ class AcrossMachines:
         self._token = token
         self._expected = [machine in machines for machine, _ in self._plan.nodes]
         self._given: set[int] = set()
-        self._open = list(self._owned)  # not added up on this machine yet
+        self._open = list(self._owned)  # buckets not yet added up on this machine
         self._pieces = [
             n for bucket in self._owned for n in self._plan.pieces_of[bucket]
-        ]  # of which the sum is missing
+        ]  # pieces whose sum is missing
         self._missing = {bucket: len(self._plan.pieces_of[bucket]) for bucket in self._owned}
 
     def place(self, i: int, node: int) -> Tensor | None:
@@ -110,7 +110,7 @@ class AcrossMachines:
         self._puts.wait(lambda: self.ready(bucket), f"the sums of bucket {bucket}")
 
     def nodes(self, i: int) -> list[Tensor | None]:
-        """See `Delivery`. What comes is the sum over all machines."""
+        """See `Delivery`. There is one: the sum over all machines."""
         bucket = self._plan.local.bucket_of[i]
         here = bool(self._sums.present[bucket][self._plan.local.buckets[bucket].index(i)])
         return [self._sums.tensors[i] if here else None]
@@ -135,7 +135,7 @@ class AcrossMachines:
             self._missing[self._plan.pieces[n].bucket] -= 1
 
     def _add_up_here(self, bucket: int) -> None:
-        """The nodes of this machine, from those of its workers; then on to the homes of the pieces."""
+        """Add up this machine's nodes from those of its workers; then put them at the homes of the pieces."""
         plan = self._plan
         for place, i in enumerate(plan.local.buckets[bucket]):
             theirs = self._inside.nodes(i)
@@ -156,7 +156,7 @@ class AcrossMachines:
                     self._puts.put(piece.home, data, self._words[n, own : own + 1], 2 * self._token + anything)
 
     def _has_come(self, n: int) -> bool:
-        """Whether the sum of a piece is here; where it is at home it is added up."""
+        """Whether the sum of a piece is here; at its home this adds it up."""
         plan, piece = self._plan, self._plan.pieces[n]
         if piece.home != plan.machine:
             word = core.load(self._word(n, len(plan.nodes)))
@@ -175,9 +175,9 @@ class AcrossMachines:
         return True
 
     def _add_up(self, piece: Piece, nodes: Sequence[int]) -> None:
-        """Add up a piece of some nodes of all machines, parameters that are there alike in one go."""
+        """Add up a piece over some nodes, parameters with the same nodes present at once."""
         plan, b = self._plan, piece.bucket
-        whole = piece.end - piece.begin == plan.bucket_bytes[b]  # else it is a part of one parameter, which is there
+        whole = piece.end - piece.begin == plan.bucket_bytes[b]  # otherwise a part of one parameter, which is there
         present = {node: self._nodes[node].present[b].tolist() if whole else [1] for node in nodes}
         runs: list[tuple[tuple[int, ...], torch.dtype, int, int]] = []
         for place, i in enumerate(piece.parameters):
@@ -200,7 +200,7 @@ class AcrossMachines:
 
 
 def _add(inputs: Sequence[Tensor], program: bytes, out: Tensor) -> None:
-    """Add up what is there, if anything, to a place."""
+    """Add up the inputs that are there, if any, into `out`."""
     if len(inputs) > 1:
         tree_sum(inputs, program, out)
     elif inputs and inputs[0].data_ptr() != out.data_ptr():

@@ -1,4 +1,4 @@
-"""What a shard that is computed by itself finds around it: nobody, and a way to say that it wants to meet others."""
+"""The surroundings of a shard that is computed on its own: nobody, and a way to say that it wants to meet others."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ __all__ = ["Alone", "Meets"]
 
 
 class Meets(BaseException):
-    """A shard that is computed by itself wants to meet the others. No error: no `except` of a script may take it."""
+    """A shard that is computed on its own wants to meet the others. Not an Exception, so no script catches it."""
 
 
 class Alone:
-    """The surroundings of a shard that is computed by itself, as long as it does not want to meet others.
+    """The surroundings of a shard that is computed on its own, as long as it does not want to meet others.
 
     Args:
         shard: Which one.
-        rows: Those of its part.
+        rows: The rows of its part.
         before: A shard that was computed before it without meeting anybody, if any.
     """
 

@@ -1,4 +1,4 @@
-"""Pieces of a step captured as CUDA graphs: forward and backward apart, so that results are known before the end."""
+"""Pieces of a step captured as CUDA graphs: forward and backward separately, so that results are known early."""
 
 import gc
 import warnings
@@ -19,7 +19,7 @@ class CudaRecorder:
     """Captures on one device.
 
     Args:
-        device: Which. What is captured must be launched on a stream of one's own.
+        device: Which device. Captured work must be launched on a stream other than the default.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,11 +34,11 @@ class CudaRecorder:
         inputs = [t.detach().clone() for t in task.inputs]
         gc.collect()
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what was cached while it was computed is needed again, in the graphs' own pool
+        torch.cuda.empty_cache()  # what eager computing has cached is needed again, in the graphs' own pool
         before_bytes = torch.cuda.memory_reserved(self._device)
         forward, backward = _graph(), _graph()
         try:
-            # A capture that fails leaves its generators unusable, so none of them may be the one that all others use.
+            # A failed capture leaves its generators unusable, so none of them may be the device's default.
             generator.graphsafe_set_state(own[0])
             for graph in (forward, backward):
                 for state in own:
@@ -57,7 +57,7 @@ class CudaRecorder:
         try:
             function()
         except BaseException:
-            with suppress(RuntimeError), warnings.catch_warnings():  # it says that the capture is not valid
+            with suppress(RuntimeError), warnings.catch_warnings():  # ending an invalid capture raises again
                 warnings.simplefilter("ignore")
                 graph.capture_end()
             raise
@@ -70,7 +70,7 @@ class CudaRecorder:
 
 
 def _graph() -> torch.cuda.CUDAGraph:
-    """A graph that can be looked into, where torch lets us."""
+    """A graph that can be inspected, if this torch allows it."""
     try:
         return torch.cuda.CUDAGraph(keep_graph=True)
     except TypeError:
@@ -78,13 +78,13 @@ def _graph() -> torch.cuda.CUDAGraph:
 
 
 def _check(graph: torch.cuda.CUDAGraph) -> None:
-    """See that a graph stays with its device.
+    """Check that a graph touches only its device.
 
     A copy from the host is captured with the address of its source, and reads whatever lies there at every replay.
     Older versions of CUDA refuse to capture it.
 
     Raises:
-        RuntimeError: It does not.
+        RuntimeError: It touches the host.
     """
     if not hasattr(graph, "raw_cuda_graph"):
         return

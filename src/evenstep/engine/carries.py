@@ -1,7 +1,7 @@
-"""What a step function hands on to the next step, for each shard by itself: hidden states of truncated backpropagation.
+"""What a step function hands on to the next step, shard by shard: hidden states of truncated backpropagation.
 
-It is part of the state of the run: committed with the step, so what a step leaves when it comes to nothing is not seen,
-and a worker that takes over a shard finds what the one before it left.
+It is part of the state of the run and committed with the step, so what a failed step leaves is not seen, and a worker
+that takes over a shard finds what the previous one left.
 """
 
 import json
@@ -24,7 +24,7 @@ from evenstep.exchange.surroundings import current
 __all__ = ["Carried", "Carries", "Carry"]
 
 Carried = list[Any]
-"""What a step has set: [slot, shard, description of it, forms of its tensors], in order."""
+"""What a step has set: [slot, shard, description of the value, forms of its tensors], in order."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Held:
     description: Any
     forms: list[Form]
     entries: list[StateEntry]
-    counts: bool = False  # whether a committed step has set it, and nobody has reset it since
+    counts: bool = False  # whether a committed step has set it, and it was not reset since
 
 
 @dataclass
@@ -45,13 +45,13 @@ class Carry:
     _initial: Callable[[int], Any]
     _carries: "Carries"
     _held: dict[int, _Held] = field(default_factory=dict)  # by shard
-    _set: dict[int, tuple[Any, list[Tensor]]] = field(default_factory=dict)  # in the step that is tried, by shard
+    _set: dict[int, tuple[Any, list[Tensor]]] = field(default_factory=dict)  # in the step being tried, by shard
 
     def get(self) -> Any:
-        """Inside of a step function: what the last step has set for this shard, or the first value.
+        """Inside a step function: what the last step set for this shard, or the initial value.
 
         Raises:
-            ConfigError: This is no step function.
+            ConfigError: This is not inside a step function.
         """
         shard, rows = _shard_here()
         self._carries.uses += 1
@@ -61,13 +61,13 @@ class Carry:
         return fill(held.description, (entry.live.clone() for entry in held.entries))
 
     def set(self, value: Any) -> None:
-        """Inside of a step function: hand something on to the next step of this shard, without its graph.
+        """Inside a step function: hand a value on to the next step of this shard, without its graph.
 
         Args:
             value: Tensors in tuples, lists and dicts; of the same shapes and types in every step.
 
         Raises:
-            ConfigError: It is something else, or this is no step function.
+            ConfigError: It is something else, or this is not inside a step function.
         """
         shard, _ = _shard_here()
         self._carries.uses += 1
@@ -89,15 +89,15 @@ def _shard_here() -> tuple[int, range]:
 
 
 class Carries:
-    """All that steps hand on.
+    """Everything that steps hand on.
 
     Args:
-        state: Where it lies.
-        ledger: Of the workers.
+        state: Where it is kept.
+        ledger: The workers' ledger.
         version: Says how many steps have been committed.
 
     Attributes:
-        uses: How often a step function has asked for something or set it.
+        uses: How often a step function has read or set a carry.
     """
 
     def __init__(self, state: State, ledger: Ledger, version: Callable[[], int]) -> None:
@@ -106,16 +106,16 @@ class Carries:
         self.uses = 0
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """A tensor where the state is."""
+        """A tensor on the device of the state."""
         return tensor.to(self._state.memory.device)
 
     def add(self, initial: Callable[[int], Any]) -> Carry:
-        """Make another one. All workers must call this alike."""
+        """Make another carry. All workers must call this alike."""
         self._slots.append(Carry(len(self._slots), initial, self))
         return self._slots[-1]
 
     def begin(self) -> None:
-        """A step is tried: what an earlier attempt has set is forgotten."""
+        """Begin to try a step: forget what an earlier attempt has set."""
         for carry in self._slots:
             carry._set.clear()
 
@@ -139,7 +139,7 @@ class Carries:
 
         Args:
             news: What was set.
-            owner_of: Says who computed a shard, where that is: its values are given to all sites. None: all have them.
+            owner_of: The rank of the worker that computed a shard, whose values all sites get. None: all have them.
         """
         for slot, shard, description, forms in news:
             carry = self._slots[slot]
@@ -165,7 +165,7 @@ class Carries:
             self._state.spread(f"carried by worker {owner}", entries, owner)
 
     def adopt(self, news: Carried) -> None:
-        """A step with these news is committed."""
+        """Adopt the news of a committed step."""
         for slot, shard, description, forms in news:
             carry = self._slots[slot]
             held = self._room(carry, shard, description, [Form.unpack(form) for form in forms])
@@ -176,7 +176,7 @@ class Carries:
         self.begin()
 
     def reset(self, carry: Carry) -> None:
-        """See `Carry.reset`. An operation like any other: a checkpoint is from before it or from after it."""
+        """See `Carry.reset`. An operation like any other: a checkpoint comes before or after it."""
         kind = f"reset of {_head(carry._slot)}"
 
         def attempt() -> JournalEntry:
@@ -193,7 +193,7 @@ class Carries:
             self._state.values.pop(_name(carry._slot, shard), None)
 
     def news_of(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Carried:
-        """A checkpoint's, as news."""
+        """The carries of a checkpoint, as news."""
         news: Carried = []
         for carry in self._slots:
             for name, text in values.items():
@@ -205,13 +205,13 @@ class Carries:
         return sorted(news, key=lambda item: item[:2])
 
     def replace(self, news: Carried) -> None:
-        """A checkpoint's is committed, and nothing else is carried any more."""
+        """Adopt the news of a committed checkpoint, and drop everything else."""
         for carry in self._slots:
             self._forget(carry)
         self.adopt(news)
 
     def _room(self, carry: Carry, shard: int, description: Any, forms: list[Form]) -> _Held:
-        """Where the value of a shard lies. Trying an operation again makes the same room, so it may stay."""
+        """Room for the value of a shard. Trying an operation again makes the same room, so it may stay."""
         held = carry._held.get(shard)
         if held is not None and (held.description, held.forms) == (description, forms):
             return held

@@ -1,4 +1,4 @@
-"""State on its way from one machine to others: what one worker has for all, and all of it for a newcomer."""
+"""Moving state from one machine to others: one worker's values to all, and everything to a newcomer."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -15,18 +15,18 @@ from evenstep.transport.memory import HostMemory
 __all__ = ["BetweenMachines"]
 
 _PIECE_BYTES = 1 << 22
-_SAY_S = 1.0  # how often to say how far it is
+_SAY_S = 1.0  # how often to report progress
 
 
 class BetweenMachines:
-    """Copies ranges of one machine's memory to the same place of others': see `Spreading`. A machine is a site.
+    """Copies ranges of one machine's memory to the same place of the others'; see `Spreading`. A machine is a site.
 
     Making one takes a word of the memory, so all workers must do it alike.
 
     Args:
         group: The workers.
         puts: The way to the memory of other machines.
-        memory: Where the state lies.
+        memory: Where the state is.
     """
 
     def __init__(self, group: Group, puts: Puts, memory: HostMemory) -> None:
@@ -36,8 +36,8 @@ class BetweenMachines:
     def spread(
         self, tag: str, tensors: Sequence[Tensor], source: int, sites: Sites, only: Collection[int] | None = None
     ) -> None:
-        """See `Spreading`. The first worker of a machine that is given something says how far it is."""
-        self._group.barrier(f"{tag}: saved")  # nothing may come before the other machines can take it back
+        """See `Spreading`. The first worker of a receiving machine reports progress."""
+        self._group.barrier(f"{tag}: saved")  # nothing may arrive before the other machines can undo it
         if self._group.rank == source:
             home = self._group.machines[source]
             targets = [EVERYONE] if only is None else sorted(machine for machine in only if machine != home)
@@ -64,11 +64,11 @@ class BetweenMachines:
         self._puts.wait(is_here, tag)
 
     def _value(self, number: int) -> int:
-        """What the word is set to with a piece: larger than at any time before."""
+        """What the word is set to with a piece: larger than ever before."""
         return (self._group.exchanges + 1) << 32 | number
 
     def _ranges(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Offsets and sizes of what to copy, neighbours together, large ones in pieces."""
+        """Offsets and sizes of what to copy: neighbours joined, large ranges in pieces."""
         places = sorted(
             (self._memory.locate(tensor), tensor.numel() * tensor.element_size())
             for tensor in tensors

@@ -13,7 +13,7 @@ __all__ = ["Clipping", "norms_of", "total_norm"]
 
 @dataclass(frozen=True)
 class Clipping:
-    """What gradients are limited to; nothing by default.
+    """The limits of gradients; none by default.
 
     Attributes:
         norm: Scale all gradients down to this norm, as `torch.nn.utils.clip_grad_norm_` does.
@@ -41,7 +41,7 @@ class Clipping:
                 gradient.clamp_(-self.value, self.value)
 
     def clip(self, gradients: list[Tensor]) -> Tensor | None:
-        """Limit gradients that are all here, without waiting for their device; return their norm before, if limited."""
+        """Limit gradients that are all here, without waiting for their device; return their former norm, if limited."""
         if not gradients:
             return None if self.norm is None else torch.tensor(0.0)
         if self.value is not None:
@@ -54,7 +54,7 @@ class Clipping:
         return total
 
     def scale_down(self, gradients: Iterable[Tensor], total: Tensor) -> None:
-        """Bring gradients whose norm over all workers is `total` down to the norm."""
+        """Scale gradients whose norm over all workers is `total` down to the limit."""
         assert self.norm is not None, "gradients are scaled only if a norm limits them"
         scale = torch.clamp(self.norm / (total + 1e-6), max=1.0)
         for gradient in gradients:
@@ -71,7 +71,7 @@ def total_norm(norms: Iterable[Mapping[str, float]], dtype: torch.dtype) -> Tens
 
     Args:
         norms: What `norms_of` gave on each worker, as JSON brings it back.
-        dtype: In which type it is computed.
+        dtype: The type to compute it in.
     """
     of_all = {int(i): norm for theirs in norms for i, norm in theirs.items()}
     total: Tensor = torch.linalg.vector_norm(torch.tensor([of_all[i] for i in sorted(of_all)], dtype=dtype))

@@ -1,7 +1,7 @@
 """Forward and backward of one worker's shards in one step.
 
-If no layer spans shards they run one after the other on the model itself, so one shard's activations are alive at a
-time. If one does, each shard has a lane; they go forward in turns, meet in the layer, and go backward at once. Either
+If no layer spans shards they run one after another on the model itself, so only one shard's activations are alive at a
+time. If one does, each shard has a lane; they go forward in turns, meet in the layer, and go backward together. Either
 way hooks on the leaves carry every gradient away as it comes.
 """
 
@@ -38,11 +38,11 @@ StepFunction = Callable[[Any], Any]
 
 
 class Samples(Protocol):
-    """A global batch, of which any worker can have any part.
+    """A global batch, of which any worker can get any part.
 
     Attributes:
         name: Which samples these are, in words.
-        sizes: The number of samples of every shard of the run.
+        sizes: The number of samples in every shard of the run.
         is_last: Whether an epoch ends with it.
     """
 
@@ -59,30 +59,30 @@ class Samples(Protocol):
         """The samples of a shard, on the device of the run; the same whenever it is called."""
 
     def check(self) -> None:
-        """See that they are as they were, where they cannot be had again; else raise UnsupportedError."""
+        """Raise UnsupportedError if they were changed and cannot be loaded again."""
 
     def contents(self) -> dict[str, str]:
-        """What must be alike on all workers beside the sizes, in words, by where it is."""
+        """What must be the same on all workers besides the sizes: descriptions by path."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one worker has to do in one step.
+    """The work of one worker in one step.
 
     Attributes:
         version: The version that the step reads.
-        number: The step's number among those of all who train the model: its random numbers are seeded by it.
+        number: The step's number among those of all who train the model; seeds its random numbers.
         parts: The samples of this worker's shards, for those that have any.
-        sizes: The number of samples of every shard of the run.
-        samples: Which samples these are, in words: alike on all workers, and compared.
+        sizes: The number of samples in every shard of the run.
+        samples: Which samples these are, in words; the workers compare this.
         function: Called with a part; returns its mean loss or a `Loss`, or (loss, {metric: value}).
-        prepared: Whose parameters are trained.
-        clipping: What their gradients are limited to.
+        prepared: The optimizer whose parameters are trained.
+        clipping: The limits of their gradients.
         scale: What losses are multiplied by before backward; None: nothing.
-        keeps: Of buffers that a forward changes, the values of this shard are kept here.
-        witness: Notes what comes of it, if somebody wants to compare.
-        counts: Whether gradients go on to be added up; else only the witness sees them.
-        part: Gives the samples of a shard once more, as they were.
+        keeps: The shard whose values of buffers that a forward changes are kept here.
+        witness: Records the computation, if it is to be compared with another.
+        counts: Whether gradients go on to be added up; otherwise only the witness sees them.
+        part: Gives the samples of a shard again, unaltered.
     """
 
     version: int
@@ -101,7 +101,7 @@ class Work:
 
     @property
     def where(self) -> str:
-        """How the tags of this step's exchanges begin."""
+        """The beginning of the tags of this step's exchanges."""
         return f"step {self.version}: "
 
     def begun_again(self) -> "Work":
@@ -109,12 +109,12 @@ class Work:
         return self if self.part is None else replace(self, parts={shard: self.part(shard) for shard in self.parts})
 
     def rows(self, shard: int) -> range:
-        """The rows of a shard in the batch, all shards' one after the other."""
+        """The rows of a shard in the batch, counted through all shards."""
         before = sum(self.sizes[:shard])
         return range(before, before + self.sizes[shard])
 
     def share(self, shard: int, loss: PartLoss) -> list[Tensor]:
-        """What backward begins from in a shard, if from anything."""
+        """What backward starts from in a shard, if anything."""
         found = loss.share(self.sizes[shard], sum(self.sizes))
         if found is None:
             return []
@@ -132,17 +132,17 @@ class Compute:
         self._hooks: list[Any] = []
         self._calling = False
         self._strangers = Strangers()
-        self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
-        self._arrivals: dict[int, tuple[Work, dict[str, int], int]] = {}  # lane -> whose gradients, of which shard
+        self._meeting: set[int] = set()  # the optimizers in whose steps shards were seen to meet
+        self._arrivals: dict[int, tuple[Work, dict[str, int], int]] = {}  # by lane: whose gradients, of which shard
 
     def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
-        """Compute the shards of this worker; return how to get what each gave. The optimizer has the gradients then.
+        """Compute the shards of this worker; return a function that gives their results. The gradients are delivered.
 
-        Leaves the random generators of the caller as they were. In models whose layers span shards this blocks in
-        exchanges with the other workers that have samples.
+        Restores the caller's random generators. In models whose layers span shards this blocks in exchanges with the
+        other workers that have samples.
         """
         buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
-        for parameter in work.prepared.parameters:  # what user code left there is none of this step's
+        for parameter in work.prepared.parameters:  # gradients that user code left do not belong to this step
             parameter.grad = None
         begin = time.perf_counter()
         with preserved():
@@ -222,7 +222,7 @@ class Compute:
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 
     def _keep_buffers(self, work: Work, shard: int, lane: Lane) -> None:
-        """A shard has left its buffers."""
+        """Keep the buffers that a shard has left, if it is the one whose buffers count."""
         if shard != work.keeps and work.witness is None:
             return
         buffers = lane.buffers_after()
@@ -240,7 +240,7 @@ class Compute:
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
-        """While this is open, step functions run: a gradient that arrives is not of our backward."""
+        """While this is open, step functions run: a gradient that arrives does not come from our backward."""
         self._calling = True
         try:
             yield
@@ -302,12 +302,12 @@ class Compute:
                     gradients.arrive(index[name], shard, gradient)
 
         requires_grad = leaf.requires_grad
-        leaf.requires_grad_(True)  # a hook can be hung on nothing else; it may be unfrozen later
+        leaf.requires_grad_(True)  # a hook needs it, and a frozen parameter may be unfrozen later
         self._hooks.append(leaf.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]  # torch's
         leaf.requires_grad_(requires_grad)
 
     def forget_lanes(self) -> None:
-        """Let go of all leaves: the models have changed, or the run is over."""
+        """Drop all leaves: the models have changed, or the run is over."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._lane_of = [], []

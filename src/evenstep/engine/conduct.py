@@ -1,4 +1,4 @@
-"""What an optimizer may do in its step, such that owners can step for each other; anything else is refused."""
+"""What an optimizer may do in its step so that owners can step for each other; anything else is refused."""
 
 import inspect
 import warnings
@@ -16,11 +16,11 @@ Options = list[dict[str, Any]]
 
 
 def check_kind(optimizer: Optimizer, *, whole: bool) -> None:
-    """See that an optimizer can be shared, as far as one knows before it steps.
+    """Check that an optimizer can be shared, as far as can be told before it steps.
 
     Args:
         optimizer: The optimizer.
-        whole: One worker steps all parameters.
+        whole: Whether one worker steps all parameters.
 
     Raises:
         UnsupportedError: It cannot.
@@ -52,14 +52,14 @@ def options_of(optimizer: Optimizer) -> Options:
 
 
 class Conduct:
-    """Looks at one step of an optimizer; make it before the step.
+    """Observes one step of an optimizer; make it before the step.
 
     Args:
         optimizer: The optimizer.
-        whole: This worker steps all parameters, or none.
+        whole: Whether one worker steps all parameters.
 
     Attributes:
-        options: What the options of the groups were before.
+        options: The options of the groups before the step.
     """
 
     def __init__(self, optimizer: Optimizer, *, whole: bool) -> None:
@@ -70,7 +70,7 @@ class Conduct:
         """After the step: the options of the groups, if the step has changed them.
 
         Raises:
-            UnsupportedError: It has changed something that the other workers would not have.
+            UnsupportedError: It has changed something that the other workers would not get.
         """
         name = type(self._optimizer).__name__
         for key, value in _attributes(self._optimizer).items():
@@ -97,6 +97,6 @@ class Conduct:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer holds beside its state and options, as far as it is plain."""
+    """The plain values that an optimizer holds besides its state and options."""
     plain = optimizer.__dict__.items()
     return {name: v for name, v in plain if name[0] != "_" and isinstance(v, int | float | str)}

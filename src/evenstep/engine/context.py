@@ -1,4 +1,4 @@
-"""What a computation of shards knows of the run around it: random numbers, who else computes, who looks on."""
+"""What a computation of shards knows of the run around it: random numbers, the other workers, the tracer."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,16 @@ __all__ = ["Context"]
 
 
 class Context:
-    """The shards of a run as one worker computes some of them.
+    """The shards of a run, from the view of a worker that computes some of them.
 
     Args:
         group: The workers.
-        seed: The run's.
+        seed: The run's seed.
 
     Attributes:
         spans: The shards of each worker.
         meetings: How GPUs meet without their hosts, if they can in this generation.
-        tracer: Notes what this worker does when.
+        tracer: Records what this worker does when.
     """
 
     def __init__(self, group: Group, seed: int) -> None:
@@ -42,36 +42,36 @@ class Context:
         return derive("step", self._seed, number, shard)
 
     def begins(self, shard: int) -> None:
-        """A shard is computed from now on."""
-        torch.clear_autocast_cache()  # of weights as they were: a script may be in autocast over many steps
+        """Note that a shard is computed from now on."""
+        torch.clear_autocast_cache()  # it holds casts of old weights: a script may keep autocast open over many steps
         self._group.board.computes(self._group.worker, shard)
         points.reach("forward")
 
     def regroup(self, device: torch.device) -> None:
-        """A generation has begun. All workers must call this alike, and exchange something afterwards."""
+        """Begin a generation. All workers must call this alike, and exchange something afterwards."""
         self.close()
         self.meetings = Meetings(self._group, device) if can_meet(self._group, device) else None
 
     def close(self) -> None:
-        """Let go of what the device meets in."""
+        """Close the meetings of the device."""
         if self.meetings is not None:
             self.meetings.close()
             self.meetings = None
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait until the device is somewhere, for as long as it can still come there."""
+        """Wait until the device reaches an event, as long as it still can."""
         if self.meetings is None:
             event.synchronize()
         else:
             self.meetings.wait(event)
 
     def check(self) -> None:
-        """See that whatever the device was to do with others went well, before anything is changed."""
+        """Check that the device's meetings with others went well, before anything is changed."""
         if self.meetings is not None:
             self.meetings.check()
 
     def agree(self, sizes: Sequence[int], tag: str, mine: bool) -> bool:
-        """Whether all workers that compute anything say yes. They must call this alike."""
+        """Whether all workers that compute something say yes. They must call this alike."""
         active = [int(any(sizes[first:end])) for first, end in self.spans]
         if sum(active) == 1:
             return mine

@@ -1,6 +1,6 @@
 """The binary counter: adds up the gradients of one worker's shards, parameter by parameter, as far as the tree allows.
 
-It knows neither workers nor memory. Gradients may come in any order; each parameter needs about log2 K of them at once.
+It knows nothing of other workers or memory. Gradients may come in any order; each parameter holds about log2 K at once.
 A shard that gave no gradient for a parameter is absent from the sum.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["Counter"]
 
 
 class Counter:
-    """One step.
+    """The counter of one step.
 
     Args:
         leaves: How shards become nodes.
@@ -37,7 +37,7 @@ class Counter:
         self._waiting: list[dict[int, Tensor | None]] = [{} for _ in range(num_parameters)]
 
     def go_on(self, leaf: int, stacks: list[list[Tensor | None]]) -> None:
-        """Begin in the middle: with the sums over what came before a leaf."""
+        """Start in the middle, with the sums over the leaves before this one."""
         self._next, self._stacks = [leaf] * len(stacks), stacks
 
     def nodes(self, i: int) -> list[Tensor | None]:
@@ -45,16 +45,16 @@ class Counter:
         return self._stacks[i]
 
     def arrive(self, i: int, shard: int, gradient: Tensor | None) -> bool:
-        """Take a gradient over, or know that there is none; whether the nodes of its parameter are complete now."""
+        """Take over a gradient, or note that there is none; return whether its parameter's nodes are now complete."""
         self._waiting[i][shard] = gradient
         return self.advance(i)
 
     def advance(self, i: int, *, over: bool = False) -> bool:
-        """Add what has come, in leaf order; whether the nodes are complete now (and were not before).
+        """Add what has come, in leaf order; return whether the nodes are now complete (and were not before).
 
         Args:
             i: Which parameter.
-            over: No more gradients will come.
+            over: Whether no more gradients will come.
         """
         leaf, stop = self._next[i], self._leaves.shards.stop
         if leaf == stop:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from evenstep.core.checksum import checksums
 from evenstep.core.errors import WrongError
-from evenstep.core.output import say
 from evenstep.engine.elements import first_difference
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.place import place_of
@@ -54,11 +53,14 @@ class Custody:
                 found |= {names[n]: number for n, number in zip(there, numbers, strict=True)}
         return found
 
-    def check(self, where: str) -> None:
+    def check(self, where: str) -> bool:
         """See that the state is what it was, and alike on all sites; make it so where that can be done.
 
         Args:
             where: The step, in words.
+
+        Returns:
+            Whether it was: what was computed of another is to be computed again.
 
         Raises:
             WrongError: It cannot.
@@ -74,13 +76,14 @@ class Custody:
         roots = [reduce(xor, (of_all[rank][0] for rank in ranks)) for ranks in sites]
         sound = [not any(of_all[rank][1] for rank in ranks) for ranks in sites]
         if all(sound) and len(set(roots)) == 1:
-            return
+            return True
         right = right_copy(roots, sound)
         if len(sites) == 1 and self._take_back(where, {name: noted[name] for name in changed}):
-            return
+            return False
         if right is None or len(sites) == 1:
             raise WrongError(self._sentence(where, [of_all[rank][1] for ranks in sites for rank in ranks]))
         self._mend(where, now, roots.index(right), [n for n, root in enumerate(roots) if root != right])
+        return False
 
     def _sentence(self, where: str, changed: list[list[str]]) -> str:
         places = self._group.gather_json(where + "places", place_of(self._holdings.memory.device))
@@ -175,13 +178,7 @@ class Custody:
         who = f"worker {self._group.members[rank]} ({places[rank]})"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         step = where.removesuffix(": ")
-        self._tell(f"at {step} {who} holds a wrong '{names[0]}'{more}: {element}; {remedy}")
-
-    def _tell(self, text: str) -> None:
-        if self._group.elastic:
-            self._group.tell({"says": text})
-        else:
-            say(text)
+        self._group.say(f"at {step} {who} holds a wrong '{names[0]}'{more}: {element}; {remedy}")
 
 
 def _alike(copies: Mapping[str, Tensor | None], wanted: Mapping[str, int]) -> dict[str, Tensor] | None:

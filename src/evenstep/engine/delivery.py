@@ -14,13 +14,13 @@ __all__ = ["Delivery", "Local", "SharedAreas"]
 
 
 class Delivery(Protocol):
-    """The nodes of one plan's workers, step after step. All workers make theirs alike."""
+    """Moves the nodes of one plan's workers, step after step. All workers must make theirs alike."""
 
     def begin(self, token: int, active: Sequence[int]) -> None:
         """Start a step.
 
         Args:
-            token: Larger than that of any earlier attempt at any step; alike on all workers.
+            token: Larger than that of any earlier attempt at any step; the same on all workers.
             active: The ranks of the workers that compute something in it.
         """
 
@@ -28,10 +28,10 @@ class Delivery(Protocol):
         """Where to put this worker's node of parameter i; None: anywhere, nobody else reads it."""
 
     def give(self, bucket: int, nodes: Sequence[Sequence[Tensor | None]]) -> None:
-        """This worker's nodes of all parameters of a bucket are in place."""
+        """Deliver this worker's nodes of a bucket, all of which are in place."""
 
     def ready(self, bucket: int) -> bool:
-        """Whether the nodes of a bucket are here from everyone who is active. Waits for nobody."""
+        """Whether the nodes of a bucket are here from all active workers. Does not wait."""
 
     def wait(self, bucket: int) -> None:
         """Wait until a bucket is ready. Called when all workers have ended their backward.
@@ -45,14 +45,14 @@ class Delivery(Protocol):
         """The nodes of a parameter whose bucket is ready, of all workers, from left to right."""
 
     def settle(self) -> None:
-        """Wait until nobody reads the nodes of this worker's buckets any more: their sums may be changed then."""
+        """Wait until nobody reads the nodes of this worker's buckets any more, so that their sums may be changed."""
 
     def end(self) -> None:
-        """The step is over: let go of its nodes."""
+        """End the step, and drop its nodes."""
 
 
 class Local:
-    """Nobody else computes anything: the nodes are this worker's own."""
+    """The delivery of a worker that computes alone: the nodes are its own."""
 
     def __init__(self, plan: Summing) -> None:
         self._plan = plan
@@ -92,14 +92,14 @@ class Local:
 
 
 class SharedAreas:
-    """Every worker has an area of the memory that all of them share; a word for each bucket says that it is there.
+    """Delivery through shared memory: every worker has an area, and a word for each bucket says that it is there.
 
     Args:
         plan: Who adds up what.
-        memory: Around which the workers are.
+        memory: The memory that the workers share.
         like: The parameters.
-        words: A row of words for each worker, a word for each parameter, for good: whatever scratch memory holds, a
-            word is a word.
+        words: A row of words for each worker, a word for each parameter; permanent, since scratch memory may hold
+            anything when it is laid out again.
         covers: How the shards of every worker become nodes.
     """
 
@@ -167,7 +167,7 @@ class SharedAreas:
 
     @property
     def shared_bytes(self) -> int:
-        """How many bytes this worker's nodes take in the memory that all share: those that others own."""
+        """How many bytes of shared memory this worker's nodes take: those of parameters that others own."""
         own = enumerate(self._plan.owners)
         others = [i for i, owner in own if owner != self._plan.rank]
         return sum(node[i].nbytes for node in self._areas[self._plan.rank] for i in others)

@@ -1,4 +1,4 @@
-"""What the exactness rests on in this process: set when a run begins, checked at every step, restored at its end."""
+"""The settings that exactness depends on in this process: set when a run begins, checked at every step, restored."""
 
 import warnings
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Determinism", "device_of", "profile"]
 
 
 def profile(config: RunConfig) -> dict[str, Any]:
-    """What must be alike on all workers for their bits to agree."""
+    """What must be the same on all workers for their bits to agree."""
     cuda = config.device.startswith("cuda")
     portable = config.arithmetic == "portable"
     here = {**env.kernel_choices(), "processor": f"{read_processor().kind}, {torch.backends.cpu.get_cpu_capability()}"}
@@ -90,7 +90,7 @@ class Determinism:
     def _pin(self) -> None:
         if self._device is not None:
             env.write({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS sums in a fixed order only with this
-            torch.cuda.set_device(self.config.device)  # what is seeded is the current device's generator
+            torch.cuda.set_device(self.config.device)  # seeding applies to the current device's generator
         self._portable = Portable(self.config.on_nondeterminism) if self.config.arithmetic == "portable" else None
         torch.set_num_threads(self.config.threads)
         torch.use_deterministic_algorithms(True, warn_only=self.config.on_nondeterminism == "warn")
@@ -98,10 +98,10 @@ class Determinism:
         torch.backends.cudnn.benchmark = False
 
     def check(self) -> None:
-        """Say so if user code changed what the bits rest on.
+        """Report it if user code changed what the bits depend on.
 
         Raises:
-            NondeterminismError: Something was changed and the run was not told to only warn.
+            NondeterminismError: Something was changed, and the run was not told only to warn.
         """
         if self._portable is not None:
             self._portable.check()
@@ -125,7 +125,7 @@ class Determinism:
         self._said = True
 
     def restore(self) -> None:
-        """Give the process its own settings back."""
+        """Restore the settings of the process."""
         threads, enabled, warn_only, fill, benchmark = self._before
         if self._portable is not None:
             self._portable.close()

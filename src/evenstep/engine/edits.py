@@ -1,7 +1,7 @@
-"""User code that changes an optimizer's state between steps, such that the change can be undone and shared.
+"""User code that changes an optimizer's state between steps, in a way that can be undone and shared.
 
 Most edits leave optimizers alone (clipping weights, averaging them), so their state is saved only when it is first
-looked at.
+accessed.
 """
 
 from collections import defaultdict
@@ -18,11 +18,11 @@ class Edit:
     """A context in which user code may change an optimizer.
 
     Args:
-        optimizer: Whose state.
-        save: Called once, before anybody can have changed it.
+        optimizer: The optimizer.
+        save: Called once, before its state can have been changed.
 
     Attributes:
-        touched: Whether anybody may have changed it.
+        touched: Whether its state may have been changed.
     """
 
     def __init__(self, optimizer: Optimizer, save: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class Edit:
         self.touched = False
 
     def touch(self) -> None:
-        """The state is about to be looked at."""
+        """Note that the state is about to be accessed."""
         if not self.touched:
             self.touched = True
             self._save()
@@ -53,14 +53,14 @@ class Edit:
 
 
 class _Watched(defaultdict[Any, Any]):
-    """An optimizer's state that says when it is first looked at."""
+    """An optimizer's state that reports its first access."""
 
     def __init__(self, touch: Callable[[], None], values: dict[Any, Any]) -> None:
         super().__init__(dict, values)
         self._touch = touch
 
     def copy(self) -> Any:
-        """As of any dict; whoever has it need not look here again."""
+        """As for any dict; it counts as an access, since the copy gives access to the values."""
         return defaultdict(dict, self)
 
     def __reduce__(self) -> Any:  # a copy of the optimizer is an ordinary one

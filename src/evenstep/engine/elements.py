@@ -1,4 +1,4 @@
-"""The first element in which two tensors differ, which lie on different workers: found by digests, shown in bits."""
+"""The first element in which two tensors on different workers differ: found by digests, shown in bits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class Element:
     """One element of two tensors.
 
     Attributes:
-        index: Which.
-        found: Its value in the one, and its bits.
-        expected: The same of the other.
+        index: Which element.
+        found: Its value in the first tensor, and its bits.
+        expected: The same for the second.
     """
 
     index: list[int]
@@ -40,11 +40,11 @@ def first_difference(group: Group, tag: str, found: Tensor | None, expected: Ten
     Args:
         group: The workers.
         tag: What this is, in words.
-        found: The one, if this worker has it.
-        expected: The other, if this worker has it.
+        found: The first tensor, if this worker has it.
+        expected: The second, if this worker has it.
 
     Returns:
-        The first element that differs; None if one of both is nowhere, or they are not of one kind.
+        The first element that differs; None if nobody has one of them, or their shapes or types differ.
     """
     pair = [None if t is None else t.detach().cpu().contiguous() for t in (found, expected)]
     heads = group.gather_json(f"{tag} blocks", [_head(t) for t in pair])

@@ -1,7 +1,7 @@
 """Gradients on a device: one flat buffer for all parameters of a type, added up in tree order by a few launches.
 
-What `Gradients` does parameter by parameter, while backward runs, is done here for all parameters at once when a shard
-is complete: on a device it is launches that cost, and nobody waits for a single parameter.
+What `Gradients` does parameter by parameter while backward runs, this does for all parameters at once when a shard is
+complete: on a device launches are what costs, and nobody waits for a single parameter.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,24 +70,24 @@ class AddsUp(Protocol):
         """The sum of every parameter over all sites, given this one's nodes; meets the others."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
 
 
 Connect = Callable[[Summing, Sequence[Tensor]], AddsUp]
-"""Makes what adds up the nodes of a plan, for parameters like these."""
+"""Makes an `AddsUp` for a plan and parameters like these."""
 
 
 class FlatGradients:
-    """The gradients of one optimizer's parameters in one step after the other; see `Gradients`.
+    """The gradients of one optimizer's parameters, step after step; see `Gradients`.
 
     Args:
-        names: Of the parameters.
+        names: The names of the parameters.
         like: The parameters.
         connect: Makes what adds up the nodes of several sites.
 
     Attributes:
         plan: How shards become nodes.
-        peers: Adds up the nodes of several sites; None: there is one.
+        peers: Adds up the nodes of several sites; None: there is only one.
         reduced: See `Gradients`; called when all sums are there.
         expects: See `Gradients`.
     """
@@ -101,14 +101,14 @@ class FlatGradients:
         self._names, self._like, self._connect = names, like, connect
         self._free: list[Buffer] = []
         self._held: list[Buffer | None] = []
-        self._lent: list[Buffer] = []  # what the sums of single parameters were gathered in
+        self._lent: list[Buffer] = []  # buffers in which sums of single parameters were gathered
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, t in enumerate(like):
             by_dtype.setdefault(t.dtype, []).append(i)
         self._by_dtype = list(by_dtype.values())
 
     def lay_out(self, plan: Summing, delivery: Delivery) -> None:
-        """The workers, or the shards of each, have changed. What is here is added up here."""
+        """Adopt a plan after the workers, or their shards, have changed. The delivery is not used."""
         del delivery
         self.plan = plan
         if self.peers is not None:
@@ -125,7 +125,7 @@ class FlatGradients:
         self._singly: Counter | None = None
 
     def take(self, shard: int, gradients: Sequence[Tensor | None]) -> None:
-        """Take in the gradients of a shard, in the order of the shards. They are copied: their memory is the caller's.
+        """Take in a copy of the gradients of a shard; call it in the order of the shards.
 
         Raises:
             UnsupportedError: One of them is sparse.
@@ -175,14 +175,14 @@ class FlatGradients:
         self._held.append(entry)
 
     def _each(self, function: Callable[..., object], entry: Buffer | None, gradients: Sequence[Tensor | None]) -> None:
-        assert entry is not None, "there is a buffer for what has come"
+        assert entry is not None, "gradients have come, so there is a buffer for them"
         for indices in self._by_dtype:
             chosen = [i for i in indices if gradients[i] is not None]
             if chosen:
                 function([entry.views[i] for i in chosen], [gradients[i] for i in chosen])
 
     def _go_on_singly(self) -> None:
-        """A parameter has a gradient in some shards only, so its sums are other ones than its neighbours'."""
+        """Switch to single parameters: one has a gradient in some shards only, so its sums have other terms."""
         present = self._present or ()
         stacks = [
             [buffer.views[i] if buffer is not None and present[i] else None for buffer in self._held]
@@ -192,7 +192,7 @@ class FlatGradients:
         self._singly.go_on(self._next, stacks)
 
     def end_backward(self) -> None:
-        """All shards of this worker have come that will."""
+        """Note that no more shards of this worker will come."""
         self._skip_to(self.plan.leaves.shards.stop)
         self._next = self.plan.leaves.shards.stop
 
@@ -246,13 +246,13 @@ class FlatGradients:
         return found
 
     def close(self) -> None:
-        """Let go of the other sites."""
+        """Disconnect from the other sites."""
         if self.peers is not None:
             self.peers.close()
             self.peers = None
 
     def clear(self) -> None:
-        """The step is over: its buffers are free again."""
+        """End the step, and free its buffers."""
         self._free += [buffer for buffer in (*self._held, *self._lent) if buffer is not None]
         self._held, self._lent = [], []
         self._singly = None

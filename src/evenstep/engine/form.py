@@ -1,4 +1,4 @@
-"""What a tensor of the state is like: enough to make room for another of its kind, and to tell others of it."""
+"""The form of a tensor of the state: enough to make room for another like it, and to describe it to others."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,13 @@ __all__ = ["Form"]
 
 @dataclass(frozen=True)
 class Form:
-    """Shape, type, strides and place.
+    """The shape, type, strides and place of a tensor.
 
     Attributes:
         shape: The shape.
         dtype: The type.
-        stride: The strides that are kept: those of a tensor without gaps, else contiguous ones.
-        on_host: Whether it stays on the host although the parameters do not: optimizers count steps there.
+        stride: The strides to keep: the tensor's own if it has no gaps, otherwise contiguous ones.
+        on_host: Whether it stays on the host even if the parameters do not: optimizers count steps there.
     """
 
     shape: torch.Size
@@ -27,7 +27,7 @@ class Form:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Form":
-        """That of a tensor."""
+        """The form of a tensor."""
         stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         return cls(tensor.shape, tensor.dtype, tuple(stride), tensor.device.type == "cpu")
 

@@ -1,8 +1,8 @@
 """From the gradients of single shards to the tree sum at each parameter's owner, bucket by bucket, during backward.
 
-Each worker adds up its own shards (`counter.py`). When all parameters of a bucket are there, they are given to whoever
-delivers them (`delivery.py`); an owner adds the nodes of all workers in tree order as soon as a bucket of its own is
-ready. A parameter without a gradient in any shard has none.
+Each worker adds up its own shards (`counter.py`). When all parameters of a bucket are there, they are handed to the
+delivery (`delivery.py`); an owner adds the nodes of all workers in tree order as soon as one of its buckets is ready. A
+parameter without a gradient in any shard has no sum.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,16 +21,16 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """The gradients of one optimizer's parameters in one step after the other.
+    """The gradients of one optimizer's parameters, step after step.
 
     Args:
-        names: Of the parameters.
+        names: The names of the parameters.
 
     Attributes:
         plan: Who adds up what.
         delivery: How nodes travel.
-        reduced: Called with a bucket that this worker owns and all sums so far when its sums are there, perhaps while
-            backward still runs; None: nobody wants to know.
+        reduced: Called when the sums of a bucket that this worker owns are there, perhaps while backward still runs,
+            with the bucket and all sums so far; None: not called.
         expects: Called with a parameter that has got a gradient; raises if it should not have.
     """
 
@@ -43,14 +43,14 @@ class Gradients:
         self.expects: Callable[[int], None] | None = None
 
     def lay_out(self, plan: Summing, delivery: Delivery) -> None:
-        """The workers, or the shards of each, have changed."""
+        """Adopt a plan after the workers, or their shards, have changed."""
         self.plan, self.delivery = plan, delivery
 
     def begin(self, token: int, active: Sequence[int], shards: Sequence[int]) -> None:
         """Start a step; see `Delivery.begin`.
 
         Args:
-            token: Larger than that of any earlier attempt at any step; alike on all workers.
+            token: Larger than that of any earlier attempt at any step; the same on all workers.
             active: The ranks of the workers that compute something in this step.
             shards: The shards of this worker that have samples.
         """
@@ -65,7 +65,7 @@ class Gradients:
                 self._complete(i)
 
     def arrive(self, i: int, shard: int, gradient: Tensor) -> None:
-        """Take in the gradient of parameter i from a local shard, in any order. Takes the tensor over."""
+        """Take over the gradient of parameter i from a local shard; they may come in any order."""
         if gradient.layout != torch.strided:
             raise UnsupportedError(
                 f"parameter '{self._names[i]}' got a sparse gradient; evenstep adds dense ones only: "
@@ -109,7 +109,7 @@ class Gradients:
         return tree_sum(inputs, tree.present_program(self.plan.program, tuple(n is not None for n in nodes)), out)
 
     def end_backward(self) -> None:
-        """Backward is over on this worker: what has not come will not."""
+        """Note that backward is over on this worker: no more gradients will come."""
         self._advance(over=True)
 
     def finish(self) -> dict[int, Tensor | None]:
@@ -133,7 +133,7 @@ class Gradients:
         """Nothing is open."""
 
     def clear(self) -> None:
-        """Let go of all gradients."""
+        """Drop all gradients."""
         self._sums, self._to_reduce = {}, []
         self.delivery.end()
         self._counter = Counter(self.plan.leaves, 0, (), lambda *_: None)

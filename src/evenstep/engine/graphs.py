@@ -1,9 +1,9 @@
 """Whether a piece of a step is computed, or replayed from a graph that was captured when it was computed before.
 
 A replay repeats launches: no Python runs, and the bits are those of computing. It is right only as long as Python would
-have done the same again. So a piece is captured after it was computed twice with everything that can be seen alike
-(`guards.py`), replayed only while that stays so, and now and then computed both ways and compared. What cannot be
-captured is computed, and said once.
+do the same again. So a piece is captured after it was computed twice with everything visible unchanged (`guards.py`),
+replayed only while that holds, and now and then computed both ways and compared. A piece that cannot be captured is
+computed, and the user is told once.
 
 This module decides; `Recorder` is what captures, on CUDA in `capture.py`.
 """
@@ -26,16 +26,16 @@ __all__ = ["Capturable", "Graphs", "Mode", "Products", "Recorder", "Recording", 
 Mode = Literal["auto"] | bool
 _WARM = 2  # how often a piece is computed before it is captured: kernels are chosen and compiled then
 _MOST_GRAPHS = 16  # each holds memory of its own
-_CHECKS = frozenset(8**n for n in range(12))  # at which replays of a graph the piece is computed too
+_CHECKS = frozenset(8**n for n in range(12))  # at these replays of a graph the piece is computed too
 _OURS = str(Path(__file__).parents[1])
 
 
 @dataclass
 class Products:
-    """What a piece gave.
+    """The results of a piece.
 
     Attributes:
-        numbers: All that its readings have to read, [n] in float64.
+        numbers: All numbers that its readings read, [n] in float64.
         readings: The result of each shard.
         gradients: For each shard, the gradient of every parameter; None where there is none.
         buffers: The buffers as shard 0 left them, if it was among the shards.
@@ -51,9 +51,9 @@ class Capturable(Protocol):
     """Forward and backward of some shards on given tensors.
 
     Attributes:
-        products: What they gave; the gradients after backward.
+        products: Their results; the gradients only after backward.
         drew: Whether user code drew random numbers on the host.
-        carried: Whether it has asked for what the last step left, or leaves something, or a note.
+        carried: Whether user code used a carry, or left a note.
     """
 
     @property
@@ -74,17 +74,17 @@ class Capturable(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A piece that has to be done.
+    """A piece to be done.
 
     Attributes:
-        signature: Pieces with different ones are different; shapes, types, and which parameters are trained.
+        signature: What tells pieces apart: shapes, types, and which parameters are trained.
         inputs: The tensors of its parts.
         seeds: One for each shard.
-        look: What user code can see: as it was when the step began, or anew.
+        look: Gives what user code can see: as it was when the step began, or looked at again.
         piece: Makes the piece for given inputs and seeds; with generators of the device, one for each shard, instead
             of the seeds if it is captured.
-        between: Called when forward has been launched, with the numbers of its results.
-        agree: Whether all who compute it together say yes; they must ask alike.
+        between: Called with the numbers of its results when forward has been launched.
+        agree: Asks whether all who compute it together say yes; they must ask alike.
     """
 
     signature: Hashable
@@ -100,25 +100,25 @@ class Recording(Protocol):
     """A captured piece.
 
     Attributes:
-        products: What a replay gives, always at the same place.
-        num_bytes: What the graph holds, which is what computing the piece would take too.
+        products: The results of a replay, always at the same place.
+        num_bytes: The memory that the graph holds, about as much as computing the piece takes.
     """
 
     products: Products
     num_bytes: int
 
     def replay(self, inputs: Sequence[Tensor], seeds: Sequence[int], between: Callable[[Tensor], None]) -> None:
-        """Do it again on other inputs with other random numbers. Waits for nothing."""
+        """Run it again on other inputs with other random numbers. Does not wait."""
 
 
 class Recorder(Protocol):
     """Captures pieces."""
 
     def record(self, task: Task) -> Recording:
-        """Capture a piece; nothing is computed. Raises whatever kept it from being captured."""
+        """Capture a piece without computing it. Raises whatever prevented the capture."""
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so much memory is free."""
+        """Whether this much memory is free."""
 
 
 @dataclass
@@ -144,8 +144,8 @@ class Graphs:
 
     Args:
         mode: "auto": capture what can be captured; True: what cannot is an error; False: capture nothing.
-        recorder: Captures.
-        say: Told once, in a sentence, why something is not captured.
+        recorder: Captures pieces.
+        say: Called once with a sentence that says why something is not captured.
     """
 
     def __init__(self, mode: Mode, recorder: Recorder, say: Callable[[str], None]) -> None:
@@ -158,7 +158,7 @@ class Graphs:
 
         Raises:
             UnsupportedError: It cannot be captured, and the mode is True.
-            NondeterminismError: Replays have given other bits than computing does.
+            NondeterminismError: A replay gave other bits than computing does.
         """
         if self.off is not None:
             return self.compute(task).products
@@ -182,7 +182,7 @@ class Graphs:
         return piece.products
 
     def forget(self) -> None:
-        """Let go of all graphs."""
+        """Drop all graphs."""
         self._signatures.clear()
 
     def compute(self, task: Task) -> Capturable:
@@ -216,7 +216,7 @@ class Graphs:
         return known.recording.products
 
     def _check(self, known: _Known, task: Task) -> Products:
-        """Compute a piece that was just replayed: what cannot be seen from outside would show here."""
+        """Compute a piece that was just replayed, and compare: dependencies that the guards cannot see show here."""
         replayed, computed = _bits(known.recording.products), self.compute(task).products
         if not _equal(replayed, _bits(computed)):
             if known.replays > 1:
@@ -256,7 +256,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """What kept a piece from being captured, and at which line of the user's."""
+    """What prevented the capture of a piece, and in which line of the user's code."""
     text = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,9 +1,9 @@
 """What a step function depends on besides its part and the tensors of the models: the plain values it can see.
 
-A captured graph repeats what was done when it was captured. So it may be used only while everything that could have
-decided otherwise is as it was: the function's code, what it closes over, the globals and attributes it names, and the
-plain attributes of all modules. Two steps with equal `look`s take the same way through the script, as far as can be
-seen from outside; what lies deeper is checked now and then by computing a step both ways (`graphs.py`).
+A captured graph repeats what was done when it was captured. So it may be used only while everything that could lead to
+something else is unchanged: the function's code, what it closes over, the globals and attributes it names, and the
+plain attributes of all modules. Two steps with equal `look`s take the same path through the script, as far as can be
+seen from outside; to catch the rest, a step is now and then computed both ways (`graphs.py`).
 """
 
 import functools
@@ -18,19 +18,19 @@ from torch import Tensor, nn
 __all__ = ["Look", "Modules", "difference", "look"]
 
 Look = dict[str, Any]
-"""Every value by how a reader of the script would write it."""
+"""Every value, by the expression that a reader of the script would write for it."""
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-_MOST_ITEMS = 64  # of a container: more are not a setting but data
+_MOST_ITEMS = 64  # a container with more items is data, not a setting
 _DEPTH = 3
 _SETTLED = (nn.Module, torch.optim.Optimizer, types.ModuleType, types.BuiltinFunctionType, type)
-"""Modules are looked at by themselves, and the others hold no settings of one step."""
+"""Not looked into: modules are handled by `Modules`, and the others hold no settings of a step."""
 
 
 class Modules:
-    """The plain attributes of all prepared modules, which count whoever reads them.
+    """The plain attributes of all prepared modules, whether or not the step function names them.
 
-    Most steps change none. So it is first looked whether every attribute is still the same object, which is quick.
+    Most steps change none, so it first checks whether every attribute is still the same object, which is quick.
 
     Args:
         modules: The modules.
@@ -38,12 +38,12 @@ class Modules:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = list(modules)
-        self._values: list[tuple[Any, ...]] = []  # held, so that nothing else can come to lie in their places
+        self._values: list[tuple[Any, ...]] = []  # held, so that their ids are not reused
         self._grads: list[bool] = []
         self._seen: Look = {}
 
     def look(self) -> Look:
-        """What they are like now; the same object as before if nothing has changed."""
+        """Their present values; the same object as before if nothing has changed."""
         values = [module.__dict__.values() for module in self._modules]
         grads = [p.requires_grad for m in self._modules for p in dict.values(m._parameters) if p is not None]
         same = len(values) == len(self._values) and all(
@@ -70,7 +70,7 @@ def look(function: Callable[..., Any], modules: Modules) -> Look:
 
 
 def difference(before: Look, after: Look) -> str | None:
-    """What differs between two looks, in a few words; None: nothing."""
+    """The first difference between two looks, in a few words; None: there is none."""
     for name in [*before, *after]:
         here, there = before.get(name, "nothing"), after.get(name, "nothing")
         if here is there or here == there:
@@ -161,7 +161,7 @@ class _Looker:
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
-    """What is inside of a value, each by how it is written behind the value's name."""
+    """What a value contains, keyed by what is written after the value's name."""
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
@@ -170,7 +170,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def _names(code: types.CodeType) -> Sequence[str]:
-    """The globals and attributes that a function and those inside of it name."""
+    """The globals and attributes that a function, and functions inside it, name."""
     found = list(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -186,5 +186,5 @@ def _defaults(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether it is something of the run itself, which changes in every step and decides nothing inside of one."""
+    """Whether it belongs to the run itself, which changes in every step and decides nothing within one."""
     return type(value).__module__.partition(".")[0] == "evenstep"

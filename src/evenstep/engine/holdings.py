@@ -1,7 +1,7 @@
 """What the workers of a run hold together: models, their optimizers, the state of both, and its version.
 
-It changes in operations of the ledger only. Whoever is about to change something saves it first, so that an operation
-that comes to nothing can be taken back.
+It changes only in operations of the ledger. Before something is changed it is saved, so that an operation that fails
+can be undone.
 """
 
 import socket
@@ -32,15 +32,15 @@ __all__ = ["Holdings"]
 
 
 class Holdings:
-    """What one worker has of it.
+    """One worker's view of it.
 
     Args:
-        config: Of the run.
-        ledger: Of the workers.
+        config: The run's settings.
+        ledger: The workers' ledger.
 
     Attributes:
         group: The workers.
-        memory: Where the state lies.
+        memory: Where the state is.
         models: The prepared models.
         optimizers: The prepared optimizers.
         state: The tensors and plain values of both.
@@ -57,7 +57,7 @@ class Holdings:
         self.state = self.models.state
         self.state.spreading = _spreading(self.group, self.memory)
         ledger.volatile = not self.memory.shared
-        if ledger.volatile and self.group.elastic and config.image:  # else all workers end together
+        if ledger.volatile and self.group.elastic and config.image:  # otherwise all workers end together
             self.state.image = Image(self.group, self.memory.device, config.image)
         self.carries = Carries(self.state, ledger, lambda: self.version)
         self.version = 0
@@ -72,7 +72,7 @@ class Holdings:
 
         Args:
             optimizer: The optimizer.
-            whole: It looks at all parameters at once: one worker steps them.
+            whole: Whether it looks at all parameters at once, so that one worker steps them.
         """
         prefix = "optimizer" if not self.optimizers else f"optimizer{len(self.optimizers) + 1}"
         prepared = PreparedOptimizer(self.group, self.state, optimizer, self.names, prefix, whole=whole)
@@ -93,7 +93,7 @@ class Holdings:
         return self._several[key]
 
     def replace(self, values: Mapping[str, Tensor]) -> None:
-        """Put other values in the place of some of the state. One worker's, inside of an operation."""
+        """Replace some values of the state. For one worker, inside an operation."""
         entries = [self.state.entries[name] for name in values]
         with torch.no_grad():
             self.state.save(entries)
@@ -101,12 +101,12 @@ class Holdings:
                 entry.live.copy_(values[entry.name])
 
     def pull(self) -> None:
-        """Bring this worker's own copies to what is committed."""
+        """Bring this worker's own copies up to what is committed."""
         with torch.no_grad():
             self.state.pull()
 
     def settle(self) -> None:
-        """No operation is under way on this worker any more: nobody should change anything until the next."""
+        """End an operation on this worker: nobody should change anything until the next."""
         for prepared in self.optimizers:
             prepared.gradients.clear()
             prepared.kept.remember()
@@ -140,7 +140,7 @@ class Holdings:
         return news, carried
 
     def restored(self, news: list[News], carried: Carried | None, version: int, took_part: bool) -> None:
-        """A checkpoint's state is committed. `carried` None: what is carried is known already."""
+        """Adopt a checkpoint's state, which is committed. `carried` None: the carries are already known."""
         for prepared, theirs in zip(self.optimizers, news, strict=True):
             prepared.adopt(theirs, took_part)
         if carried is not None:
@@ -150,7 +150,7 @@ class Holdings:
         self.version = version
 
     def place(self) -> None:
-        """A generation has begun: see who is around which memory."""
+        """Begin a generation: find out who is around which memory."""
         if not self.memory.shared:
             if self.group.num_machines > 1:
                 raise UnsupportedError(
@@ -162,11 +162,11 @@ class Holdings:
         self.state.sites = Sites.of(group.rank, group.machines if self.memory.shared else range(group.num_workers))
 
     def catch_up(self) -> None:
-        """Give sites that have missed something the state of one that has not. All workers, in a new generation.
+        """Give sites that lack the state that of one that has it. For all workers, in a new generation.
 
         Raises:
             CheckpointError: Nobody has it any more.
-            WrongError: Its image is all that is left of it, and that is wrong.
+            WrongError: Only its image is left, and that is wrong.
         """
         group, sites = self.group, self.state.sites
         if self.memory.shared:
@@ -185,11 +185,11 @@ class Holdings:
             self.state.spread("the state", entries, lacking.index(False), only)
 
     def _begin_from_image(self) -> None:
-        """Nobody has the state any more, or there has never been any.
+        """Start from the image: nobody has the state any more, or there has never been any.
 
         Raises:
             CheckpointError: There is no image of it.
-            WrongError: That is not what was copied there.
+            WrongError: The image is not what was copied there.
         """
         image = self.state.image
         if image is not None and self.ledger.done == image.operations:
@@ -219,14 +219,14 @@ class Holdings:
 
 
 def _spreading(group: Group, memory: Memory) -> Spreading:
-    """How values come from one site to the others."""
+    """How values get from one site to the others."""
     if group.puts is not None and isinstance(memory, HostMemory):
         return BetweenMachines(group, group.puts, memory)
     return ThroughHost(group)
 
 
 def _memory_of(device: str, segment: Segment) -> Memory:
-    """Where a site on this device has its state."""
+    """The memory in which a site on this device keeps its state."""
     where = torch.device(device)
     if where.type == "cpu":
         return segment.memory

@@ -1,4 +1,4 @@
-"""Models and optimizers come into a run, alike on all workers."""
+"""Taking models and optimizers into a run, alike on all workers."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ class Intake:
         Args:
             model: The model.
             optimizer: The optimizer, if any.
-            whole: The optimizer looks at all parameters at once: one worker steps them.
+            whole: Whether the optimizer looks at all parameters at once, so that one worker steps them.
 
         Raises:
             UnsupportedError: They cannot be trained exactly.

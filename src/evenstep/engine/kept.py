@@ -1,8 +1,8 @@
 """What an optimizer keeps for its parameters (momenta, counts of steps), in the state that all workers share.
 
-Each owner makes and changes it for its own parameters. What is new, *news*, travels with the step that made it: every
-worker makes room for it in the same order, the owner puts its values there, and from then on every worker's optimizer
-holds the same tensors.
+Each owner makes and changes it for its own parameters. What is new, the *news*, travels with the step that made it:
+every worker makes room for it in the same order, the owner puts its values there, and from then on every worker's
+optimizer holds the same tensors.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -18,7 +18,7 @@ from evenstep.engine.state import State, StateEntry
 __all__ = ["OPTIONS", "Kept", "News"]
 
 OPTIONS = "options of all groups"
-"""A key beside the plain values of the first parameter: options that the optimizer has changed by itself."""
+"""A key among the plain values of the first parameter: options that the optimizer itself has changed."""
 
 News = list[Any]
 """What is new in optimizers' state: [parameter, {key: its form}, {key: plain value}], in order."""
@@ -31,7 +31,7 @@ class Kept:
         state: Where it goes.
         optimizer: The user's optimizer.
         parameters: What it trains; may grow.
-        names: Their full names; grow along.
+        names: Their full names; grow with them.
         prefix: What the names of its entries begin with.
     """
 
@@ -43,7 +43,7 @@ class Kept:
         self._entries: dict[int, dict[str, StateEntry]] = {}
         self._values: dict[int, dict[str, Any]] = {}
         self._undo: dict[int, dict[str, Any]] = {}
-        self._left: list[tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]] = []  # as the last step left it
+        self._left: list[tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]] = []  # what the last step left
         for p in parameters:  # an optimizer may make state when it is built, before the model moved to its device
             held = optimizer.state.get(p, {})
             held.update({k: v.to(p.device) for k, v in held.items() if isinstance(v, Tensor) and v.ndim})
@@ -55,15 +55,15 @@ class Kept:
     # ---- changing it, such that it can be taken back ----
 
     def begin(self, indices: Iterable[int]) -> None:
-        """What is kept for these parameters is about to be changed."""
+        """Note that what is kept for these parameters is about to be changed."""
         self._undo = {i: dict(self._held(i)) for i in indices}
 
     def entries(self, indices: Iterable[int]) -> list[StateEntry]:
-        """All tensors that are kept for these parameters and shared already."""
+        """All tensors that are kept for these parameters and already shared."""
         return [entry for i in indices for entry in self._entries.get(i, {}).values()]
 
     def entries_of(self, news: News) -> list[StateEntry]:
-        """Where the tensors of some news lie."""
+        """The entries of the tensors of some news."""
         return [self._entries[i][key] for i, tensors, _ in news for key in sorted(tensors)]
 
     def committed(self) -> list[StateEntry]:
@@ -75,7 +75,7 @@ class Kept:
         self._state.save(self.committed())
 
     def rollback(self) -> None:
-        """Forget what an operation created or replaced before it was given up."""
+        """Forget what an abandoned operation created or replaced."""
         for i, before in self._undo.items():
             if before:
                 self._optimizer.state[self._parameters[i]] = before
@@ -123,11 +123,11 @@ class Kept:
         return news
 
     def settle(self, news: News, mine: Collection[int]) -> None:
-        """Move what is new into the shared state. All workers must call this alike, inside of an operation.
+        """Move what is new into the shared state. All workers must call this alike, inside an operation.
 
         Args:
-            news: That of all workers, in the order of the parameters: it is part of the layout.
-            mine: For which parameters this worker has the values.
+            news: The news of all workers, in the order of the parameters: it determines the layout.
+            mine: The parameters for which this worker has the values.
         """
         for i, tensors, _ in news:
             held = self._optimizer.state[self._parameters[i]]
@@ -139,26 +139,26 @@ class Kept:
             self._hold(i, tensors)
 
     def _reserve(self, i: int, tensors: dict[str, Any]) -> None:
-        """Make room for what has none. Trying an operation again makes the same room, so it may stay."""
+        """Make room for tensors without any. Trying an operation again makes the same room, so it may stay."""
         known = self._entries.setdefault(i, {})
         fresh = {
             f"{self._prefix}.{self._names[i]}.{key}": Form.unpack(packed)
             for key, packed in sorted(tensors.items())
             if key not in known
         }
-        if not fresh:  # even an empty reservation takes room, and whoever tries again would take it once more
+        if not fresh:  # even an empty reservation takes room, and another attempt would take it again
             return
         for entry in self._state.add(fresh):
             known[entry.name.rpartition(".")[2]] = entry
 
     def _hold(self, i: int, keys: Iterable[str]) -> None:
-        """Let the optimizer use what all share."""
+        """Make the optimizer use the shared tensors."""
         held = self._optimizer.state[self._parameters[i]]
         for key in keys:
             held[key] = self._entries[i][key].working
 
     def adopt(self, news: News, took_part: bool) -> None:
-        """An operation with this news is committed."""
+        """Adopt the news of a committed operation."""
         for i, tensors, values in news:
             held = self._optimizer.state[self._parameters[i]]
             if not took_part:
@@ -195,7 +195,7 @@ class Kept:
         return news, [[i, keys] for i, keys in gone if keys]
 
     def drop(self, gone: Sequence[Any]) -> None:
-        """An edit that has taken these away is committed."""
+        """Drop what a committed edit has removed."""
         for i, keys in gone:
             held = self._optimizer.state[self._parameters[i]]
             for key in keys:
@@ -206,7 +206,7 @@ class Kept:
                     self._entries[i][key].counts = False
 
     def remember(self) -> None:
-        """Note what it is, now that nobody should change it but a step or an edit."""
+        """Remember it, now that only a step or an edit should change it."""
         held = [found for i in range(len(self._parameters)) if (found := self._held(i))]
         self._left = [
             (each, {key: (t, t._version) for key, t in each.items() if isinstance(t, Tensor)}) for each in held
@@ -214,7 +214,7 @@ class Kept:
         self._held_by = self._optimizer.state
 
     def check_untouched(self) -> None:
-        """Say so if user code changed it between steps.
+        """Report it if user code changed it between steps.
 
         Raises:
             NondeterminismError: It did.

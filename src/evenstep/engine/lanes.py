@@ -28,7 +28,7 @@ class Crew:
     """The workers that compute anything in a step, as a spanning layer sees them: see `Workers`.
 
     Attributes:
-        in_queue: Whether `gather` waits for no device, so that a CUDA graph can have it inside.
+        in_queue: Whether `gather` waits for no device, so that a CUDA graph can contain it.
     """
 
     gather: Callable[[str, Tensor], Tensor]
@@ -77,7 +77,7 @@ class LaneSurroundings:
         return number
 
     def end(self) -> None:
-        """The forward is over. The graph holds the surroundings: if they held it too, both would stay.
+        """End the forward. The graph holds the surroundings: if they held it too, neither would ever be freed.
 
         A token is part of the graph, and a session that failed holds an error whose traceback holds outputs.
         """
@@ -89,7 +89,7 @@ class Lanes:
 
     Args:
         timeout_s: How long a lane may wait for another.
-        tracer: Notes which lane has its turn when.
+        tracer: Records which lane has its turn when.
     """
 
     def __init__(self, timeout_s: float, tracer: Tracer) -> None:
@@ -101,7 +101,7 @@ class Lanes:
         self._threads = Threads("lane")
         self._lanes: Sequence[Lane] = ()
         self._shards: Sequence[int] = ()
-        self.token: Tensor | None = None  # of the last run: differentiated too, it brings backward to every joint node
+        self.token: Tensor | None = None  # of the last run; differentiating it too brings backward to every joint node
 
     def _resume(self, participant: Participant) -> None:
         self._lanes[participant.index].resume()

@@ -1,4 +1,4 @@
-"""Values that scripts log beside losses and metrics: they travel with the next step, and become one of all workers."""
+"""Values that scripts log besides losses and metrics: they travel with the next step, as one value over all workers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,19 +27,19 @@ class Logged:
         self.values.setdefault(name, []).append(value)
 
     def settle(self) -> None:
-        """A step is committed: what was logged before it came with it, or with what others did of it before."""
+        """Drop what was logged before a step that is now committed: it has travelled with that step."""
         self.values = {}
 
 
 def checked(name: Any, value: Any) -> tuple[str, float]:
-    """A name and a number.
+    """A checked name and number.
 
     Raises:
-        ConfigError: They are something else.
+        ConfigError: The name or the number is something else.
     """
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # the last is a tensor's with several elements
+    except (TypeError, ValueError, RuntimeError) as error:  # the last is for a tensor with several elements
         raise ConfigError(f"run.log({name!r}, ...) got {str(value)[:40]}, expected one number") from error
     if not isinstance(name, str) or not name:
         raise ConfigError(f"run.log({name!r}, ...), expected a name")
@@ -49,7 +49,7 @@ def checked(name: Any, value: Any) -> tuple[str, float]:
 def mean_of_all(of_workers: Sequence[Values]) -> dict[str, float]:
     """The mean of each value over all calls on all workers.
 
-    It is rounded once, so values that are alike on all workers come out as they are, however many workers there are.
+    It is rounded once, so values that are equal on all workers come out unchanged, however many workers there are.
     """
     names = {name: None for theirs in of_workers for name in theirs}  # in order, each once
     return {name: _mean([value for theirs in of_workers for value in theirs.get(name, ())]) for name in names}

@@ -11,7 +11,7 @@ __all__ = ["Loss", "PartLoss", "split"]
 
 
 class Loss:
-    """A loss, or a metric, that is a mean over something else than the rows of a part, such as its labelled tokens.
+    """A loss, or a metric, that is a mean over something other than the rows of a part, such as its labelled tokens.
 
     The mean over the whole batch is then the sum of all parts' totals over the sum of their weights, as if the batch
     had not been cut. A part of weight 0 adds nothing, even if its mean is not a number; if all weights are 0 the step
@@ -23,8 +23,8 @@ class Loss:
         weight: How many there are in this part: a number, or a tensor with one element.
 
     Raises:
-        ConfigError: Neither or both of mean and total are given; or, when it is used, the weight is negative or no
-            number.
+        ConfigError: Neither or both of mean and total are given; or, when it is used, the weight is negative or not
+            a number.
     """
 
     def __init__(self, mean: Any = None, *, total: Any = None, weight: float | Tensor) -> None:
@@ -44,7 +44,7 @@ class PartLoss:
     """The loss of one part, as its step function gave it.
 
     Attributes:
-        value: With one element, without dimensions.
+        value: A tensor without dimensions.
         loss: The `Loss` it came in; None: it is the mean over the rows of the part.
     """
 
@@ -57,11 +57,11 @@ class PartLoss:
         return PartLoss(value, self.loss and self.loss.of(value))
 
     def share(self, num_rows: int, num_all_rows: int) -> Tensor | None:
-        """What backward begins from: this part's share in the batch; None: it has none.
+        """What backward starts from: this part's share in the batch; None: it has none.
 
         The weight of the whole batch is known only when all parts have been computed, so for a weighted loss this is
-        the share in its sum over all rows, and the sum of the gradients is scaled in the end: unless this part is the
-        whole batch, which then has the very gradients of its mean.
+        the share in its sum over all rows, and the sum of the gradients is scaled in the end. A part that is the whole
+        batch goes backward from its mean itself.
         """
         if self.loss is None:
             return self.value * (num_rows / num_all_rows)
@@ -74,7 +74,7 @@ class PartLoss:
 
 
 def split(value: Any) -> tuple[PartLoss, dict[str, Any]]:
-    """Loss and metrics of what a step function returned.
+    """The loss and the metrics that a step function returned.
 
     Raises:
         ConfigError: It returned something else.

@@ -1,4 +1,4 @@
-"""The prepared models: their parameters and buffers moved into the state, alike on all workers."""
+"""The prepared models: their parameters and buffers, moved into the state alike on all workers."""
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -61,7 +61,7 @@ class Models:
         return Added(prefix, tensors, entries)
 
     def agree(self, added: "Added") -> None:
-        """The first worker's values become everyone's.
+        """Give everyone the first worker's values.
 
         Raises:
             MismatchError: Another worker prepares a model with other parameters or buffers.
@@ -76,7 +76,7 @@ class Models:
         self.state.spread(f"{added.prefix}: values", added.entries, 0)
 
     def bind(self, added: "Added") -> None:
-        """Let the model use the values that are everyone's."""
+        """Make the model use the shared values."""
         with torch.no_grad():
             for entry in added.entries:
                 entry.counts = True
@@ -115,14 +115,14 @@ class Models:
         return self._kept or {}
 
     def take_buffers(self) -> dict[str, Tensor]:
-        """As `kept_buffers`, for whoever commits them instead of us, or drops them."""
+        """As `kept_buffers`, for a caller that commits or drops them itself."""
         kept, self._kept = self._kept or {}, None
         return kept
 
     def changed_buffers(self) -> list[str]:
-        """Which buffers the first shard of this site has changed, of those that sites may have different ones of.
+        """The buffers that this site's first shard has changed, among those that may differ between sites.
 
-        On a device nobody waits for the answer: all that could be.
+        On a device this does not wait for the answer, and returns all that may have been changed.
         """
         spanning, entries = self.slots.spanning_buffers(), self.state.entries
         found = [(name, buffer) for name, buffer in self.kept_buffers.items() if name not in spanning]
@@ -131,14 +131,14 @@ class Models:
         return [name for name, buffer in found if not _same_bits(buffer, entries[name].live)]
 
     def buffers_to_spread(self, changed: Collection[str], *, everywhere: bool) -> list[StateEntry]:
-        """The buffers of which sites may have different values after a step.
+        """The buffers whose values may differ between sites after a step.
 
-        Every site has those of its own first shard. Layers that span shards leave the same ones in each of them; of any
-        other buffer that a forward changes, the values of the run's first shard count.
+        Every site has those of its own first shard. Layers that span shards leave the same values in all of them; for
+        any other buffer that a forward changes, the values of the run's first shard count.
 
         Args:
-            changed: Which ones any site has changed, beside those of layers that span shards.
-            everywhere: Whether every site computed a shard; else it has none of them.
+            changed: Those that any site has changed, besides those of layers that span shards.
+            everywhere: Whether every site computed a shard; a site that did not has none of them.
         """
         return [self.state.entries[name] for name in self.slots.buffers if not everywhere or name in changed]
 
@@ -148,7 +148,7 @@ class Models:
         Args:
             tag: The step, in words.
             owner: The rank of the worker that computed the run's first shard.
-            others: Which ones other sites are given by it.
+            others: The buffers that it gives to other sites.
             idle: Whether this site computed no shard.
         """
         entries = [self.state.entries[name] for name in self.slots.buffers]
@@ -162,20 +162,20 @@ class Models:
             self.state.spread(tag + "buffers", others, owner)
 
     def pull(self) -> None:
-        """Bring this worker's own copies to the committed version."""
+        """Bring this worker's own copies up to the committed version."""
         entries = self.state.entries
         copy_into({name: entries[name].live for name in self.slots.buffers}, self.slots.buffers)
 
     def remember_versions(self) -> None:
-        """Note torch's version of each parameter and where it lies, now that nobody should change it but a step."""
+        """Remember torch's version and the address of each parameter, now that only a step should change it."""
         self._versions = {name: (p._version, p.data_ptr()) for name, p in self.slots.parameters.items()}
 
     def check_versions(self) -> None:
-        """Say so if user code changed a parameter between steps.
+        """Report it if user code changed a parameter between steps.
 
         Raises:
             NondeterminismError: It did. (A change of elements through `.data` goes unseen: torch does not count it.)
-            UnsupportedError: It has replaced a layer or a parameter, or moved one elsewhere.
+            UnsupportedError: It replaced a layer or a parameter, or moved one elsewhere.
         """
         self.slots.check()
         for name, (version, place) in self._versions.items():
@@ -193,7 +193,7 @@ class Models:
                 )
 
     def restore_buffers(self) -> None:
-        """Undo what a forward outside of a step did to the buffers: put the committed ones back."""
+        """Undo what a forward outside a step did to the buffers: restore the committed ones."""
         self.slots.bind_base()
         self.pull()
 
@@ -202,7 +202,7 @@ class Models:
         return [self.state.entries[name] for name in (*self.slots.parameters, *self.slots.buffers)]
 
     def edit(self, function: Callable[[], None], seed: int, optimizers: Sequence[PreparedOptimizer]) -> list[Any]:
-        """Let user code change parameters, buffers and optimizers. The first worker's.
+        """Let user code change parameters, buffers and optimizers. For the first worker.
 
         Returns:
             What it changed in each optimizer: see `PreparedOptimizer.changes`.
@@ -233,7 +233,7 @@ class Models:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one form have the same bytes; equal values may not, and NaNs may."""
+    """Whether two tensors of one form have the same bytes: equal values need not, and NaNs can."""
     a, b = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other))
     return torch.equal(a, b)
 

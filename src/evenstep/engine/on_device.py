@@ -1,8 +1,9 @@
 """Forward and backward of one worker's shards on a GPU: everything is launched, nothing is waited for.
 
-As on the CPU (`compute.py`), shards run one after the other on the model itself, or side by side in lanes if a layer
-spans them. But gradients leave autograd as a list when a piece has gone backward, and go into flat buffers; and what
-can be is replayed from CUDA graphs (`graphs.py`). A *piece* is one shard, or all of this worker if a layer spans them.
+As on the CPU (`compute.py`), shards run one after another on the model itself, or side by side in lanes if a layer
+spans them. But gradients leave autograd as a list when a piece has gone backward, and go into flat buffers; and where
+possible pieces are replayed from CUDA graphs (`graphs.py`). A *piece* is one shard, or all of this worker's shards if a
+layer spans them.
 """
 
 import time
@@ -44,7 +45,7 @@ class DeviceCompute:
         models: All prepared models.
         carries: What steps hand on.
         timeout_s: How long lanes wait for each other.
-        graphs: Computes or replays.
+        graphs: Computes or replays pieces.
     """
 
     def __init__(self, context: Context, models: Models, carries: Carries, timeout_s: float, graphs: Graphs) -> None:
@@ -52,20 +53,20 @@ class DeviceCompute:
         self.lanes = Lanes(timeout_s, context.tracer)
         self._lane_of: list[Lane] = []
         self.strangers = Strangers()
-        self._meeting: set[int] = set()  # the optimizers whose steps were seen to bring shards together
+        self._meeting: set[int] = set()  # the optimizers in whose steps shards were seen to meet
         self._modules = Modules(())
         self._seen: Look | None = None
-        self._meetings: Meetings | None = None  # those that graphs have inside
+        self._meetings: Meetings | None = None  # those that captured graphs contain
         device = models.state.memory.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's
 
     def run(self, work: Work) -> Callable[[], dict[int, ShardResult]]:
-        """Launch the shards of this worker; return how to wait for their results. The gradients are on their way then.
+        """Launch the shards of this worker; return a function that waits for their results. Gradients are on their way.
 
-        Leaves the random generators of the caller as they were. Where a layer spans the shards of several workers this
-        blocks in exchanges with them.
+        Restores the caller's random generators. Where a layer spans the shards of several workers this blocks in
+        exchanges with them.
         """
-        for parameter in work.prepared.parameters:  # what user code left there is none of this step's
+        for parameter in work.prepared.parameters:  # gradients that user code left do not belong to this step
             parameter.grad = None
         self._seen, begin = None, time.perf_counter()
         if self._meetings is not self.context.meetings:
@@ -109,7 +110,7 @@ class DeviceCompute:
         for shard in shards:
             self.context.begins(shard)
         task = self._task(work, shards, arrivals, spanning=spanning)
-        captures = not spanning or self.context.crew(work.sizes).in_queue  # else the host has to meet others inside
+        captures = not spanning or self.context.crew(work.sizes).in_queue  # otherwise the host meets others during it
         try:
             products = self._graphs.run(task) if captures else self._graphs.compute(task).products
         except Exception as error:
@@ -155,7 +156,7 @@ class DeviceCompute:
         return Task(signature, inputs, seeds, partial(self._look, work.function), make, arrivals.take, agree)
 
     def _look(self, function: Callable[..., Any], anew: bool) -> Look:
-        """What user code can see. While nothing is computed nothing changes, so one look is enough for many replays."""
+        """What user code can see. Replays run no Python that could change it, so one look serves many of them."""
         if anew or self._seen is None:
             self._seen = look(function, self._modules)
         return self._seen
@@ -171,7 +172,7 @@ class DeviceCompute:
         return {name: self.models.state.entries[name].live for name in self.models.slots.buffers}
 
     def forget_lanes(self) -> None:
-        """Let go of all leaves and graphs: the models have changed, or the run is over."""
+        """Drop all leaves and graphs: the models have changed, or the run is over."""
         self._lane_of = []
         self._modules, self._seen = Modules(self.models.slots.modules), None
         self._graphs.forget()
@@ -196,22 +197,22 @@ class _Arrivals:
         self._expected: list[tuple[Tensor, list[int], list[Reading]]] = []
 
     def take(self, numbers: Tensor) -> None:
-        """Send numbers to the host; a later call replaces what the same piece has sent before."""
+        """Send numbers to the host; a later call replaces what the same piece sent before."""
         if self._stream is None:
             self._latest = numbers.clone()
             return
         self._latest = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         kept = numbers.clone()  # the next replay writes there
         self._stream.wait_stream(torch.cuda.current_stream(numbers.device))
-        with torch.cuda.stream(self._stream):  # where an image is on its way to the host, only this waits for it
+        with torch.cuda.stream(self._stream):  # only this stream waits for an image on its way to the host
             self._latest.copy_(kept, non_blocking=True)
             kept.record_stream(self._stream)
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._event.record()
 
     def expect(self, shards: list[int], readings: list[Reading]) -> None:
-        """What was sent last are the results of these shards."""
-        assert self._latest is not None, "a piece sends its numbers when it has gone forward"
+        """Note that the numbers sent last are the results of these shards."""
+        assert self._latest is not None, "a piece has sent its numbers by the end of its forward"
         self._expected.append((self._latest, shards, readings))
 
     def wait(self) -> dict[int, ShardResult]:
@@ -265,7 +266,7 @@ class _Piece:
         return loss, metrics
 
     def _conclude(self, values: Sequence[tuple[PartLoss, dict[str, Any]]], lane: Lane) -> None:
-        """Forward is over: what it gave."""
+        """Collect the results of a forward."""
         work, shards = self._work, list(self._parts)
         for shard, (loss, _) in zip(shards, values, strict=True):
             self._losses += work.share(shard, loss)

@@ -1,4 +1,4 @@
-"""Several prepared optimizers that step on one backward, such as one for matrices and one for all else."""
+"""Several prepared optimizers that step on one backward, such as one for matrices and one for everything else."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -18,10 +18,10 @@ class OptimizerSet:
     """Some optimizers as if they were one: the parameters of the first, then those of the second, and so on.
 
     Args:
-        optimizers: Which ones, in the order in which they step.
+        optimizers: The optimizers, in the order in which they step.
 
     Attributes:
-        gradients: Those of all parameters.
+        gradients: The gradients of all parameters.
 
     Raises:
         ConfigError: A parameter is in two of them.
@@ -33,7 +33,7 @@ class OptimizerSet:
         self.check()
 
     def check(self) -> None:
-        """See that the optimizers train different parameters; some may have been added.
+        """Check that the optimizers train different parameters; some may have been added.
 
         Raises:
             ConfigError: They do not.
@@ -49,7 +49,7 @@ class OptimizerSet:
 
     @property
     def names(self) -> list[str]:
-        """See `PreparedOptimizer`, as for all that follows."""
+        """The names of all parameters. This and what follows is as in `PreparedOptimizer`."""
         return [name for each in self.optimizers for name in each.names]
 
     @property
@@ -65,7 +65,7 @@ class OptimizerSet:
             first += len(each.names)
 
     def update(self, sums: dict[int, Tensor | None]) -> News:
-        """Step, one after the other."""
+        """Step one after another."""
         news: News = []
         for span, each in self.spans():
             mine = each.update({i - span.start: total for i, total in sums.items() if i in span})
@@ -78,12 +78,12 @@ class OptimizerSet:
             each.settle(_within(span, news), {i - span.start for i in mine if i in span})
 
     def adopt(self, news: News, took_part: bool) -> None:
-        """An operation with this news is committed."""
+        """Adopt the news of a committed operation."""
         for span, each in self.spans():
             each.adopt(_within(span, news), took_part)
 
     def stepped_elsewhere(self) -> None:
-        """Others have stepped."""
+        """Note that others have stepped."""
         for each in self.optimizers:
             each.stepped_elsewhere()
 
@@ -115,7 +115,7 @@ class GradientSet:
             each.gradients.take(shard, gradients[span.start : span.stop])
 
     def end_backward(self) -> None:
-        """Backward is over on this worker."""
+        """Note that backward is over on this worker."""
         for each in self._several.optimizers:
             each.gradients.end_backward()
 
@@ -132,7 +132,7 @@ Trained = PreparedOptimizer | OptimizerSet
 def chosen(
     prepared: Sequence[PreparedOptimizer], wanted: Optimizer | Sequence[Optimizer] | None
 ) -> list[PreparedOptimizer]:
-    """Those of the prepared optimizers that a step is to use.
+    """The prepared optimizers that a step is to use.
 
     Args:
         prepared: All of them.
@@ -163,5 +163,5 @@ def chosen(
 
 
 def _within(span: range, news: News) -> News:
-    """What is new of the parameters in a span, as their optimizer numbers them."""
+    """The news of the parameters in a span, numbered as their optimizer does."""
     return [[i - span.start, *rest] for i, *rest in news if i in span]

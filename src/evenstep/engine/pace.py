@@ -1,4 +1,4 @@
-"""Who is slow: the shards of a worker that is clearly slower than the others move to them. No bit depends on it.
+"""Slow workers: shards move away from a worker that is clearly slower than the others. No bit depends on it.
 
 Every worker sees the same times (they travel with the results of a step), so all decide alike and at the same step.
 """
@@ -13,9 +13,9 @@ __all__ = ["Pace"]
 
 Span = tuple[int, int]
 
-_WINDOW = 8  # steps to look at before anything is moved, and after that
-_SLOW = 1.5  # how many times longer than the fastest a worker takes for a shard, even at best, when it counts as slow
-_WORTH_S = 0.005  # what a step must lose by it
+_WINDOW = 8  # steps to observe before anything is moved, and after each move
+_SLOW = 1.5  # a worker is slow if even its best time for a shard is this many times the fastest worker's
+_WORTH_S = 0.005  # how much time a step must lose before anything is moved
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Pace:
     """The times of the workers of one generation.
 
     Attributes:
-        share_out: Gives each worker its shards, by how much it should do.
+        share_out: Gives each worker its shards, given how much each should do.
         weights: How much each worker should do, by what was measured so far.
     """
 
@@ -51,7 +51,7 @@ class Pace:
         by_worker = list(zip(*self._times, strict=True))
         per_shard = [statistics.median(times) for times in by_worker]
         self._times.clear()
-        # one that waits for a core now and then is slow in some steps; one that is slow is so in its best
+        # a worker that waits for a core now and then is slow in some steps only; a slow one even in its best
         uneven = max(min(times) for times in by_worker) > _SLOW * max(min(per_shard), 1e-9)
         self.weights = [1 / max(time, 1e-9) for time in per_shard] if uneven else [1.0] * self.num_workers
         wanted = self.share_out(spans[-1][1], self.weights)

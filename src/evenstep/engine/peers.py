@@ -1,6 +1,6 @@
-"""Sums over several sites of one machine, each with memory of its own: the traffic of a ring, in the order of the tree.
+"""Sums over several sites of one machine, each with its own memory: the traffic of a ring, in the order of the tree.
 
-Each site lays its nodes where the others can read them, adds up its share of all elements, and reads the sums of the
+Each site puts its nodes where the others can read them, adds up its share of all elements, and reads the sums of the
 other shares. What is added, and in which order, does not depend on who adds it.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["Peers", "connect"]
 
 
 def connect(group: Group, device: torch.device, plan: Summing, like: Sequence[Tensor]) -> "Peers":
-    """How the sites of one machine add up nodes: through each other's memory on GPUs, else through the segment."""
+    """Connect the sites of one machine: through each other's memory on GPUs, otherwise through the segment."""
     return Peers(group, plan, like, partial(open_windows, group, device, what="gradients"))
 
 
@@ -33,7 +33,7 @@ class Peers:
         group: The workers: each is a site.
         plan: Whose nodes there are, and how they are added up.
         like: The parameters.
-        open_windows: Opens windows with so many slots for each worker, of so many bytes. All workers call it alike.
+        open_windows: Opens windows, given the slots of each worker and the bytes of a slot. All workers call it alike.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Peers:
         """The sum of every parameter over all sites. All workers must call this alike; blocks until all have.
 
         Args:
-            nodes: This site's, from left to right.
+            nodes: This site's nodes, from left to right.
         """
         if self._windows is None:
             self._windows = self._open([num + 1 for num in self._num_nodes], self._slot_bytes)
@@ -78,7 +78,7 @@ class Peers:
         return self._one_by_one(present)
 
     def _in_shares(self, present: Sequence[bool]) -> None:
-        """Every node has the same parameters: each site adds up a share of all elements."""
+        """Each site adds up a share of all elements: every node has the same parameters."""
         windows, me, place = self._windows, self._group.rank, self._num_nodes
         assert windows is not None, "windows are opened before anything is delivered"
         num_workers = self._group.num_workers
@@ -96,7 +96,7 @@ class Peers:
                     flat[first:end].copy_(windows.read(rank, place[rank], at, num_bytes).view(dtype))
 
     def _one_by_one(self, present: Sequence[str | None]) -> list[Tensor | None]:
-        """Some node lacks a parameter that another has: every site adds up every parameter by itself."""
+        """Every site adds up every parameter itself: some node lacks a parameter that another has."""
         found: list[Tensor | None] = []
         for i, view in enumerate(self._sums.views):
             here = [row is not None and row[i] == "1" for row in present]
@@ -118,7 +118,7 @@ class Peers:
         assert self._windows is not None, "windows are opened before anything is delivered"
         at, num_bytes = self._offsets[dtype] + first * dtype.itemsize, count * dtype.itemsize
         program = iter(tree.present_program(self._plan.program, tuple(present)))
-        stack: list[tuple[Tensor, bool]] = []  # with whether it is ours to change
+        stack: list[tuple[Tensor, bool]] = []  # each with whether we may change it
         for (rank, node), here in zip(self._plan.nodes, present, strict=True):
             if not here:
                 continue
@@ -131,7 +131,7 @@ class Peers:
         return total
 
     def close(self) -> None:
-        """Let go of the windows."""
+        """Close the windows."""
         if self._windows is not None:
             self._windows.close()
             self._windows = None

@@ -1,4 +1,4 @@
-"""Where a worker computes, in words: for whoever has to find a machine that does it wrong."""
+"""Where a worker computes, in words: for finding a machine that computes wrong."""
 
 import os
 import socket

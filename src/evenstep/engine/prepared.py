@@ -35,7 +35,7 @@ __all__ = ["PreparedOptimizer"]
 class PreparedOptimizer:
     """An optimizer with the parameters that it trains.
 
-    Making one takes room in the segment, so all workers must do it alike; it talks to nobody.
+    Making one takes room in the segment, so all workers must do it alike; it does not communicate.
 
     Args:
         group: The workers.
@@ -43,17 +43,17 @@ class PreparedOptimizer:
         optimizer: The user's optimizer; it stays the user's object.
         names: The full name of every prepared parameter, by its id.
         prefix: What the names of the optimizer's state begin with.
-        whole: One worker steps all parameters, for optimizers that look at all of them at once.
+        whole: Whether one worker steps all parameters, for optimizers that look at all of them at once.
 
     Raises:
         UnsupportedError: The optimizer cannot be split by parameter, or holds one that is in no prepared model.
 
     Attributes:
-        optimizer: The user's.
-        parameters: Those that it trains, in its order: what has a number here is numbered so.
+        optimizer: The user's optimizer.
+        parameters: Those that it trains, in its order; parameters are numbered by it.
         names: Their full names.
         kept: What it keeps for them.
-        gradients: Theirs, on the way to who owns them.
+        gradients: Their gradients, on the way to the owners.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class PreparedOptimizer:
         self._make_gradients()
 
     def agree(self) -> News:
-        """See that all workers prepare the same; return the state that the first worker's optimizer brings along.
+        """Check that all workers prepare the same; return the state that the first worker's optimizer already has.
 
         Raises:
             MismatchError: Another worker prepares another optimizer.
@@ -145,7 +145,7 @@ class PreparedOptimizer:
         return news
 
     def compare(self, tag: str, more: Any = None) -> list[Any]:
-        """See that all workers have the same optimizer; return what each of them says beside that.
+        """Check that all workers have the same optimizer; return what else each of them says.
 
         Raises:
             MismatchError: Another worker has another.
@@ -161,7 +161,7 @@ class PreparedOptimizer:
         return [theirs for _, theirs in of_all]
 
     def update(self, sums: dict[int, Tensor | None]) -> News:
-        """Save what the owned parameters are now, then step. Returns what is new in the optimizer's state."""
+        """Save the owned parameters, then step. Returns what is new in the optimizer's state."""
         touched = [i for i, gradient in sums.items() if gradient is not None]
         self.kept.begin(touched)
         self._state.save([self._state.entries[self.names[i]] for i in touched] + self.kept.entries(touched))
@@ -191,7 +191,7 @@ class PreparedOptimizer:
         self.kept.settle(news, mine)
 
     def adopt(self, news: News, took_part: bool) -> None:
-        """An operation with this news is committed."""
+        """Adopt the news of a committed operation."""
         self.kept.adopt(news, took_part)
         self._undo_options = None
         for _, _, values in news:
@@ -199,24 +199,24 @@ class PreparedOptimizer:
                 self.set_hyperparameters(values[OPTIONS])
 
     def stepped_elsewhere(self) -> None:
-        """The optimizer's step was done by others; schedulers want to know that it was."""
+        """Note that others did the optimizer's step; schedulers check that it was done."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's own mark
 
     def rollback(self) -> None:
-        """Forget what an operation made of the optimizer before it was given up."""
+        """Undo what an abandoned operation did to the optimizer."""
         self.kept.rollback()
         if self._undo_options is not None:
             self.set_hyperparameters(self._undo_options)
         self._undo_options = None
 
     def edit(self) -> Edit:
-        """While it is open, user code may change state and options of the optimizer; see `Edit`. One worker's."""
+        """While it is open, user code may change state and options of the optimizer; see `Edit`. For one worker."""
         self.kept.begin(range(len(self.parameters)))
         self._undo_options = self.hyperparameters()
         return Edit(self.optimizer, self.kept.save_all)
 
     def changes(self, edit: Edit) -> list[Any]:
-        """What an edit, which is over, has changed: [news, [parameter, keys that are gone], options or None].
+        """What a finished edit has changed: [news, [parameter, keys that are gone], options or None].
 
         Raises:
             UnsupportedError: A tensor got another shape or type.
@@ -226,7 +226,7 @@ class PreparedOptimizer:
         return [news, gone, options if options != self._undo_options else None]
 
     def adopt_changes(self, changes: list[Any], took_part: bool) -> None:
-        """An edit with these changes is committed."""
+        """Adopt the changes of a committed edit."""
         news, gone, options = changes
         self.kept.drop(gone)
         self.adopt(news, took_part)
@@ -238,7 +238,7 @@ class PreparedOptimizer:
         return options_of(self.optimizer)
 
     def set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
-        """Put options of the parameter groups back."""
+        """Set the options of the parameter groups."""
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             for key, value in options.items():
                 if isinstance(group.get(key), Tensor):
@@ -251,13 +251,13 @@ class PreparedOptimizer:
 
         Args:
             spans: The shards of each worker.
-            parts: Which parameters are added up together, where that is given.
+            parts: Which parameters are added up together, if that is given.
         """
         sizes = [p.numel() * p.element_size() for p in self.parameters]
         if self._group.num_machines > 1:
             return self._across_machines(sizes, spans)
         plan = plan_summing(sizes, spans, self._group.rank, parts, whole=self._whole)
-        if not self._state.memory.shared:  # every site adds up, and updates, all of them
+        if not self._state.memory.shared:  # every site adds up, and updates, all parameters
             return replace(plan, owners=(plan.rank,) * len(sizes)), Local(plan)
         return plan, self._around_memory(plan, spans, spans[-1][1])
 
@@ -270,13 +270,13 @@ class PreparedOptimizer:
 
     def _across_machines(self, sizes: Sequence[int], spans: Sequence[Span]) -> tuple[Summing, Delivery]:
         group, memory = self._group, self._state.memory
-        assert isinstance(memory, HostMemory), "only what lies in host memory is trained on several machines"
-        assert group.puts is not None, "there is a way to the other machines"
+        assert isinstance(memory, HostMemory), "runs on several machines keep their state in host memory"
+        assert group.puts is not None, "a group on several machines can put data on the others"
         plan = plan_across(sizes, spans, group.rank, group.machines, whole=self._whole)
         inside = self._around_memory(plan.local, [spans[rank] for rank in plan.workers], plan.num_shards)
         return plan.local, AcrossMachines(plan, inside, memory, self.parameters, self._piece_words, group.puts)
 
     def alone(self, span: Span, num_shards: int, *, add: bool) -> tuple[Summing, Delivery]:
-        """How a worker adds up the gradients of its own shards if the others are not there; see `plan_nodes`."""
+        """How a worker adds up the gradients of its own shards without the others; see `plan_nodes`."""
         plan = plan_nodes([p.numel() * p.element_size() for p in self.parameters], span, num_shards, add=add)
         return plan, Local(plan)

@@ -1,7 +1,7 @@
 """The three global generators (torch, NumPy, `random`) as streams that can be seeded, paused and resumed.
 
-They belong to the process, not to a thread. Whoever runs a shard's or a sample's code first makes its stream the
-current one; what it draws is then a function of its seed alone.
+They belong to the process, not to a thread. Before a shard's or a sample's code runs, its stream is made the current
+one; what it draws is then a function of its seed alone.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def derive(purpose: str, *numbers: int) -> int:
 
 
 def seed_all(seed: int, *, device: bool = True) -> None:
-    """Seed the generators as they are now, and (unless told otherwise) the current CUDA device's if CUDA is in use."""
+    """Seed the current generators and, unless told otherwise, the current CUDA device's if CUDA is in use."""
     torch.default_generator.manual_seed(seed)
     if device and _cuda_in_use():
         torch.cuda.manual_seed(seed)
@@ -36,12 +36,12 @@ def _cuda_in_use() -> bool:
 
 
 class Stream:
-    """One run of random numbers that others may interrupt.
+    """One sequence of random numbers that others may interrupt.
 
     Args:
-        bits: NumPy's part of it, if there is one already.
-        device: While a CUDA graph is captured, the generator whose numbers it has on the device: they are drawn, from
-            a seed that is set then, whenever the graph is replayed.
+        bits: NumPy's bit generator for it, if there already is one.
+        device: While a CUDA graph is captured, the generator that it uses on the device; every replay draws from it,
+            with a seed that is set at that time.
     """
 
     def __init__(self, bits: Any = None, device: torch.Generator | None = None) -> None:
@@ -51,7 +51,7 @@ class Stream:
         self._state: tuple[Any, ...] | None = None
 
     def reseed(self, seed: int) -> None:
-        """Begin anew from `seed` at the next `resume`."""
+        """Start again from `seed` at the next `resume`."""
         self._seed, self._state = seed, None
 
     def resume(self) -> None:
@@ -70,23 +70,23 @@ class Stream:
         random.setstate(python)
 
     def pause(self) -> None:
-        """Remember where this stream, the current one, has come to."""
+        """Remember the position of this stream, which is the current one."""
         cuda = torch.cuda.get_rng_state() if _cuda_in_use() and self._device is None else None
         self._state = (torch.default_generator.get_state(), cuda, random.getstate())
 
 
 def on_host() -> tuple[Any, ...]:
-    """Where the generators of the host are now; equal only if nothing was drawn from any of them in between."""
+    """The state of the host's generators; two are equal only if nothing was drawn in between."""
     numpy: Any = np.random.get_state()
     return torch.default_generator.get_state().numpy().tobytes(), numpy[1].tobytes(), numpy[2:], random.getstate()
 
 
-_spare = np.random.MT19937(0)  # what is seeded while the caller's own is put aside
+_spare = np.random.MT19937(0)  # in use while the caller's own is put aside
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leave the generators of the caller as they were. Does not nest: inside, there is nothing to preserve."""
+    """Restore the caller's generators afterwards. Does not nest: inside, there is nothing to preserve."""
     outer = Stream(np.random.get_bit_generator())  # type: ignore[attr-defined]  # NumPy's stubs lack it
     outer.pause()
     # Seeding changes a generator in place, so the caller's is put aside.

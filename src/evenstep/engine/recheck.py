@@ -1,15 +1,14 @@
 """Steps that are computed twice before they commit, so that a machine that computes wrong is found and named.
 
-A step that is due is computed once more with every shard on another worker; a step that counts has been computed twice
-alike. If both differ it is computed three times more, and `plan/verdict.py` says who was wrong. Nothing of the step has
-changed anything yet, so it is simply done again: by the others, where there is a supervisor that dismisses whoever was
-wrong, and by the same where so much is tolerated.
+A step that is due is computed again with every shard on another worker, and commits only if both agree. If they differ
+it is computed three more times, and `plan/verdict.py` says who was wrong. The step has changed nothing yet, so it is
+simply done again: by the others, if a supervisor dismisses the worker that was wrong, or by the same workers, as often
+as that is tolerated.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -25,21 +24,24 @@ from evenstep.engine.randomness import derive
 from evenstep.engine.reports import Report
 from evenstep.engine.results import ShardResult
 from evenstep.engine.sharing import Sharing
+from evenstep.engine.twins import twin_of
 from evenstep.engine.witness import Witness
 from evenstep.plan.verdict import NUM_PASSES, Account, Difference, Pass, Verdict, judge, turn_of
 
 __all__ = ["Recheck", "Trial"]
 
+_MOST_CHANGES = 3  # of the state, while one step is computed again and again
+
 
 @dataclass(frozen=True)
 class Trial:
-    """A step that is to be computed more than once.
+    """A step to be computed more than once.
 
     Attributes:
         work: What this worker has to do.
         samples: The global batch.
-        keeps: Of every worker, the shard whose buffers it keeps.
-        compute: Computes it so that it counts.
+        keeps: For every worker, the shard whose buffers it keeps.
+        compute: Computes it for good.
     """
 
     work: Work
@@ -62,29 +64,32 @@ class Recheck:
         self._group, self._config = holdings.group, holdings.config
         self._custody = Custody(holdings)
         self._forgiven: dict[int, int] = {}  # how often each worker was wrong so far
+        self._said_alone = False
 
     def is_due(self, version: int) -> bool:
-        """Whether a step is computed twice: one of every so many, which one only the seed says."""
+        """Whether a step is computed twice: one in every `recheck` steps, chosen by the seed."""
         every = self._config.recheck
         if not every:
             return False
         return version % every == derive("recheck", self._config.seed, version // every) % every
 
     def committed(self, version: int) -> None:
-        """A step is committed, after which there are so many. Asks nobody."""
+        """Note that a step is committed, with `version` steps in all. Does not communicate."""
         if self.is_due(version):
             self._custody.note()
 
     def compute(self, trial: Trial) -> Report:
         """Compute a step until two computations of all shards agree; the last of them counts.
 
-        What the step reads is what the step before has left, and the same on all sites, before and afterwards.
+        Also checks, before and afterwards, that the state is what the last step left, and the same on all sites.
 
         Raises:
-            NondeterminismError: The step function gives different bits whoever calls it.
-            WrongError: Somebody computes wrong, and nobody can say who, or nobody else is left.
+            NondeterminismError: The step function gives different bits on every worker.
+            WrongError: A worker computes wrong, and it is not known which, or no other is left.
             PeerError: A worker computes wrong; the supervisor says who goes on.
         """
+        self._say_alone()
+        changed = 0
         while True:
             self._look(trial)
             first = self._try(trial, 0)
@@ -93,15 +98,32 @@ class Recheck:
             report = trial.compute(work)
             second = self._note(witness, report.results)
             agree = self._digests(trial, second, 1) == expected
-            self._look(trial)
-            if agree:
+            if not self._look(trial):
+                changed += 1
+                if changed == _MOST_CHANGES:
+                    raise WrongError(
+                        f"in step {trial.work.version} the state has changed by itself {changed} times while it was "
+                        "computed: nothing of it was committed; train without the machine that was named"
+                    )
+            elif agree:
                 return report
-            self._act(self._find_out(trial, [first, second]))
+            else:
+                self._act(self._find_out(trial, [first, second]))
             self._clear()
 
-    def _look(self, trial: Trial) -> None:
-        """See that nothing happens to the state: two computations of different values have every right to differ."""
-        self._custody.check(trial.work.where)
+    def _say_alone(self) -> None:
+        """Say, once, what the only worker cannot find."""
+        if self._group.num_workers > 1 or self._said_alone or self._config.quiet:
+            return
+        self._said_alone = True
+        self._group.say(
+            "recheck: the only worker computes steps twice by itself, which finds code that is not deterministic and a "
+            "machine that is wrong now and then, but not one that is always wrong alike; use several workers for that"
+        )
+
+    def _look(self, trial: Trial) -> bool:
+        """Check that the state is unchanged: computations from different values would differ rightly."""
+        return self._custody.check(trial.work.where)
 
     def _try(self, trial: Trial, number: int, wanted: Collection[tuple[int, str]] = ()) -> Witness:
         """Compute all shards in a pass that does not count."""
@@ -120,9 +142,9 @@ class Recheck:
         return witness
 
     def _watched(self, work: Work, wanted: Collection[tuple[int, str]] = ()) -> tuple[Witness, Work]:
-        """What notes a computation, and the computation; on samples of its own, which it may change."""
+        """A witness, and work that it records; on samples of its own, which it may change."""
         witness = Witness(list(work.parts), wanted)
-        parts = {k: pytree.tree_map_only(Tensor, torch.clone, part) for k, part in work.parts.items()}
+        parts = {k: pytree.tree_map_only(Tensor, twin_of, part) for k, part in work.parts.items()}
         for shard, part in parts.items():
             witness.samples(shard, part)
         return witness, replace(work, parts=parts, witness=witness)
@@ -134,12 +156,12 @@ class Recheck:
         return witness
 
     def _clear(self) -> None:
-        """Forget what a computation has left that is not to be committed."""
+        """Forget what a computation that is not to be committed has left."""
         self._holdings.models.take_buffers()
         self._holdings.carries.begin()
 
     def _digests(self, trial: Trial, witness: Witness, number: int) -> dict[str, int]:
-        """One number for every shard. Everyone has ended the pass then."""
+        """One number for every shard. Returns when everyone has ended the pass."""
         mine = {str(shard): digest for shard, digest in witness.digests().items()}
         of_all = self._group.gather_json(f"{trial.work.where}digests of pass {number}", mine)
         return {shard: digest for theirs in of_all for shard, digest in theirs.items()}
@@ -147,7 +169,7 @@ class Recheck:
     # ---- when they differ ----
 
     def _find_out(self, trial: Trial, witnesses: list[Witness]) -> "_Finding":
-        """Compute the step again, three times, and see who was wrong."""
+        """Compute the step three more times, and find out who was wrong."""
         passes = [self._accounts(trial, witness, number) for number, witness in enumerate(witnesses)]
         wanted = {(d.shard, d.item) for d in judge(passes).differences}
         for number in range(len(witnesses), NUM_PASSES):
@@ -169,7 +191,7 @@ class Recheck:
         return _Finding(trial.work.version, verdict, found, passes[found.other][found.shard].worker, element, places)
 
     def _accounts(self, trial: Trial, witness: Witness, number: int) -> Pass:
-        """Who computed what in a pass, and what came of it."""
+        """Who computed what in a pass, and the results."""
         tag = f"{trial.work.where}trails of pass {number}"
         found: dict[int, Account] = {}
         of_all = self._group.gather_json(tag, [[shard, trail] for shard, trail in witness.trails().items()])
@@ -180,7 +202,7 @@ class Recheck:
         return found
 
     def _act(self, finding: "_Finding") -> None:
-        """Do what a difference asks for; return if the step is to be computed again by the same workers.
+        """Respond to a difference; return only if the step is to be computed again by the same workers.
 
         Raises:
             NondeterminismError, WrongError, PeerError: See `compute`.
@@ -215,10 +237,10 @@ class _Finding:
 
     Attributes:
         version: The version that the step reads.
-        verdict: Who was wrong, if one can say.
-        shown: The difference that is shown.
-        against: The worker that computed it otherwise.
-        element: The first element that differs, if copies were there.
+        verdict: Who was wrong, if that can be told.
+        shown: The difference to show.
+        against: The worker that computed it differently.
+        element: The first element that differs, if copies were kept.
         places: Where every worker computes.
     """
 
@@ -234,7 +256,7 @@ class _Finding:
         return f"step {self.version}, shard {self.shown.shard}, {self.shown.item}{element}"
 
     def accuses(self, worker: int) -> str:
-        """Who was wrong."""
+        """The sentence that says that a worker was wrong."""
         if worker == self.shown.worker:
             return f"worker {worker} ({self.places[worker]}) computed wrong in {self._where()}"
         found = next(d for d in self.verdict.differences if d.worker == worker)
@@ -242,7 +264,7 @@ class _Finding:
         return f"worker {worker} ({self.places[worker]}) computed wrong in {place}"
 
     def undecided(self) -> str:
-        """Nobody can say who was wrong."""
+        """The sentence for when it is not known who was wrong."""
         one, other = self.shown.worker, self.against
         return (
             f"worker {one} ({self.places[one]}) and worker {other} ({self.places[other]}) do not agree on "
@@ -252,7 +274,7 @@ class _Finding:
         )
 
     def unsteady(self) -> str:
-        """It is the code."""
+        """The sentence that blames the code."""
         return (
             f"the step function is not deterministic: computed again, by the same worker and by others, it gives other "
             f"bits. First seen in {self._where()}. Look for a generator of its own, the clock, the order of a set, or "

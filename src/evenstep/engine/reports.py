@@ -1,4 +1,4 @@
-"""What workers tell each other of a step when their backward is over: what each has done, and what came of it."""
+"""What workers tell each other when their backward is over: what each has done in the step, and the results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ __all__ = ["Report", "compare", "compare_contents"]
 
 @dataclass(frozen=True)
 class Report:
-    """One worker's.
+    """The report of one worker.
 
     Attributes:
-        worker: Whose.
-        facts: What must be alike on all workers, by name.
-        contents: What must be alike in their batches, by where it is; nothing where each has loaded its own part.
-        results: What its shards gave.
+        worker: Which worker.
+        facts: What must be the same on all workers, by name.
+        contents: What must be the same in their batches, by path; empty where each has loaded its own part.
+        results: The results of its shards.
         busy_s: How long it computed, without its waits.
-        buffers: With several sites: which buffers the shard has changed that it keeps for its own, if it does.
+        buffers: With several sites: the buffers changed by the shard whose buffers it keeps for its site, if any.
         logged: What its script has logged since the last step, by name.
     """
 
@@ -49,7 +49,7 @@ class Report:
 
 
 def compare(version: int, reports: Sequence[Report]) -> None:
-    """See that all workers do the same step.
+    """Check that all workers do the same step.
 
     Raises:
         MismatchError: They do not. All workers see the same reports, so all raise alike.
@@ -66,7 +66,7 @@ def compare(version: int, reports: Sequence[Report]) -> None:
 
 
 def compare_contents(version: int, of_workers: Sequence[tuple[int, Mapping[str, str]]]) -> None:
-    """See that all workers came with the same batch.
+    """Check that all workers have the same batch.
 
     Args:
         version: The version that the step reads.

@@ -1,4 +1,4 @@
-"""What the shards of a step gave, and how it becomes one loss and one value for every metric: pure arithmetic.
+"""The results of the shards of a step, and how they become one loss and one value per metric: pure arithmetic.
 
 Each is a sum over something and the weight of that something. Sums and weights are added over shards in tree order,
 so the mean does not depend on who computed which shard.
@@ -21,7 +21,7 @@ __all__ = ["Mean", "Note", "Reading", "Results", "ShardResult", "add", "merge"]
 
 @dataclass(frozen=True)
 class Note:
-    """A metric of a part that is no mean, such as the numbers of its hardest samples.
+    """A metric of a part that is not a mean, such as the indices of its hardest samples.
 
     `run.step` gives the list of all parts' values, in the order of their shards, on every worker.
 
@@ -34,17 +34,17 @@ class Note:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean that is not divided yet."""
+    """A mean before the division."""
 
     total: float
     weight: float
 
     @classmethod
     def of(cls, name: str, metric: Any, num_rows: int) -> "Mean":
-        """That of a metric of a part: given for every row, as their mean, or as a `Loss`.
+        """The mean of a part's metric, given for every row, as their mean, or as a `Loss`.
 
         Raises:
-            ConfigError: It has another number of values.
+            ConfigError: It has the wrong number of values.
         """
         tensors: list[Tensor] = []
         make = _mean(name, metric, num_rows, tensors)
@@ -56,7 +56,7 @@ class Mean:
         return self.total / self.weight if self.weight else float("nan")
 
     def pack(self) -> list[str]:
-        """As JSON, to the bit, whatever the numbers are."""
+        """As JSON, exact to the bit for any numbers."""
         return [self.total.hex(), float(self.weight).hex()]
 
     @classmethod
@@ -68,7 +68,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """What one shard's step function gave.
+    """The result of one shard's step function.
 
     Attributes:
         loss: Over its rows, or over what the function says.
@@ -84,7 +84,7 @@ class ShardResult:
 
     @classmethod
     def of(cls, loss: PartLoss, metrics: Mapping[str, Any], num_rows: int) -> "ShardResult":
-        """That of a part with so many rows."""
+        """The result of a part with this many rows."""
         reading = Reading(loss, metrics, num_rows)
         return reading.result([float(t) for t in reading.tensors])
 
@@ -108,10 +108,10 @@ class Reading:
         num_rows: The number of samples of the part.
 
     Attributes:
-        tensors: What has to be read, without dimensions, in float64.
+        tensors: The numbers to read, without dimensions, in float64.
 
     Raises:
-        ConfigError: A metric has another number of values, or a note is no plain value.
+        ConfigError: A metric has the wrong number of values, or a note is not a plain value.
     """
 
     def __init__(self, loss: PartLoss, metrics: Mapping[str, Any], num_rows: int) -> None:
@@ -126,7 +126,7 @@ class Reading:
         self._notes = {name: _text(name, note.value) for name, note in metrics.items() if isinstance(note, Note)}
 
     def result(self, numbers: Sequence[float]) -> ShardResult:
-        """The result, of the numbers in `tensors`."""
+        """The result, from the numbers in `tensors`."""
         metrics = {name: make(numbers) for name, make in self._metrics.items()}
         return ShardResult(self._loss(numbers), self._weighted, metrics, self._notes)
 
@@ -141,7 +141,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _mean(name: str, value: Any, num_rows: int, tensors: list[Tensor]) -> Callable[[Sequence[float]], Mean]:
-    """How to make a mean of the numbers in `tensors`, to which what has to be read for it is added."""
+    """A function that makes a mean from the numbers in `tensors`; appends to these what it needs to read."""
 
     def number(value: Any) -> Callable[[Sequence[float]], float]:
         if not isinstance(value, Tensor):
@@ -173,13 +173,13 @@ def _weighted(amount: float, weight: float, *, is_total: bool) -> Mean:
 
 @dataclass(frozen=True)
 class Results:
-    """What a step gave over all its samples.
+    """The results of a step over all its samples.
 
     Attributes:
         loss: The mean loss.
         metrics: The mean of each metric, or the list of what the parts noted.
-        scale: What the summed gradients have to be multiplied by; None: nothing; 0: there are none to be used.
-        without_mean: A shard whose loss, a plain mean, is not a number although that of another is.
+        scale: The factor for the summed gradients; None: no scaling; 0: there are none to use.
+        without_mean: A shard whose loss, a plain mean, is not a number although another's is.
     """
 
     loss: float
@@ -188,7 +188,7 @@ class Results:
     without_mean: int | None = None
 
     def scale_gradients(self, sums: dict[int, Tensor | None]) -> None:
-        """Bring gradients of a loss that is weighted by something else than rows to the mean over that, in place."""
+        """Scale, in place, the gradients of a loss that is weighted by something other than rows."""
         if self.scale is not None:
             for i, gradient in sums.items():
                 if gradient is not None:
@@ -236,7 +236,7 @@ def _names(result: ShardResult) -> list[str]:
 
 
 def _scale(loss: Mean, sizes: Sequence[int]) -> float | None:
-    """See `Results`; a part that is the whole batch has gone backward from the mean itself."""
+    """See `Results`; a part that is the whole batch went backward from the mean itself."""
     if not loss.weight:
         return 0.0
     return None if max(sizes) == sum(sizes) else sum(sizes) / loss.weight

@@ -1,7 +1,7 @@
 """Loss scaling for float16: what `torch.amp.GradScaler` does, decided once for all workers.
 
-The scaler stays the user's object. Every worker moves its own by what the step gave, so all of them have the same
-scale, also one that catches up.
+The scaler stays the user's object. Every worker updates its own by the result of the step, so all of them have the same
+scale, even one that catches up.
 """
 
 import math
@@ -20,7 +20,7 @@ class Scaling:
     """The scale of one step's loss.
 
     Args:
-        scaler: The user's; None, or one that is not enabled: the loss is not scaled.
+        scaler: The user's scaler; None or not enabled: the loss is not scaled.
 
     Attributes:
         scale: What the loss is multiplied by; None: nothing.
@@ -51,7 +51,7 @@ class Scaling:
         return finite
 
     def settle(self, *, skipped: bool) -> None:
-        """The step is committed: move the scale, as `GradScaler.update` does."""
+        """Update the scale after a committed step, as `GradScaler.update` does."""
         if self._scaler is None:
             return
         state = self._scaler.state_dict()
@@ -65,5 +65,5 @@ class Scaling:
 
 
 def _single(value: float) -> float:
-    """As torch keeps it."""
+    """The value in single precision, as torch keeps it."""
     return float(torch.tensor(value, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Who computes which shards, and how their gradients are added up, among the workers of the present generation."""
+"""Who computes which shards, and how their gradients are added up, among the workers of the current generation."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ class Sharing:
     Args:
         holdings: What the workers hold together.
         updates: Says whether there are shards that others train on, and how gradients are added up.
-        context: Is told of the shards.
+        context: Told which shards each worker has.
 
     Attributes:
         spans: The shards that each worker trains on, by rank.
@@ -41,14 +41,14 @@ class Sharing:
 
     @property
     def evaluated(self) -> list[Span]:
-        """The shards that each worker evaluates: all of them, also where others train on some."""
+        """The shards that each worker evaluates: together all of them, even if others train on some."""
         return self.spans if self._updates.shards is None else [(0, self._holdings.config.shards)]
 
     def replan(self, spans: list[Span] | None = None) -> None:
-        """The workers, or the shards of each, have changed.
+        """Plan again after the workers, or their shards, have changed.
 
         Args:
-            spans: The shards of each; None: as even as the weights of the workers.
+            spans: The shards of each; None: in proportion to the weights of the workers.
         """
         self._planned_for = self._group.generation
         self._holdings.memory.clear_scratch()
@@ -79,10 +79,10 @@ class Sharing:
         return [(0, 0)] * self._idle + spans
 
     def lay_out(self, prepared: PreparedOptimizer) -> None:
-        """Make the way of an optimizer's gradients.
+        """Lay out how an optimizer's gradients are added up.
 
-        A worker that has entered a generation may find that it has to catch up first: then shards are not shared out
-        yet, and the way is made when they are.
+        A worker that has entered a generation may have to catch up first: then shards are not shared out yet, and this
+        is done when they are.
         """
         if self._planned_for != self._group.generation:
             return
@@ -96,7 +96,7 @@ class Sharing:
         """
         group = self._group
         given = group.weights is not None or self._updates.shards is not None
-        if group.left or given or not self._holdings.memory.shared:  # how long a GPU is busy is not known here
+        if group.left or given or not self._holdings.memory.shared:  # how long a GPU is busy is unknown here
             return
         before, found = self.spans, self._pace.observe(seconds[self._idle :], self.spans[self._idle :])
         if found is None:

@@ -1,4 +1,4 @@
-"""The places in a model where its parameters and buffers hang, and lanes that hang there in turn.
+"""The slots of a model that hold its parameters and buffers, and lanes that fill them in turn.
 
 Several shards of one worker can be alive at once, and their gradients must not mix. So each gets a *lane*: leaf tensors
 of its own over the same parameter memory, and buffers of its own. Whichever shard runs has its lane bound to the model.
@@ -17,14 +17,14 @@ __all__ = ["Lane", "ModelSlots"]
 
 
 class ModelSlots:
-    """Where the parameters and buffers of some models hang. A shared (tied) tensor has several places."""
+    """The slots of some models that hold parameters and buffers. A shared (tied) tensor has several places."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.modules: list[nn.Module] = []
         self._places: list[tuple[dict[str, Any], str]] = []
-        self._names: list[str] = []  # what hangs at each place
+        self._names: list[str] = []  # the name of the tensor at each place
         self._flat: list[nn.Module] = []
         self._structure: list[tuple[str, nn.Module, list[nn.Module | None], list[str]]] = []  # children and names
 
@@ -53,7 +53,7 @@ class ModelSlots:
         return added
 
     def check(self) -> None:
-        """See that the models are made of what they were made of when they came.
+        """Check that the models still consist of the layers and parameters they had when they were added.
 
         Raises:
             UnsupportedError: A layer or a parameter was replaced, added or taken away.
@@ -74,7 +74,7 @@ class ModelSlots:
                 )
 
     def spanning_buffers(self) -> set[str]:
-        """The buffers of layers that combine something over all shards: alike on all who compute any."""
+        """The buffers of layers that combine something over all shards: equal on all who compute any."""
         spanning = {id(m._buffers) for m in self.modules if getattr(m, "spans_shards", False)}
         places = zip(self._places, self._names, strict=True)
         return {name for (place, _), name in places if id(place) in spanning}
@@ -84,28 +84,28 @@ class ModelSlots:
         return [tensors[name] for name in self._names]
 
     def bind(self, tensors: list[Tensor]) -> None:
-        """Hang one tensor into every place."""
+        """Put one tensor into every place."""
         for (place, key), tensor in zip(self._places, tensors, strict=True):
             place[key] = tensor
-        for module in self._flat:  # an RNN keeps a list of its weights beside the places
+        for module in self._flat:  # an RNN keeps a list of its weights besides the places
             held = dict(zip(module._parameters, dict.values(module._parameters), strict=True))
             names: Any = module._flat_weights_names
             weights: Any = [held[key] if key in held else getattr(module, key, None) for key in names]
             module._flat_weights = weights
-            # Else it takes them for new ones, and on a GPU moves them into memory of its own, where no update reaches.
+            # Otherwise it would take them for new ones, and on a GPU move them into memory that no update reaches.
             refs: Any = [None if weight is None else weakref.ref(weight) for weight in weights]
             module._flat_weight_refs = refs
 
     def bound(self) -> list[Tensor]:
-        """What hangs at every place now: a forward may have put another buffer there."""
-        return [dict.__getitem__(place, key) for place, key in self._places]  # as it is: nobody waits here
+        """The tensor at every place now: a forward may have put another buffer there."""
+        return [dict.__getitem__(place, key) for place, key in self._places]  # as it is, without any hook of a subclass
 
     def named(self, tensors: list[Tensor]) -> dict[str, Tensor]:
         """Tensors in place order, by name; of a tied one, the first place counts."""
         return dict(zip(reversed(self._names), reversed(tensors), strict=True))
 
     def bind_base(self) -> None:
-        """Hang in what the user's model holds between steps."""
+        """Put in what the user's model holds between steps."""
         self.bind(self.in_place_order({**self.parameters, **self.buffers}))
 
 
@@ -119,7 +119,7 @@ def _say_children(path: str, module: nn.Module, before: list[nn.Module | None]) 
 
 
 class Lane:
-    """One shard's own leaves and buffers, or (`own` false) the model's, for shards that run one after the other."""
+    """One shard's own leaves and buffers, or (`own` false) the model's, for shards that run one after another."""
 
     def __init__(self, slots: ModelSlots, *, own: bool) -> None:
         self._slots = slots
@@ -131,11 +131,11 @@ class Lane:
         self._bound: list[Tensor] = []
 
     def begin(self, buffers: dict[str, Tensor]) -> None:
-        """Start a shard's step: the buffers of version v, and whatever is frozen by now stays frozen."""
+        """Start a shard's step with the buffers of version v; what is frozen by now stays frozen."""
         for name, parameter in self._slots.parameters.items():
             leaf = self.leaves[name]
             if leaf.data_ptr() != parameter.data_ptr():
-                leaf.data = parameter.detach()  # whoever has moved it: what is trained lies there
+                leaf.data = parameter.detach()  # even if user code moved it: this is where it is trained
             if leaf.requires_grad != parameter.requires_grad:
                 leaf.requires_grad_(parameter.requires_grad)
             leaf.grad = None
@@ -143,11 +143,11 @@ class Lane:
         self._bound = self._slots.in_place_order({**self.leaves, **self._buffers})
 
     def resume(self) -> None:
-        """Hang this lane into the model."""
+        """Bind this lane to the model."""
         self._slots.bind(self._bound)
 
     def pause(self) -> None:
-        """Remember what hangs there now, before another lane takes the place."""
+        """Remember what is bound now, before another lane takes its place."""
         self._bound = self._slots.bound()
 
     def buffers_after(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""How values that one site has come to all others: rarely, and as they are."""
+"""How values get from one site to all others: rarely, and unchanged."""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -20,14 +20,14 @@ class Spreading(Protocol):
     def spread(
         self, tag: str, tensors: Sequence[Tensor], source: int, sites: Sites, only: Collection[int] | None = None
     ) -> None:
-        """Give every site the values of one worker. All workers must call this alike, inside of an operation.
+        """Give every site the values of one worker. All workers must call this alike, inside an operation.
 
         Args:
             tag: What is spread, in words.
             tensors: Dense, of the same forms on all workers; where a site has several workers, the same memory.
             source: The rank of the worker whose values count.
             sites: The sites.
-            only: The numbers of those that need them; None: all.
+            only: The numbers of the sites that need them; None: all.
         """
 
 
@@ -67,7 +67,7 @@ class ThroughHost:
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The bytes of all tensors, in pieces of which as many as fit are spread at once."""
+    """The bytes of all tensors, in groups of pieces; each group fits and is spread at once."""
     chunks: list[list[Tensor]] = [[]]
     room = _CHUNK_BYTES
     for tensor in tensors:

@@ -1,13 +1,12 @@
 """The state of a site: parameters, buffers and optimizer state, once for all workers around its memory.
 
 Every tensor is a `StateEntry` with a *live* image in the memory, a *backup* image beside it, and the *working* tensor
-that the model or the optimizer holds. That of a parameter or of optimizer state is the live image itself, so it exists
-once however many workers there are; buffers are private copies that are published and pulled.
+that the model or the optimizer holds. For a parameter or optimizer state it is the live image itself, so it exists once
+however many workers there are; for buffers it is a private copy that is published and pulled.
 
-Between operations the live images are what is committed. Whoever is about to change an entry saves it first and marks
-it with the number of the operation. If that is committed, the mark is of no meaning any more; if not, `rollback` brings
-back what was saved. Images and marks are there for everyone around the memory, so any survivor can roll back what a
-dead owner had begun.
+Between operations the live images are what is committed. Before a worker changes an entry, it saves it and marks it
+with the number of the operation. Once that is committed, the mark means nothing; if it fails, `rollback` restores what
+was saved. Everyone around the memory sees images and marks, so any survivor can roll back what a dead owner had begun.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,27 +41,27 @@ class StateEntry:
     counts: bool = False  # whether the operation that made it is committed
 
     def publish(self) -> None:
-        """Working to live."""
+        """Copy the working tensor to the live image."""
         if self.working is not self.live:
             self.live.copy_(self.working)
 
     def pull(self) -> None:
-        """Live to working."""
+        """Copy the live image to the working tensor."""
         if self.working is not self.live:
             self.working.copy_(self.live)
 
 
 @dataclass
 class State:
-    """All entries by name, and the plain values that optimizers keep beside tensors.
+    """All entries by name, and the plain values that optimizers keep besides tensors.
 
     Attributes:
-        memory: Where it lies.
-        sites: Who else has a state like it.
-        spreading: How values come from one site to the others; None: there is one site, for good.
+        memory: Where it is.
+        sites: The sites of the run, each with such a state.
+        spreading: How values get from one site to the others; None: there is always one site.
         operation: The number of the operation that changes the state now.
-        image: What outlives all workers, where the memory does not.
-        saved: Reads the checkpoint of a version, verified; empty: there is none. The first worker's.
+        image: A copy that outlives all workers, where the memory does not.
+        saved: Reads the checkpoint of a version, verified; empty: there is none. For the first worker.
     """
 
     memory: Memory
@@ -78,14 +77,14 @@ class State:
         self._marks = self.memory.words(_MAX_ENTRIES)
 
     def _mark(self, entry: StateEntry) -> int:
-        """The address of an entry's mark: 1 + the number of the operation before which it was saved last."""
+        """The address of an entry's mark: 1 + the number of the operation before which it was last saved."""
         return self._marks.data_ptr() + 8 * entry.index
 
     def add(self, forms: Mapping[str, Form], working: Mapping[str, Tensor] | None = None) -> list[StateEntry]:
         """Make entries for new tensors. All workers must call this alike; no value is copied yet.
 
         Args:
-            forms: What they are like, by name.
+            forms: Their forms, by name.
             working: What the user of each tensor holds. None: it will hold the live image itself.
         """
         num_bytes = sum(aligned(form.num_bytes) for form in forms.values()) + ALIGNMENT
@@ -101,22 +100,22 @@ class State:
         return added
 
     def save(self, entries: list[StateEntry]) -> None:
-        """Keep the committed version of what is about to be changed by this worker."""
+        """Keep the committed version of entries that this worker is about to change."""
         if self.image is not None:
             self.image.settle()
         if entries:
             torch._foreach_copy_([entry.backup for entry in entries], [entry.live for entry in entries])
         self.memory.fence()
         for entry in entries:
-            core.store(self._mark(entry), 1 + self.operation)  # a mark always means a whole backup
+            core.store(self._mark(entry), 1 + self.operation)  # after the copy: a mark means a complete backup
 
     def take_image(self, operations: int) -> None:
-        """The state has so many operations behind it, which are committed: see that it outlives all workers."""
+        """Let the state, which contains this many committed operations, outlive all workers."""
         if self.image is not None:
             self.image.take(operations)
 
     def spread(self, tag: str, entries: Sequence[StateEntry], source: int, only: Collection[int] | None = None) -> None:
-        """Give all sites the values that one worker has. All workers must call this alike, inside of an operation.
+        """Give all sites the values that one worker has. All workers must call this alike, inside an operation.
 
         Args:
             tag: What is spread, in words.
@@ -128,19 +127,19 @@ class State:
             self.spreading.spread(tag, [entry.live for entry in entries], source, self.sites, only)
 
     def change_of(self, entry: StateEntry) -> Tensor | None:
-        """What the last operation, which is committed, subtracted from an entry; None if it left it alone."""
+        """What the last committed operation subtracted from an entry; None if it left it alone."""
         if core.load(self._mark(entry)) != 1 + self.operation:
             return None
         return entry.backup - entry.live
 
     def rollback(self) -> None:
-        """Bring back what is committed, whoever had begun to change it. One worker's, while nobody changes anything."""
+        """Restore what is committed, whoever had begun to change it. For one worker, while nobody changes anything."""
         for entry in self.entries.values():
             if core.load(self._mark(entry)) == 1 + self.operation:
                 entry.live.copy_(entry.backup)
 
     def pull(self) -> None:
-        """Bring this worker's own copies to what the live images are, where these are committed.
+        """Copy the live images to this worker's own copies, where they are committed.
 
         A model that is about to be prepared still holds the only values there are.
         """
@@ -153,7 +152,7 @@ class State:
         return {name: entry.live for name, entry in self.entries.items() if entry.counts}
 
     def names_in(self, parts: Sequence[Tensor]) -> list[str]:
-        """The names of the tensors that lie in some parts of the state, given as bytes, in the order of these."""
+        """The names of the tensors in some parts of the state, given as bytes, in the order of the parts."""
         ranges = [(part.data_ptr(), part.data_ptr() + part.numel()) for part in parts]
         lies = [(name, e.live.data_ptr(), e.live.data_ptr() + e.live.nbytes) for name, e in self.entries.items()]
         return [name for first, end in ranges for name, begin, stop in lies if begin < end and stop > first]

@@ -1,15 +1,15 @@
 """The step as a transaction: it reads version v of the state and commits version v + 1, or leaves v untouched.
 
-How one step goes, on every worker alike:
+One step, alike on every worker:
 
 1. compute (`compute.py`): this worker's shards run forward and backward; gradients flow to their owners meanwhile.
-   Now and then twice, each time by others (`recheck.py`).
+   Now and then twice, each time by different workers (`recheck.py`).
 2. result round: everyone's backward is over (so nobody reads version v any more), losses and metrics are shared.
 3. update (`updates.py`): each owner saves version v of what it owns, then lets the optimizer change it.
 4. update round: everyone has updated, and knows what is new in the optimizers' state.
-5. commit (`exchange/ledger.py`): the first worker writes the result into the journal; version v + 1 is what there is.
+5. commit (`exchange/ledger.py`): the first worker writes the result into the journal; now the state is version v + 1.
 
-Whatever happens before the end of 5, version v can be had back.
+Whatever happens before the end of 5, version v can be restored.
 """
 
 import time
@@ -55,7 +55,7 @@ __all__ = ["Engine", "Outcome", "StepTask"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a committed step tells the user: means over all samples of the batch."""
+    """The result of a committed step for the user: means over all samples of the batch."""
 
     loss: Tensor
     metrics: dict[str, Any]
@@ -69,8 +69,8 @@ class StepTask:
     Attributes:
         samples: The global batch.
         function: Called with every part of this worker; returns its mean loss, or (loss, {metric: value}).
-        trained: Whose parameters are trained.
-        clipping: What gradients are limited to.
+        trained: The optimizers whose parameters are trained.
+        clipping: The limits of gradients.
         scaling: How losses are scaled.
     """
 
@@ -98,7 +98,7 @@ class Engine:
         self.holdings, self.updates = holdings, updates
         self.config, self.ledger, self.group = holdings.config, holdings.ledger, holdings.group
         self.models, self.state, self.optimizers = holdings.models, holdings.state, holdings.optimizers
-        core.keep_memory()  # activations come and go in every step: giving their pages back and forth costs time
+        core.keep_memory()  # activations come and go in every step: returning their pages each time is slow
         self.context = Context(self.group, self.config.seed)
         self.compute = _compute_for(holdings, self.context)
         self.sharing = Sharing(holdings, updates, self.context)
@@ -106,9 +106,9 @@ class Engine:
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
         self._said_without_mean = False
-        self.determinism = Determinism(self.config)  # last: whatever fails before has changed nothing of the process
+        self.determinism = Determinism(self.config)  # last: what fails before it leaves the process unchanged
         self.logged = Logged()
-        self._compute_s = self._update_s = 0.0  # of the step that is being done
+        self._compute_s = self._update_s = 0.0  # of the current step
         self._of_all: dict[str, float] = {}  # what was logged before this step
         self.ledger.holder = self
 
@@ -117,7 +117,7 @@ class Engine:
         """How many steps have been committed."""
         return self.holdings.version
 
-    # ---- what the ledger asks of who holds the state ----
+    # ---- what the ledger asks of the holder of the state ----
 
     def begin(self, operation: int) -> None:
         """See `Undecided`."""
@@ -128,7 +128,7 @@ class Engine:
         self.updates.abandon()
         for prepared in self.optimizers:
             prepared.rollback()
-        if not self.group.elastic:  # else the next generation does it, when nobody changes anything any more
+        if not self.group.elastic:  # otherwise the next generation does it, when nobody changes anything any more
             self.state.rollback()
             self.holdings.pull()
         self.holdings.settle()
@@ -218,7 +218,7 @@ class Engine:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Let everyone see where the time of a step goes."""
+        """Record on the board where the time of a step goes."""
         self._compute_s = self._update_s = 0.0
         begin, waited_s = time.monotonic(), self.group.waited_s
         yield
@@ -227,7 +227,7 @@ class Engine:
             self.group.board.spend(self.group.worker, Spent(self._compute_s, waited_s, self._update_s, whole_s))
 
     def _check(self, task: StepTask) -> None:
-        """See that a step can be done, and that nobody has changed anything since the last."""
+        """Check that a step can be done, and that nothing was changed since the last."""
         self.determinism.check()
         if task.scaling.scale is not None:
             self.updates.refuse("scaled loss")
@@ -241,7 +241,7 @@ class Engine:
     def _try(self, kind: str, task: StepTask) -> Entry:
         points.reach("step begins")
         points.touch("parameter", *task.trained.parameters)
-        self.models.take_buffers()  # of an attempt that came to nothing
+        self.models.take_buffers()  # drop those of a failed attempt
         self.holdings.carries.begin()
         self._seconds = []
         begun = self.updates.begin(task.samples, task.clipping)
@@ -336,7 +336,7 @@ class Engine:
         return all(self.group.gather_json(work.where + "scaled gradients", mine))
 
     def _clip(self, work: Work, sums: dict[int, Tensor | None]) -> float | Tensor | None:
-        """Limit the gradients; return their norm before, if that is limited, perhaps still on a device."""
+        """Limit the gradients; return their former norm if that is limited, perhaps still on a device."""
         gradients = {i: gradient for i, gradient in sums.items() if gradient is not None}
         if not self.holdings.memory.shared:  # all sums are here
             return work.clipping.clip(list(gradients.values()))
@@ -349,7 +349,7 @@ class Engine:
         return float(total)
 
     def _share_news(self, work: Work, mine: News) -> tuple[News, Carried]:
-        """Everyone has updated; what is new in the state is where everyone finds it then."""
+        """Wait until everyone has updated; put what is new in the state where everyone finds it."""
         carries = self.holdings.carries
         image = self.state.image
         of_all = self.group.gather_json(work.where + "update", [mine, carries.news(), image and image.copied()])
@@ -382,7 +382,7 @@ class Engine:
 
 
 def _compute_for(holdings: Holdings, context: Context) -> Compute | DeviceCompute:
-    """What computes shards where the state of a run lies."""
+    """What computes shards on the device of the state."""
     memory, config = holdings.memory, holdings.config
     if memory.shared:
         return Compute(context, holdings.models, config.timeout_s)

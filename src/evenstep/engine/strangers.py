@@ -1,9 +1,9 @@
-"""Leaves that a loss depends on and no step would train: they are in no prepared model.
+"""Leaves that a loss depends on but no step would train, because they are in no prepared model.
 
-One learns of them from the graph of the loss, which takes time to go through. So it is looked at in the first two steps
-of a step function, and after that as often as it costs next to nothing. A parameter is told at first sight. Another
-tensor that wants a gradient may have been made by the step function itself, for a gradient penalty; it comes from
-outside if a later step sees the very same one, and it is not what the step was given.
+They show in the graph of the loss, which takes time to traverse. So this looks in the first two steps of a step
+function, and after that as often as it costs next to nothing. A parameter is reported at first sight. Any other tensor
+that requires a gradient may have been made by the step function itself, for a gradient penalty; it comes from outside
+if a later step sees the very same tensor, and it is not an argument of the step.
 """
 
 import time
@@ -18,20 +18,20 @@ from evenstep.core.errors import UnsupportedError
 
 __all__ = ["Strangers"]
 
-_SHARE = 0.005  # of the time that steps take
+_SHARE = 0.005  # how much of the time of steps looking may take
 
 
 class Strangers:
     """Looks for leaves that belong to no prepared model."""
 
     def __init__(self) -> None:
-        self._steps: dict[Any, set[int]] = {}  # at which steps each step function was looked at, the first two
-        self._leaves: dict[Any, tuple[int, dict[int, ref[Tensor]]]] = {}  # in which step what was seen last, by id
+        self._steps: dict[Any, set[int]] = {}  # the first two steps at which each step function was looked at
+        self._leaves: dict[Any, tuple[int, dict[int, ref[Tensor]]]] = {}  # the last step that looked; leaves, by id
         self._looked_s = 0.0
         self._busy_s = 0.0
 
     def took(self, seconds: float) -> None:
-        """A step has taken so long."""
+        """Note how long a step has taken."""
         self._busy_s += seconds
 
     def is_due(self, function: Any, step: int) -> bool:
@@ -46,9 +46,9 @@ class Strangers:
 
         Args:
             function: The step function that they come from.
-            step: In which step.
+            step: The number of the step.
             given: What it was called with.
-            losses: What backward begins from.
+            losses: What backward starts from.
             known: The parameters of prepared models, as this step uses them.
 
         Raises:
@@ -76,12 +76,12 @@ class Strangers:
 
 
 def _code(function: Any) -> Any:
-    """What makes two step functions the same one: a lambda in a loop is made anew every time."""
+    """What identifies a step function: a lambda in a loop is a new object every time."""
     return getattr(function, "__code__", type(function))
 
 
 def _leaves(losses: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Those that a gradient of the losses would be accumulated in."""
+    """The leaves in which backward from the losses would accumulate gradients."""
     waiting = [loss.grad_fn for loss in losses]
     seen = set()
     while waiting:

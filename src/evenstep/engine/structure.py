@@ -11,15 +11,15 @@ __all__ = ["describe", "fill", "specs"]
 
 
 def describe(value: Any, leaves: list[Tensor], whose: str) -> Any:
-    """What a value is made of.
+    """Describe what a value is made of.
 
     Args:
         value: Tensors in tuples, lists and dicts.
-        leaves: The tensors are added to it, in order.
+        leaves: The tensors are appended to it, in order.
         whose: Where it comes from, for the error.
 
     Raises:
-        ConfigError: There is something else in it.
+        ConfigError: It contains something else.
     """
     if isinstance(value, Tensor):
         leaves.append(value)
@@ -33,7 +33,7 @@ def describe(value: Any, leaves: list[Tensor], whose: str) -> Any:
 
 
 def specs(description: Any) -> list[Any]:
-    """Of every tensor in a description its type and its shape, without the first dimension."""
+    """The type of every tensor in a description, and its shape without the first dimension."""
     ((kind, inner),) = description.items()
     if kind == "tensor":
         return [inner]

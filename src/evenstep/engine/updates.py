@@ -1,7 +1,7 @@
 """What becomes of the sums of a step: the one thing in which kinds of runs differ.
 
-In a plain run each owner updates what it owns, by the optimizer that the user has prepared (`OwnUpdates`). Elsewhere
-servers do it, for all workers of a machine at once, for each by itself, or for groups (`run/`).
+In a plain run each owner updates what it owns, with the optimizer that the user has prepared (`OwnUpdates`). Otherwise
+servers do it, for all workers of a machine at once, for each on its own, or for groups (`run/`).
 """
 
 from collections.abc import Sequence
@@ -38,14 +38,14 @@ Feature = Literal[
     "carry",
     "recheck",
 ]
-"""What not every kind of run can do: methods of `Run`, and what a script may come with."""
+"""What not every kind of run supports: methods of `Run`, and what a script may bring."""
 
 
 class Updates(Protocol):
     """How one worker's steps become updates.
 
     Attributes:
-        shards: The shards that this worker trains on, if others who are not in its group have the rest; None: its group
+        shards: The shards that this worker trains on, if others outside its group have the rest; None: its group
             shares out all of them.
     """
 
@@ -53,17 +53,17 @@ class Updates(Protocol):
     def shards(self) -> Span | None: ...  # noqa: D102  # an attribute, documented with the class
 
     def number_of(self, version: int) -> int:
-        """The number of a step among those of all who train the model: its random numbers are seeded by it."""
+        """The number of a step among those of all who train the model; seeds its random numbers."""
 
     def refuse(self, what: Feature) -> None:
-        """Say that something cannot be done exactly here.
+        """Refuse what cannot be done exactly here.
 
         Raises:
             UnsupportedError: It cannot.
         """
 
     def admit(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """A model is about to be prepared; nothing has been changed yet.
+        """Check a model that is about to be prepared; nothing has been changed yet.
 
         Raises:
             UnsupportedError: It cannot be trained here.
@@ -73,25 +73,25 @@ class Updates(Protocol):
         """How gradients are added up by the workers of a generation. All of them must call this alike.
 
         Args:
-            prepared: Whose gradients.
+            prepared: The optimizer whose gradients they are.
             spans: The shards of each worker.
         """
 
     def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
-        """A model has been prepared: agree on its values with whoever else trains it. All workers must call this."""
+        """Agree on the values of a prepared model with others who train it. All workers must call this."""
 
     def begin(self, samples: Samples, clipping: Clipping) -> Samples | Results:
-        """A step is tried.
+        """Begin to try a step.
 
         Returns:
-            What of the batch counts here; or what the step gave, if nothing is to be computed for it.
+            The samples to compute here; or the results of the step, if nothing is to be computed for it.
 
         Raises:
             UnsupportedError: Gradients cannot be clipped here.
         """
 
     def share(self, work: Work, report: Report) -> list[Report]:
-        """Tell everyone who does this step what came of it here; return what all of them tell.
+        """Send this worker's report to everyone who does this step; return the reports of all.
 
         Waits until their backward is over, so nobody reads version v any more.
         """
@@ -105,29 +105,29 @@ class Updates(Protocol):
         """
 
     def settle(self, prepared: Trained, samples: Samples) -> None:
-        """A step is committed, and counted; perhaps without this worker."""
+        """Follow up on a committed step, in which this worker may not have taken part."""
 
     def edited(self) -> None:
-        """User code has changed the state, on this worker, the first; the edit is not committed yet."""
+        """Note that user code has changed the state on this worker, the first; the edit is not committed yet."""
 
     def abandon(self) -> None:
-        """What was tried came to nothing: forget it."""
+        """Forget a failed attempt."""
 
     def recovery(self) -> AbstractContextManager[None]:
-        """While this is open, a generation that has just begun brings everyone to what is committed.
+        """While this is open, a generation that has just begun restores what is committed.
 
         Nothing is under way elsewhere meanwhile, and nothing is missing afterwards.
         """
 
     def finish(self) -> None:
-        """The script is done: take home what others hold of the state. All workers must call this."""
+        """Fetch what others hold of the state, at the end of the script. All workers must call this."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
 
 
 class OwnUpdates:
-    """Each worker updates the parameters that it owns, by the optimizer that was prepared.
+    """Each worker updates the parameters that it owns, with the prepared optimizer.
 
     Args:
         group: The workers.
@@ -143,17 +143,17 @@ class OwnUpdates:
         return version
 
     def refuse(self, what: Feature) -> None:
-        """Everything can be done."""
+        """Refuse nothing."""
 
     def admit(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Any number of models, with optimizers or without, are trained."""
+        """Admit any number of models, with or without optimizers."""
 
     def lay_out(self, prepared: PreparedOptimizer, spans: Sequence[Span]) -> tuple[Summing, Delivery]:
         """See `Updates`."""
         return prepared.in_tree(spans)
 
     def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
-        """Nobody else trains it."""
+        """Nothing to do: nobody else trains it."""
 
     def begin(self, samples: Samples, clipping: Clipping) -> Samples | Results:
         """See `Updates`."""
@@ -168,20 +168,20 @@ class OwnUpdates:
         return work.prepared.update(sums)
 
     def settle(self, prepared: Trained, samples: Samples) -> None:
-        """The update is all there is."""
+        """Nothing to do: the update was all."""
 
     def edited(self) -> None:
-        """Nobody else needs to know."""
+        """Nothing to do: nobody else needs to know."""
 
     def abandon(self) -> None:
-        """Nothing was sent anywhere."""
+        """Nothing to do: nothing was sent anywhere."""
 
     def recovery(self) -> AbstractContextManager[None]:
         """See `Updates`."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Nobody else holds anything."""
+        """Nothing to do: nobody else holds anything."""
 
     def close(self) -> None:
         """Nothing is open."""

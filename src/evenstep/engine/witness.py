@@ -1,8 +1,8 @@
-"""Notes what a computation of some shards gives, so that another computation of them can be compared with it.
+"""Records a computation of some shards, so that another computation of them can be compared with it.
 
-For every shard that is a *trail* (`plan/verdict.py`): digests of its samples, of what it offered to other shards, and
-of its loss, metrics, gradients and buffers. Of what is noted copies are kept, as far as there is room, to show the very
-element that differs.
+The record of a shard is a *trail* (`plan/verdict.py`): digests of its samples, of what it offered to other shards, and
+of its loss, metrics, gradients and buffers. Copies of the recorded tensors are kept, as far as there is room, to show
+the very element that differs.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ _KEPT_BYTES = 1 << 28
 
 
 class Witness:
-    """Of the shards that one worker computes in one pass.
+    """The record of the shards that one worker computes in one pass.
 
     Args:
         shards: Which ones.
-        wanted: Of which items, by shard and name, copies are kept in any case; of others as far as there is room.
+        wanted: Items, by shard and name, of which copies are always kept; of others only as far as there is room.
     """
 
     def __init__(self, shards: Sequence[int], wanted: Collection[tuple[int, str]] = ()) -> None:
@@ -41,18 +41,18 @@ class Witness:
     # ---- what is noted ----
 
     def samples(self, shard: int, part: object) -> None:
-        """What a shard is computed of."""
+        """Record the samples of a shard."""
         tensors = [leaf for leaf in pytree.tree_leaves(part) if isinstance(leaf, Tensor)]
         self._stages[shard].append([self._item(shard, f"samples[{n}]", leaf) for n, leaf in enumerate(tensors)])
 
     def around(self, crew: Crew, prefix: str) -> Crew:
-        """A crew that notes what the shards here offer to others.
+        """A crew that records what the shards here offer to others.
 
-        Where there are no others nothing is told apart; nor where a CUDA graph offers it, which nobody can see.
+        Nothing is recorded where there are no others, nor what a CUDA graph offers, which cannot be seen.
 
         Args:
             crew: The crew.
-            prefix: What the tags of the step's exchanges begin with.
+            prefix: The beginning of the tags of the step's exchanges.
         """
         if crew.alone or crew.in_queue:
             return crew
@@ -70,11 +70,11 @@ class Witness:
         return replace(crew, gather=gather, swap=swap)
 
     def gradient(self, shard: int, name: str, gradient: Tensor) -> None:
-        """A gradient of a shard, before it is added to any other; in any order."""
+        """Record a gradient of a shard before it is added to any other; in any order."""
         self._last[shard].append(self._item(shard, f"gradient of '{name}'", gradient))
 
     def gradients(self, shard: int, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
-        """All gradients of a shard at once: their digests are made together, where they are."""
+        """Record all gradients of a shard at once: their digests are computed together, on their device."""
         found = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
         if found:
             for name, number in zip(found, checksums(list(found.values())), strict=True):
@@ -82,15 +82,15 @@ class Witness:
                 self._last[shard].append((f"gradient of '{name}'", number))
 
     def buffers(self, shard: int, buffers: Mapping[str, Tensor]) -> None:
-        """What a shard's forward has left in the buffers."""
+        """Record the buffers that a shard's forward has left."""
         self._last[shard] += [self._item(shard, f"buffer '{name}'", buffer) for name, buffer in buffers.items()]
 
     def carried(self, shard: int, name: str, tensor: Tensor) -> None:
-        """What a shard hands on to the next step."""
+        """Record what a shard hands on to the next step."""
         self._last[shard].append(self._item(shard, name, tensor))
 
     def results(self, results: Mapping[int, ShardResult]) -> None:
-        """What the step function gave."""
+        """Record the results of the step function."""
         for shard, result in results.items():
             means = {"loss": result.loss, **{f"metric '{name}'": mean for name, mean in result.metrics.items()}}
             for name, mean in means.items():
@@ -112,7 +112,7 @@ class Witness:
     # ---- what it came to ----
 
     def trails(self) -> dict[int, Trail]:
-        """Of every shard. Gradients come in any order, so what a shard gave is sorted."""
+        """The trail of every shard. Gradients come in any order, so the last stage is sorted."""
         return {
             shard: (*(tuple(stage) for stage in stages), tuple(sorted(self._last[shard])))
             for shard, stages in self._stages.items()

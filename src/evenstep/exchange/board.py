@@ -1,6 +1,6 @@
-"""The words that everyone may read at any time without an exchange: what a worker does, what the supervisor asks for.
+"""Words that everyone may read at any time without an exchange: what a worker is doing, what the supervisor asks for.
 
-Each word has one writer. What they say is for looking after a run, never part of its arithmetic.
+Each word has one writer. They serve to supervise a run and are never part of its arithmetic.
 """
 
 import time
@@ -30,19 +30,19 @@ class _Of(IntEnum):
 
 
 class Asks(IntEnum):
-    """What the supervisor asks for: each a number that only grows, so that nothing asked is overlooked."""
+    """What the supervisor asks for: each a number that only grows, so that no request is overlooked."""
 
     REGROUP = 0
     CHECKPOINT = 1
     STOP = 2
 
 
-_COMMITTED = 3  # of the supervisor's row, but written by the first worker: how many operations are in the journal
-_LACKS_STATE = 4  # of the supervisor's row too: whether the memory of this machine has yet to be given the state
-_IMAGE = 5  # 1 + twice the operations that the image of the state has behind it + which of two images it is
+_COMMITTED = 3  # in the supervisor's row, but written by the first worker: how many operations are in the journal
+_LACKS_STATE = 4  # in the supervisor's row too: whether the memory of this machine has yet to be given the state
+_IMAGE = 5  # 1 + twice the number of operations in the image of the state + which of the two images it is
 _FINGERPRINT = 7  # how often the supervisor has asked for one
-_TRACED = 8  # whether workers leave spans of what they do
-_AGAIN = 6  # 1 + the operations behind the state, while operations of the journal are done again
+_TRACED = 8  # whether workers record spans of what they do
+_AGAIN = 6  # 1 + the number of operations in the state, while operations of the journal are done again
 
 _SPENT = (_Of.COMPUTE, _Of.WAIT, _Of.UPDATE, _Of.STEPS)
 
@@ -51,13 +51,13 @@ Asked = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Doing:
-    """What a worker does now.
+    """What a worker is doing now.
 
     Attributes:
-        busy_s: For how long it has been inside of the operation; None: it is outside of any.
-        step: Which step that is.
-        shard: Which shard it computes; None: none.
-        waiting: Whether it waits for another worker.
+        busy_s: How long it has been inside its operation; None: it is in none.
+        step: The step of that operation.
+        shard: The shard it is computing; None: none.
+        waiting: Whether it is waiting for another worker.
     """
 
     busy_s: float | None
@@ -74,7 +74,7 @@ class Spent:
         compute_s: In forward and backward, without waits.
         wait_s: Waiting for other workers, in steps.
         update_s: In the optimizer.
-        steps_s: In steps, all in all; what is left of it went into exchanges.
+        steps_s: In steps altogether; the remainder went into exchanges.
     """
 
     compute_s: float
@@ -97,26 +97,26 @@ class Board:
         return core.load(self._segment.word(worker, number))
 
     def begin(self, worker: int, step: int) -> None:
-        """This worker is inside of an operation from now on."""
+        """Note that this worker is inside an operation from now on."""
         self._store(worker, _Of.STEP, step)
         self._store(worker, _Of.SHARD, 0)
         self._store(worker, _Of.BUSY_SINCE, time.monotonic_ns())
 
     def end(self, worker: int) -> None:
-        """This worker is outside of any operation."""
+        """Note that this worker is outside any operation."""
         self._store(worker, _Of.BUSY_SINCE, 0)
         self._store(worker, _Of.SHARD, 0)
 
     def computes(self, worker: int, shard: int) -> None:
-        """This worker computes a shard."""
+        """Note that this worker computes a shard."""
         self._store(worker, _Of.SHARD, shard + 1)
 
     def waits(self, worker: int, waiting: bool) -> None:
-        """This worker waits for another, or no longer."""
+        """Note that this worker waits for another, or no longer does."""
         self._store(worker, _Of.WAITING, int(waiting))
 
     def has(self, worker: int, shards: range) -> None:
-        """This worker has these shards from now on."""
+        """Note that this worker has these shards from now on."""
         self._store(worker, _Of.SHARDS, shards.start << 32 | shards.stop)
 
     def shards(self, worker: int) -> range:
@@ -125,7 +125,7 @@ class Board:
         return range(both >> 32, both & 0xFFFFFFFF)
 
     def spend(self, worker: int, spent: Spent) -> None:
-        """A step has taken this worker so long."""
+        """Add the time that a step has taken this worker."""
         seconds = (spent.compute_s, spent.wait_s, spent.update_s, spent.steps_s)
         for number, more in zip(_SPENT, seconds, strict=True):
             self._store(worker, number, self._load(worker, number) + int(1e9 * more))
@@ -135,11 +135,11 @@ class Board:
         return Spent(*(self._load(worker, number) / 1e9 for number in _SPENT))
 
     def busy_since(self, worker: int) -> int:
-        """When a worker began the operation that it is inside of, by the monotonic clock, in ns; 0: it is in none."""
+        """When a worker began its present operation, by the monotonic clock, in ns; 0: it is in none."""
         return self._load(worker, _Of.BUSY_SINCE)
 
     def doing(self, worker: int) -> Doing:
-        """What a worker does now."""
+        """What a worker is doing now."""
         since = self.busy_since(worker)
         busy_s = (time.monotonic_ns() - since) / 1e9 if since else None
         shard = self._load(worker, _Of.SHARD)
@@ -148,7 +148,7 @@ class Board:
         )
 
     def row(self, worker: int) -> dict[str, Any]:
-        """What a worker does, which shards it has, and where its time has gone, as JSON."""
+        """What a worker is doing, which shards it has, and where its time has gone, as JSON."""
         doing, spent, shards = self.doing(worker), self.spent(worker), self.shards(worker)
         return {
             "step": doing.step,
@@ -162,12 +162,12 @@ class Board:
         }
 
     def clear(self, worker: int) -> None:
-        """A place is free: whoever takes it does nothing yet."""
+        """Clear the row of a free place for the next worker that takes it."""
         for number in _Of:
             self._store(worker, number, 0)
 
     def ask(self, what: Asks, number: int) -> None:
-        """The supervisor asks for something."""
+        """Ask for something, as the supervisor."""
         self._store(self._supervisor, what, number)
 
     def asked(self) -> Asked:
@@ -176,7 +176,7 @@ class Board:
         return regroup, checkpoint, stop
 
     def ask_fingerprint(self) -> None:
-        """The supervisor asks the first worker for a fingerprint."""
+        """Ask the first worker for a fingerprint, as the supervisor."""
         self._store(self._supervisor, _FINGERPRINT, self.fingerprints_asked + 1)
 
     @property
@@ -186,7 +186,7 @@ class Board:
 
     @property
     def traced(self) -> bool:
-        """Whether somebody wants to know what workers do when; said before the first of them starts."""
+        """Whether workers record what they do when; set before the first of them starts."""
         return bool(self._load(self._supervisor, _TRACED))
 
     @traced.setter
@@ -204,7 +204,7 @@ class Board:
 
     @property
     def lacks_state(self) -> bool:
-        """Whether the memory of this machine has yet to be given the state: it has joined a run that had begun."""
+        """Whether the memory of this machine has yet to be given the state, having joined a run under way."""
         return bool(self._load(self._supervisor, _LACKS_STATE))
 
     @lacks_state.setter
@@ -212,17 +212,17 @@ class Board:
         self._store(self._supervisor, _LACKS_STATE, int(lacks))
 
     def holds(self, worker: int, holds: bool) -> None:
-        """This worker has the state as it is committed, or no longer."""
+        """Note that this worker has the committed state, or no longer has it."""
         self._store(worker, _Of.HOLDS, int(holds))
 
     @property
     def is_held(self) -> bool:
-        """Whether any living worker has the state as it is committed."""
+        """Whether any living worker has the committed state."""
         return any(self._load(worker, _Of.HOLDS) for worker in range(self._segment.num_workers))
 
     @property
     def image(self) -> tuple[int, int] | None:
-        """How many operations the image of the state has behind it, and which of two it is; None: there is none."""
+        """How many operations the image of the state contains, and which of the two it is; None: there is none."""
         word = self._load(self._supervisor, _IMAGE)
         return divmod(word - 1, 2) if word else None
 
@@ -232,7 +232,7 @@ class Board:
 
     @property
     def again(self) -> int | None:
-        """How many operations the state has behind it, while some of the journal are done again; None: all of them."""
+        """How many operations the state contains while some of the journal are done again; None: all of them."""
         word = self._load(self._supervisor, _AGAIN)
         return word - 1 if word else None
 

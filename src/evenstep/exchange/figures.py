@@ -1,6 +1,6 @@
-"""What committed steps have given, read out of the journal: each step once, whoever died, at no cost to the workers.
+"""The figures of committed steps, read from the journal: each step once, whoever died, at no cost to the workers.
 
-Whoever maps the segment may read: the supervisor for its files, a page for whoever looks at it.
+Any process that maps the segment may read them: the supervisor for its files, the page of a run for its viewers.
 """
 
 import re
@@ -18,15 +18,15 @@ _STEP = re.compile(r"step (\d+)")
 
 
 class StepFigures(NamedTuple):
-    """What one step gave.
+    """The figures of one step.
 
     Attributes:
-        run: Of which run of the script, counted from 1.
-        step: Which one, counted from 1: how many steps there were after it.
-        loss: The mean over its samples; None: it is what was logged after the last step.
-        metrics: Likewise, by name; also values that are no means.
-        samples: How many there were.
-        grad_norm: If the script has it clipped.
+        run: The run of the script that it belongs to, counted from 1.
+        step: Its number, counted from 1: how many steps were committed with it.
+        loss: The mean over its samples; None: this is only what was logged after the last step.
+        metrics: Likewise, by name; also values that are not means.
+        samples: How many samples it had.
+        grad_norm: The norm of the gradients, if the script has them clipped.
         logged: What the script logged before it, by name.
     """
 
@@ -40,17 +40,17 @@ class StepFigures(NamedTuple):
 
 
 class Figures:
-    """The steps of a run as they are committed; those before a checkpoint that it went on from are left out."""
+    """The steps of a run as they are committed, without those before the checkpoint that it resumed from."""
 
     def __init__(self, segment: Segment) -> None:
         self._journal = Journal(segment)
         self._next = self._run = 0
 
     def news(self, most: int | None = None) -> Iterator[StepFigures]:
-        """The steps that were committed since this was gone through last.
+        """The steps that were committed since the last call.
 
         Args:
-            most: At most so many entries of the journal are read.
+            most: Read at most this many entries of the journal.
         """
         end = self._journal.committed if most is None else min(self._journal.committed, self._next + most)
         while self._next < end:

@@ -1,4 +1,4 @@
-"""How the supervisor says who the workers are: it posts every generation in its own place of the segment."""
+"""How the supervisor says who the workers are: it posts every generation in its own slot of the segment."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -16,14 +16,14 @@ _BYTES = 16384
 
 @dataclass(frozen=True)
 class Generation:
-    """Who the workers are until one of them fails or others shall join.
+    """Who the workers are until one of them fails or others are to join.
 
     Attributes:
-        number: From 1.
+        number: Counted from 1.
         round: Every exchange of this generation has a higher number, every earlier one at most this.
         members: The workers, in order.
-        weights: How much each shall do; None: alike.
-        dismissed: Who was a worker and shall go.
+        weights: How much each is to do; None: equally much.
+        dismissed: Former workers that are to leave.
         machines: On which machine each member is; members of one are neighbours. Number 0 is the head, where files are
             written. Empty: all on one.
         keeper: The first member is to keep the state and compute no shard, unless it is the only one.
@@ -39,7 +39,7 @@ class Generation:
 
 
 def announce(segment: Segment, generation: Generation) -> None:
-    """Begin a generation. The supervisor's, when nobody of the one before waits for anything but this."""
+    """Begin a generation. Only for the supervisor, once members of the last one wait for nothing but this."""
     text = json.dumps(asdict(generation)).encode().ljust(_BYTES)
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     core.clear_abort(segment.base)

@@ -1,12 +1,12 @@
 """The workers of a run as seen from one of them: who they are, and what they do together.
 
-An exchange is matched by its tag, never by arrival: two workers that come with different tags both get a
-MismatchError that names both. Every wait ends: with what was awaited, with the error of a worker that failed or died,
-or with a SilenceError after the timeout.
+Exchanges are matched by tag, never by arrival: two workers that come with different tags both get a MismatchError that
+names both. Every wait ends: with what was awaited, with the error of a worker that failed or died, or with a
+SilenceError after the timeout.
 
 Under a supervisor the workers of a run may change. Those of one *generation* stay the same; when one of them fails,
-everyone leaves, and enters the next generation when the supervisor has said who is in it. Without one, a group that has
-failed stays failed.
+everyone leaves, and enters the next generation once the supervisor has said who is in it. Without a supervisor, a group
+that has failed stays failed.
 """
 
 import json
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core import points
+from evenstep.core.output import say
 from evenstep.exchange.board import Board
 from evenstep.exchange.bridged import Bridged, Puts
 from evenstep.exchange.generations import Generation
@@ -33,7 +34,7 @@ from evenstep.transport.segment import Segment
 
 __all__ = ["SUMMABLE", "Group", "tree_sum"]
 
-_JSON_BYTES = 2048  # what fits is exchanged in one go
+_JSON_BYTES = 2048  # values up to this size take one exchange
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _SUM = 0
 HOME = 0  # the machine where files are written
@@ -42,32 +43,32 @@ SUMMABLE = tuple(_DTYPES)
 
 
 class Group:
-    """The workers of a run in its present generation.
+    """The workers of a run in its current generation.
 
     Args:
-        segment: The memory around which the workers of this machine are.
+        segment: The memory that the workers of this machine share.
         rounds: What carries their exchanges.
-        membership: Who says who they are.
+        membership: What says who they are.
         puts: See below.
 
     Attributes:
-        worker: The number of this worker, for as long as it lives.
+        worker: The number of this worker, which never changes.
         members: The workers of this generation, in order.
         rank: The place of this worker among them.
-        num_workers: How many they are.
-        weights: How much each of them shall do, where the user has said so.
+        num_workers: How many there are.
+        weights: How much each of them is to do, if the user has said so.
         keeper: Whether the first of them keeps the state and computes no shard.
-        generation: Counts the changes; 0 before the first generation.
+        generation: The number of the generation; 0 before the first.
         left: Whether this worker has to enter the next generation before it can exchange anything.
-        elastic: Whether there is a supervisor who replaces workers.
-        exchanges: How many exchanges of all workers there were, over all generations; alike on all workers.
-        machines: On which machine each of them is, counted from 0 in this generation.
-        machine: On which this one is.
+        elastic: Whether a supervisor replaces workers.
+        exchanges: How many exchanges of all workers there were, over all generations; the same on all workers.
+        machines: The machine that each of them is on, counted from 0 in this generation.
+        machine: The machine that this one is on.
         num_machines: How many there are.
         leads: Whether this worker is the first of its machine, which looks after its memory for all of them.
         at_home: Whether it is on the machine where files are written and read.
         puts: The way to the memory of other machines, if there may be any.
-        tracer: Notes what this worker does when.
+        tracer: Records what this worker does when.
     """
 
     def __init__(self, segment: Segment, rounds: Rounds, membership: Membership, puts: Puts | None = None) -> None:
@@ -75,7 +76,7 @@ class Group:
         self.board, self.tracer = Board(segment), Tracer(segment, rounds.worker)
         self._rounds, self._membership, self.puts = rounds, membership, puts
         self.exchanges = 0
-        self._inner = 0  # exchanges among some of the workers since the last of all
+        self._inner = 0  # exchanges among some workers since the last one among all
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.tell, self.check, self.check_process = membership.tell, rounds.check, rounds.check_process
         self.fail, self.close = rounds.fail, rounds.close
@@ -96,7 +97,7 @@ class Group:
             segment: Shared by all.
             worker: Which of them this process is.
             timeout_s: How long any wait for another worker may take.
-            events_fd: Where a supervisor listens. None: there is none, and the workers are all who have a place.
+            events_fd: Where a supervisor listens. None: there is none, and every place in the segment has a worker.
         """
         if events_fd is None:
             return cls(segment, Slots(segment, worker, timeout_s), Fixed(segment.num_workers))
@@ -116,18 +117,18 @@ class Group:
         """The workers around the segments of several machines, between which bridges carry what they post.
 
         Args:
-            segment: Of this machine.
+            segment: The segment of this machine.
             worker: Which of all workers this process is.
             timeout_s: How long any wait for another worker may take.
-            events_fd: Where a supervisor listens, who says who the workers are.
-            machines: Without one: on which machine each worker is.
+            events_fd: Where a supervisor listens, which says who the workers are.
+            machines: Without a supervisor: the machine that each worker is on.
         """
         membership: Membership
         if events_fd is not None:
             membership = supervised = Supervised(segment, worker, events_fd)
             rounds = Bridged(segment, worker, timeout_s, supervised.tell)
         else:
-            assert machines is not None, "somebody must say who the workers are"
+            assert machines is not None, "without a supervisor the caller says who the workers are"
             membership = Fixed(len(machines), machines)
             rounds = Bridged(segment, worker, timeout_s)
         return cls(segment, rounds, membership, Puts(segment, rounds))
@@ -143,14 +144,21 @@ class Group:
 
     @property
     def waited_s(self) -> float:
-        """How long this worker has waited for others in all."""
+        """How long this worker has waited for others altogether."""
         return self._rounds.waited_s
 
+    def say(self, text: str) -> None:
+        """Say something to the user, through the supervisor where there is one. One worker's."""
+        if self.elastic:
+            self.tell({"says": text})
+        else:
+            say(text)
+
     def enter(self) -> None:
-        """Wait until the supervisor has said who the workers are from now on, and be one of them.
+        """Wait until the supervisor has said who the workers are from now on, and become one of them.
 
         Raises:
-            Dismissed: This worker is not needed any more.
+            Dismissed: This worker is no longer needed.
             SilenceError: The supervisor said nothing.
         """
         with self.tracer.span(Kind.WAIT, "the next generation"):
@@ -172,10 +180,10 @@ class Group:
         self._rounds.begin(generation)
 
     def leave(self) -> None:
-        """Take part in no exchange any more until the next generation.
+        """Take part in no more exchanges until the next generation.
 
         Raises:
-            PeerError: This worker itself has failed: it is not let in again.
+            PeerError: This worker itself has failed, and is not admitted again.
         """
         self._rounds.leave()
         self.left = True
@@ -185,12 +193,12 @@ class Group:
     ) -> Tensor:
         """Offer this worker's rows; return everyone's, in rank order.
 
-        Blocks until all who take part have offered theirs. What does not fit into a slot goes in several pieces, and
-        no wait for a piece takes longer than `timeout_s`.
+        Blocks until all participants have offered theirs. What does not fit into a slot goes in several pieces, and no
+        wait for a piece takes longer than `timeout_s`.
 
         Args:
             tag: What this exchange is; must be the same on all workers that take part.
-            rows: A contiguous CPU tensor [rows of this worker, n]; n and dtype alike on all.
+            rows: A contiguous CPU tensor [rows of this worker, n]; n and dtype are the same on all.
             shares: How many rows each worker offers. None: each offers as many as this one.
             everyone: Whether workers that offer no rows take part too, to receive those of the others. If not, they
                 must not call this. Between two exchanges in which everyone takes part, the others are all among the
@@ -224,7 +232,7 @@ class Group:
         return out
 
     def _gather_into(self, place: int, tag: str, rows: Tensor, counts: Sequence[int], everyone: bool) -> None:
-        """Gather everyone's rows, ours too, to an address."""
+        """Gather everyone's rows, including ours, at an address."""
         mine = rows.contiguous()
         layout = _layout(tuple(counts), self._members, rows.shape[1] * rows.element_size(), everyone)
         num_bytes = mine.numel() * mine.element_size()
@@ -241,7 +249,7 @@ class Group:
             self._exchange(name, mine.data_ptr() + start, mine_here, here, place, everyone)
 
     def _exchange(self, tag: str, mine: int, num_bytes: int, layout: "_Layout", place: int, everyone: bool) -> None:
-        """Post what one post can carry, and collect from everyone in the layout."""
+        """Make one post, and collect from everyone in the layout."""
         self.check_process()
         if everyone:
             self.exchanges, self._inner = self.exchanges + 1, 0
@@ -265,7 +273,7 @@ class Group:
                 self.tracer.waited(begin_ns, worker)
 
     def gather_blobs(self, tag: str, mine: Tensor, active: Sequence[bool]) -> list[Tensor]:
-        """Offer bytes [n] of any number but 0; return those of all active workers. Only these take part."""
+        """Offer at least one byte [n]; return those of all active workers. Only these take part."""
         found = self.gather(f"{tag} (sizes)", torch.tensor([[len(mine)]]), [int(here) for here in active])
         sizes = [int(size) for size in found]
         told = iter(sizes)
@@ -290,7 +298,7 @@ class Group:
         return [found[start : start + num_bytes] for start in range(0, len(found), num_bytes)]
 
     def from_one(self, tag: str, rank: int, data: bytes) -> bytes:
-        """What one worker has, for everyone; the others offer nothing. All workers take part."""
+        """Give everyone the bytes of one worker; the others offer nothing. All workers take part."""
         mine = data if rank == self.rank else b""
         size = int(self.gather(f"{tag} (size)", torch.tensor([[len(mine)]]))[rank])
         row = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8).view(-1, 1)[: len(mine)]
@@ -298,7 +306,7 @@ class Group:
         return self.gather(tag, row, shares, everyone=True).numpy().tobytes() if size else b""
 
     def gather_bytes(self, tag: str, data: bytes) -> list[bytes]:
-        """Offer bytes of any number; return everyone's in rank order. All workers take part."""
+        """Offer any number of bytes; return everyone's in rank order. All workers take part."""
         sizes = [int(size) for size in self.gather(f"{tag} (sizes)", torch.tensor([[len(data)]]))]
         row = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).view(-1, 1)[: len(data)]
         found = self.gather(tag, row, sizes, everyone=True).numpy().tobytes() if any(sizes) else b""
@@ -311,7 +319,7 @@ class Group:
 
 
 class _Layout(NamedTuple):
-    """Who takes part in an exchange, where the rows of each go, how many bytes they are, and the most of one."""
+    """Who takes part in an exchange, where the rows of each go, how many bytes each has, and the maximum of these."""
 
     workers: tuple[int, ...]
     places: tuple[int, ...]

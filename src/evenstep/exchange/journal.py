@@ -1,8 +1,8 @@
-"""What the workers of a run have done together, in the segment: one entry for every committed operation.
+"""The record of what the workers of a run have done together, in the segment: one entry per committed operation.
 
-An entry holds what the operation gave to the script (losses, metrics, outputs), so that a worker that starts later can
-run the same script, take the results from here instead of computing them, and come to where the others are. Every entry
-has a checksum, which is verified whenever it is read.
+An entry holds what the operation gave the script (losses, metrics, outputs), so that a worker that starts later can run
+the same script, take the results from here instead of computing them, and catch up with the others. Every entry has a
+checksum, which is verified whenever it is read.
 """
 
 import json
@@ -20,7 +20,7 @@ from evenstep.transport.segment import JOURNAL_BEGIN, Segment
 __all__ = ["Entry", "Journal"]
 
 _SIZES = struct.Struct("<QQ")  # bytes of the text, bytes of the blob
-_HEAD = struct.Struct("<QQII")  # these, and checksums of them and of both
+_HEAD = struct.Struct("<QQII")  # these sizes, their checksum, and the checksum of text and blob
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Entry:
     """One operation.
 
     Attributes:
-        kind: Which one, in words.
-        value: What it gave, as JSON.
-        blob: What it gave beside that, as bytes.
-        aside: What is known of how it came about, as JSON; it may be another if the operation is done again.
-        followers: What is committed together with it, and comes after it.
+        kind: Which operation, in words.
+        value: Its result, as JSON.
+        blob: The rest of its result, as bytes.
+        aside: How it came about, as JSON; may differ if the operation is done again.
+        followers: Entries that are committed together with it and come after it.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Entry:
     followers: Sequence["Entry"] = ()
 
     def pack(self) -> bytes:
-        """As bytes that say how long they are."""
+        """The entry as bytes that begin with their length."""
         text = json.dumps([self.kind, self.value, self.aside]).encode()
         sizes = len(text), len(self.blob)
         checksums = zlib.crc32(_SIZES.pack(*sizes)), _checksum(text, self.blob)
@@ -62,11 +62,11 @@ class Journal:
         return self._board.committed
 
     def append(self, entry: Entry) -> None:
-        """Write the next entry, then let it count: that is the moment at which an operation is committed."""
+        """Write the next entry, then count it: at that moment the operation is committed."""
         self.append_packed(b"".join(each.pack() for each in (entry, *entry.followers)), 1 + len(entry.followers))
 
     def append_packed(self, packed: bytes, count: int) -> None:
-        """As `append`, for so many entries at once, packed one after the other."""
+        """As `append`, for `count` entries at once, packed one after another."""
         number, data = self.committed, memoryview(packed)
         place = self._end_of(number)
         while data:
@@ -80,7 +80,7 @@ class Journal:
         Raises:
             WrongError: It is not what was written.
         """
-        assert number < self.committed, "only what counts is read"
+        assert number < self.committed, "only committed entries are read"
         (entry,) = self.unpack(self._range(number, number + 1))
         return entry
 
@@ -128,7 +128,7 @@ class Journal:
         """The inverse of `packed`.
 
         Raises:
-            ValueError: This is no journal.
+            ValueError: The data are not a journal.
         """
         return [_entry(text, blob) for text, blob in _contents(data)]
 
@@ -139,7 +139,7 @@ def _entry(text: bytes, blob: bytes) -> Entry:
 
 
 def _contents(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Texts and blobs, each verified."""
+    """The text and blob of each entry, verified."""
     begin = 0
     while begin < len(data):
         if begin + _HEAD.size > len(data):

@@ -1,16 +1,16 @@
 """Every operation of a script on its workers, done exactly once, whoever dies in the middle of it.
 
-An operation (a step, an evaluation, a save) is tried by all workers together. If it goes through, the first worker
-writes its result into the journal: from that moment it is committed. If a worker dies, stops or is asked to go before
-that moment, the others drop what they have, wait for the supervisor to say who is left (a new *generation*), bring the
-state back to what was committed last, and try again. A worker that finds its operation in the journal already, because
-it was woken late or has only just been started, takes the result from there.
+An operation (a step, an evaluation, a save) is tried by all workers together. If it succeeds, the first worker writes
+its result into the journal: from that moment it is committed. If a worker dies, stops or is asked to leave before that
+moment, the others drop what they have, wait for the supervisor to say who is left (a new *generation*), restore the
+last committed state, and try again. A worker that finds its operation already in the journal, because it was woken late
+or has only just been started, takes the result from there.
 
-State on GPUs is lost with the last worker that has it. There is an image of it then (`engine/image.py`), and what was
-committed after the image was taken is done again, and must give what is in the journal.
+State on GPUs is lost with the last worker that has it. Then there is an image of it (`engine/image.py`); what was
+committed after the image was taken is done again, and must give what the journal says.
 
-So there is one loop for going on, doing again and catching up. `tests/model/protocol.py` is a model of it, checked
-for every order of events.
+So one loop serves for going on, doing again and catching up. `tests/model/protocol.py` is a model of it, checked for
+every order of events.
 """
 
 import time
@@ -37,9 +37,9 @@ class Operation:
     """What the workers do together.
 
     Attributes:
-        kind: Which one, in words; an entry of the journal has them too.
-        step: After how many steps.
-        is_step: Whether it is itself a step, which may take only so long, and is what a run is there for.
+        kind: Which one, in words; its entry in the journal has the same.
+        step: How many steps came before it.
+        is_step: Whether it is itself a step: only steps have a time limit and count as progress.
     """
 
     kind: str
@@ -48,30 +48,30 @@ class Operation:
 
 
 class Undecided(Protocol):
-    """Whoever holds state that an operation may leave half changed."""
+    """The holder of state that an operation may leave half changed."""
 
     def begin(self, operation: int) -> None:
-        """An operation is tried; it has this number."""
+        """Begin to try the operation with this number."""
 
     def abandon(self) -> None:
-        """What was tried came to nothing on this worker: forget it."""
+        """Forget an attempt that failed on this worker."""
 
     def recover(self) -> None:
-        """Bring the state to what is committed, on all workers of a generation that has just begun."""
+        """Restore the committed state, on all workers of a generation that has just begun."""
 
 
 class Ledger:
-    """The operations of one process, one after the other.
+    """The operations of one process, one after another.
 
     Attributes:
         group: The workers.
         journal: What has been committed.
-        holder: Who holds the state, if anybody yet.
+        holder: What holds the state, if there is any yet.
         prelude: Called once before the next operation, if set; it may do an operation of its own, and set itself again.
         took_part: Whether this worker took part in the last operation.
         volatile: Whether the state is lost with the workers that have it.
-        missing: Which workers of this generation lack it; known while it is brought to what is committed.
-        asked: What the supervisor had asked for when the last operation was committed; alike on all who took part.
+        missing: The workers of this generation that lack it; known while it is being restored.
+        asked: What the supervisor had asked for when the last operation was committed; the same on all who took part.
     """
 
     def __init__(self, group: Group) -> None:
@@ -81,7 +81,7 @@ class Ledger:
         self.prelude: Callable[[], None] | None = None
         self.took_part = True
         self._next = 0
-        self._has = -1  # how many operations the state that this worker has has behind it; -1: it has none
+        self._has = -1  # how many operations this worker's state contains; -1: it has no state
         self.volatile = False
         self.missing: Sequence[bool] = ()
         self._recovered = self._leveled = group.generation
@@ -91,36 +91,36 @@ class Ledger:
 
     @property
     def catching_up(self) -> bool:
-        """Whether the next operation is behind the state already."""
+        """Whether the state already contains the next operation."""
         return self._next < self._counted
 
     @property
     def _counted(self) -> int:
-        """How many operations the state has behind it, or its image if nobody has it."""
+        """How many operations the state contains, or its image if nobody has the state."""
         image = self.group.board.image
         return self._reached if image is None or self.group.board.is_held else image[0]
 
     @property
     def _reached(self) -> int:
-        """How many operations were behind the state when somebody had it last."""
+        """How many operations the state contained when somebody last had it."""
         again = self.group.board.again
         return self.journal.committed if again is None else again
 
     @property
     def done(self) -> int:
-        """How many operations this worker has behind it."""
+        """How many operations this worker has done."""
         return self._next
 
     def perform(self, operation: Operation, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """Do the next operation. All workers must call this alike; blocks until it is committed.
 
         Args:
-            operation: Which one; alike on all workers.
-            attempt: Computes the operation and returns what it gave. It ends with an exchange of all workers, so that
-                whoever returns knows that all have done their part. May be called several times: it must leave
-                nothing changed that the holder's `recover` does not bring back.
-            adopt: Called once with the committed entry, and whether this worker took part in it (else it catches up,
-                and the state may be ahead of the entry); returns the result.
+            operation: Which one; the same on all workers.
+            attempt: Computes the operation and returns its entry. It ends with an exchange of all workers, so that
+                when it returns all have done their part. May be called several times: it must leave nothing changed
+                that the holder's `recover` does not restore.
+            adopt: Called once with the committed entry, and whether this worker took part in it (if not, it is
+                catching up, and the state may be ahead of the entry); returns the result.
 
         Raises:
             ConfigError: This process is a copy of the worker.
@@ -160,9 +160,9 @@ class Ledger:
         return entry, False
 
     def _try(self, operation: Operation, attempt: Callable[[], Entry]) -> Entry | None:
-        """Try the next operation once; None if the workers have to change first, or it is in the journal meanwhile."""
+        """Try the next operation once; None if the workers must change first, or the journal has it by now."""
         entry, begin_ns, name = None, time.monotonic_ns(), f"{operation.kind}, to be done again"
-        if operation.is_step:  # others may take any time, and so may the wait for the next generation
+        if operation.is_step:  # other operations may take any time, and so may the wait for the next generation
             self.group.board.begin(self.group.worker, operation.step)
         try:
             if not self._recover():
@@ -189,10 +189,10 @@ class Ledger:
         return entry
 
     def _recover(self) -> bool:
-        """What a new generation does first: everyone begins from what is committed.
+        """Bring everyone to the committed state, as the first act of a new generation.
 
         Returns:
-            Whether this worker can go on: not if its operation turns out to be committed.
+            Whether this worker can go on: it cannot if its operation turns out to be committed.
         """
         if self._leveled != self.group.generation:
             self._level()
@@ -217,10 +217,10 @@ class Ledger:
         return True
 
     def _see_who_has_it(self) -> None:
-        """See who has the state, and that this worker is where it is.
+        """Find out who has the state, and check that this worker is where the state is.
 
-        One that has just been started has gone on to where the others are, or to the image if nobody had the state;
-        that may have changed meanwhile.
+        One that was just started has caught up with the others, or with the image if nobody had the state; that may
+        have changed meanwhile.
 
         Raises:
             BeginsAgain: The state is elsewhere.
@@ -234,7 +234,7 @@ class Ledger:
             raise BeginsAgain
 
     def _go_back(self) -> None:
-        """The state is that of an image: what is in the journal beyond it is done again."""
+        """Start from an image of the state: do again what the journal has beyond it."""
         if self.group.rank == 0:
             count = self._reached - self._next
             self.group.tell({"says": f"all workers were lost; what they did last is done again (operations: {count})"})
@@ -242,10 +242,10 @@ class Ledger:
         self.group.barrier("going back")
 
     def _level(self) -> None:
-        """Let the journals of all machines hold what any of them has counted.
+        """Make the journals of all machines hold what any of them has counted.
 
-        A machine counts an operation by itself when all have done their part, so one may have counted what another has
-        not, and be lost before the other has. What one that is left has counted has been done by all of them.
+        Each machine counts an operation on its own when all have done their part, so one may count it and be lost
+        before another has. What any surviving machine has counted was done by all of them.
         """
         group, journal = self.group, self.journal
         if group.num_machines == 1:
@@ -269,7 +269,7 @@ class Ledger:
         return replace(first, followers=followers)
 
     def _commit(self, operation: Operation, entry: Entry) -> None:
-        """Everyone has tried and succeeded; the first worker makes it count, and nobody goes on before that."""
+        """Commit what everyone has done; the first worker counts it, and nobody goes on before that."""
         group = self.group
         points.reach("before commit")
         if group.num_machines > 1 and not operation.is_step:  # not everyone need know what it gave
@@ -288,7 +288,7 @@ class Ledger:
             group.leave()
 
     def _count(self, entry: Entry) -> None:
-        """Let an operation count from now on."""
+        """Count an operation as committed."""
         if self.group.board.again is None:
             self.journal.append(entry)
         else:
@@ -296,10 +296,10 @@ class Ledger:
             self.group.board.again = end if end < self.journal.committed else None
 
     def _repeated(self, entry: Entry) -> Entry:
-        """What counts of an operation that has been done again.
+        """The entry of an operation that was done again.
 
         Raises:
-            NondeterminismError: It has given something else than before.
+            NondeterminismError: Its result differs from before.
         """
         count = 1 + len(entry.followers)
         known = [self.journal.read(number) for number in range(self._next, self._next + count)]

@@ -1,4 +1,4 @@
-"""Whether the processes that one waits for are still there, and how eagerly to wait for them."""
+"""Whether the processes that are waited for are still alive, and how eagerly to wait for them."""
 
 import os
 import select
@@ -7,14 +7,14 @@ __all__ = ["Liveness", "spin_count"]
 
 
 class Liveness:
-    """Looks at processes by their ids. A process that has ended stays ended, also when its number is used again."""
+    """Watches processes by their ids. A process that has ended stays ended even if its id is reused."""
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
         self._ended: set[int] = set()
 
     def watch(self, pid: int) -> None:
-        """Take hold of a process now, before its number could come to mean another one."""
+        """Begin to watch a process now, before its id could be reused."""
         if pid not in self._pidfds and pid not in self._ended:
             try:
                 self._pidfds[pid] = os.pidfd_open(pid)
@@ -31,7 +31,7 @@ class Liveness:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Let go of all processes."""
+        """Stop watching all processes."""
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
 

@@ -1,9 +1,9 @@
 """Exchanges among the GPUs of one machine that no host waits for: what a layer that spans shards needs in every step.
 
 Everyone has a window of device memory that the other GPUs can read. A kernel writes this worker's rows there, waits for
-those of the others, and goes on: the queue of a GPU never stops, and a CUDA graph can have it inside. A wait is
-bounded, and ends at once when the host sees that a peer is gone (`wait`). Whether all went well is asked before
-anything is changed (`check`).
+those of the others, and goes on: the queue of a GPU never stops, and a CUDA graph can contain it. A wait is bounded,
+and ends at once when the host sees that a peer is gone (`wait`). Before anything is changed, `check` asks whether all
+went well.
 """
 
 import mmap
@@ -45,7 +45,7 @@ def _kernel() -> ModuleType | None:
 
 
 def can_meet(group: Group, device: torch.device) -> bool:
-    """Whether the workers of a generation can meet so: each on an NVIDIA GPU of one machine, with somebody to watch."""
+    """Whether the workers of a generation can meet this way: each on an NVIDIA GPU of one machine, supervised."""
     several = group.num_workers > 1 and group.num_machines == 1 and group.elastic
     return several and device.type == "cuda" and torch.version.hip is None and _kernel() is not None
 
@@ -53,7 +53,7 @@ def can_meet(group: Group, device: torch.device) -> bool:
 class Meetings:
     """The meetings of one generation.
 
-    Making one takes scratch, so all workers must do it alike, and exchange something before they meet.
+    Making one takes scratch memory, so all workers must do it alike, and exchange something before they meet.
 
     Args:
         group: The workers.
@@ -77,7 +77,7 @@ class Meetings:
         self._tables: dict[tuple[tuple[int, ...], int], Tensor] = {}
 
     def takes(self, rows: Tensor, shares: Sequence[int]) -> bool:
-        """Whether such rows can be exchanged here; alike on all workers."""
+        """Whether these rows can be exchanged here; the same answer on all workers."""
         return self.open and rows.element_size() == 8 and max(shares) * rows.shape[1] <= _SLOT_WORDS
 
     def gather(self, tag: str, rows: Tensor, shares: Sequence[int]) -> Tensor:
@@ -101,7 +101,7 @@ class Meetings:
         return out
 
     def _table(self, shares: Sequence[int], width: int) -> Tensor:
-        """What the kernel has to know of the others that take part."""
+        """What the kernel needs to know of the other participants."""
         rows, before = [], 0
         for rank, share in enumerate(shares):
             if share and rank != self._group.rank:
@@ -110,10 +110,10 @@ class Meetings:
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(self._device)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait until the device is somewhere; if a worker is lost meanwhile, let no kernel wait for it.
+        """Wait until the device reaches an event; if a worker is lost meanwhile, stop all kernels that wait for it.
 
         Raises:
-            PeerError: One is.
+            PeerError: A worker was lost.
         """
         while not event.query():  # type: ignore[no-untyped-call]  # torch leaves it untyped
             try:
@@ -124,12 +124,12 @@ class Meetings:
             time.sleep(_PAUSE_S)
 
     def check(self) -> None:
-        """See that all meetings so far went well. Waits for the device.
+        """Check that all meetings so far went well. Waits for the device.
 
         Raises:
             PeerError: A worker was lost.
             MismatchError: Another worker came to another layer.
-            SilenceError: One did not come within the timeout.
+            SilenceError: A worker did not come within the timeout.
         """
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         event.record()
@@ -149,11 +149,11 @@ class Meetings:
         )
 
     def stop(self) -> None:
-        """Let no kernel of this worker wait any more."""
+        """Stop the kernels of this worker that wait."""
         self._stop[self._group.rank] = 1
 
     def close(self) -> None:
-        """Let go of the memory, when nothing is under way any more."""
+        """Release the memory, once nothing is under way."""
         self.stop()
         torch.cuda.synchronize(self._device)
         self._windows.close()

@@ -1,4 +1,4 @@
-"""Who the workers of a group are: always the same, or those whom a supervisor names for each generation."""
+"""Who the workers of a group are: always the same, or those that a supervisor names for each generation."""
 
 import os
 import time
@@ -21,8 +21,8 @@ class Membership(Protocol):
     """Who the workers are, as one of them learns it.
 
     Attributes:
-        elastic: Whether there is somebody who replaces workers.
-        first: The generation that needs no waiting for, if there is one.
+        elastic: Whether a supervisor replaces workers.
+        first: The generation that is known without waiting, if there is one.
     """
 
     elastic: bool
@@ -32,24 +32,24 @@ class Membership(Protocol):
         """Wait for a generation that this worker is in.
 
         Args:
-            known: The number of the last one that it was in.
+            known: The number of the last one it was in.
             timeout_s: How long any worker may take.
 
         Raises:
-            Dismissed: This worker is not needed any more.
-            SilenceError: Nobody said anything.
+            Dismissed: This worker is no longer needed.
+            SilenceError: The supervisor said nothing.
         """
 
     def tell(self, event: Event) -> None:
-        """Tell who decides something, if there is anybody."""
+        """Tell the supervisor something, if there is one."""
 
 
 class Fixed:
-    """So many workers, and never others.
+    """A fixed number of workers, always the same.
 
     Args:
         num_workers: How many.
-        machines: On which machine each of them is; None: all on one.
+        machines: The machine that each of them is on; None: all on one.
     """
 
     elastic = False
@@ -59,20 +59,20 @@ class Fixed:
         self.first: Generation | None = Generation(1, 0, members, None, machines=list(machines or ()))
 
     def next(self, known: int, timeout_s: float) -> Generation:
-        """See `Membership`: there is none."""
+        """See `Membership`. There is only the first generation, so this must never be called."""
         raise AssertionError(f"the group has one generation, and {known} is over within {timeout_s} s")
 
     def tell(self, event: Event) -> None:
-        """See `Membership`: nobody listens."""
+        """See `Membership`. Nobody listens."""
 
 
 class Supervised:
-    """Whom the supervisor of this worker names.
+    """The workers that a supervisor names.
 
     Args:
-        segment: Where it announces generations.
+        segment: Where the supervisor announces generations.
         worker: Which worker this is.
-        events_fd: Where it listens.
+        events_fd: Where the supervisor listens.
     """
 
     elastic = True
@@ -99,6 +99,6 @@ class Supervised:
                 raise SilenceError(f"worker {self._worker} was let in by nobody: the supervisor says nothing")
 
     def tell(self, event: Event) -> None:
-        """See `Membership`. A copy of this process has nothing to say."""
+        """See `Membership`. A forked copy of this process stays silent."""
         if os.getpid() == self._pid:
             send(self._events_fd, event)

@@ -1,17 +1,16 @@
-"""The in-process synchroniser: the participants of one process meet in rounds. Free of torch.
+"""The in-process synchroniser: the participants of one process meet in rounds. Does not use torch.
 
 Participants are registered for a *session* and each gets a handle. In a round every participant of the session offers
-a value under a tag; one of them (always the first that was registered) leads: it sees all offers in registration order
-and returns an answer for each. A session has any number of rounds; the next session may have any other participants,
-and nothing of the last one is left in it. Any value may be offered or answered, None too.
+a value under a tag; one of them (always the first registered) leads: it sees all offers in registration order and
+returns an answer for each. A session has any number of rounds; the next session may have other participants, and
+inherits nothing from the last. Any value may be offered or answered, even None.
 
-Nobody waits for ever: a participant that raises, leaves before the others are done, comes under another tag or lets
-nothing be heard within the timeout ends the session for all, with an error that names it. A session that has ended so
-stays ended.
+Nobody waits forever: a participant that raises, leaves before the others are done, comes with another tag or stays
+silent beyond the timeout ends the session for all, with an error that names it. Such a session stays ended.
 
 With `turns`, only one participant runs at a time: it runs until it must wait or leaves, then the next one goes on (when
-a session ends by an error, all go on at once, to unwind). The `resume` and `pause` hooks are called by the participant
-itself when it gets and before it gives up its turn.
+a session ends by an error, all go on at once, to unwind). Each participant calls the `resume` and `pause` hooks itself,
+when it gets its turn and before it gives it up.
 """
 
 import threading
@@ -61,7 +60,7 @@ class Rendezvous:
         """Open a session for these participants; the first of them will lead.
 
         Raises:
-            ValueError: Two participants have one identifier, so that errors could not tell them apart.
+            ValueError: Two participants have the same identifier, so errors could not tell them apart.
         """
         if len(set(identifiers)) != len(identifiers):
             raise ValueError(f"{self.noun}s {list(identifiers)} were registered; each needs an identifier of its own")
@@ -88,7 +87,7 @@ class Participant:
         self._session = session
         self._offer: _Offer | None = None
         self._answer: Any = None
-        self._place = "its start"  # the tag it came to last
+        self._place = "its start"  # the last tag that it came to
         self._running = False
         self._left = False
         self._go = False  # it may run
@@ -117,13 +116,13 @@ class Participant:
         Blocks until all participants of the session have come and the first of them has led the round.
 
         Args:
-            tag: What this round is; alike for all.
+            tag: What this round is; the same for all.
             value: What this participant offers.
             lead: Called by the leading participant with all offers; returns one answer for each.
 
         Raises:
             ParticipantError: Another participant failed, left, or raised while leading.
-            MismatchError: Another participant came with another tag, or this one has left already.
+            MismatchError: Another participant came with another tag, or this one has already left.
             SilenceError: Another participant did not come within the timeout.
             Exception: Whatever `lead` raised, for the participant that leads.
         """
@@ -138,7 +137,7 @@ class Participant:
         return answer
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Take part no more. With an error, the session ends for all. Leaving twice is leaving once."""
+        """Leave the session. With an error, it ends for all. Leaving again does nothing."""
         if self._left:
             return
         try:
@@ -164,7 +163,7 @@ class Session:
     """Some participants and their rounds; made by `Rendezvous.register`.
 
     All state is changed under one lock. A participant waits for its own `_wake` and then looks at `_go` and `_failure`
-    under the lock, so a wake-up too many does no harm and none is lost.
+    under the lock, so a spurious wake-up does no harm and none is lost.
 
     Attributes:
         settings: The rendezvous that it belongs to.
@@ -187,14 +186,14 @@ class Session:
         return len(self.participants)
 
     def cancel(self, reason: str, error: BaseException | None = None) -> None:
-        """End the session for all who wait or will wait."""
+        """End the session for all who wait now or later."""
         with self._lock:
             self._end(ParticipantError, reason, error)
 
     def forget(self) -> None:
-        """Let go of what was offered and answered, and of the error itself, when a session has failed.
+        """Drop offers, answers and the error itself after a session has failed.
 
-        These may hold autograd graphs, whose nodes hold the session: no collector would ever find that circle.
+        These may hold autograd graphs whose nodes hold the session, a cycle that no garbage collector finds.
         """
         with self._lock:
             if self._failure is not None:
@@ -205,7 +204,7 @@ class Session:
     # ---- what a participant's handle calls ----
 
     def arrive(self, me: Participant, offer: _Offer) -> None:
-        """Put down an offer; wake whoever can go on now."""
+        """Record an offer; wake whoever can go on now."""
         noun = self.settings.noun
         with self._lock:
             if me._left:
@@ -228,7 +227,7 @@ class Session:
             self._pass_on(me)
 
     def wait(self, me: Participant, tag: str) -> None:
-        """Wait to be roused. The one place that waits."""
+        """Wait to be woken. The only place that waits."""
         while True:
             with self._lock:
                 if self._failure is not None:
@@ -237,7 +236,7 @@ class Session:
                 if me._go:
                     me._go = False
                     return
-                # A leader may itself wait for other workers that long, and its error says more than ours.
+                # A leader may itself wait that long for other workers, and its error says more than ours.
                 patience_s = self.settings.timeout_s * (1 if self._leading is None else 2)
                 left_s = self._progress + patience_s - time.monotonic()
                 if left_s <= 0:
@@ -269,7 +268,7 @@ class Session:
                     self._rouse(participant)
 
     def depart(self, me: Participant, error: BaseException | None) -> None:
-        """Count a participant out; whoever waits for it learns so at once."""
+        """Remove a participant; those who wait for it learn so at once."""
         with self._lock:
             self._progress = time.monotonic()
             me._left, me._offer = True, None
@@ -283,9 +282,9 @@ class Session:
     # ---- with the lock held ----
 
     def _pass_on(self, me: Participant) -> None:
-        """Rouse whoever can go on, now that `me` waits or is gone."""
+        """Wake whoever can go on, now that `me` waits or is gone."""
         if all(p._offer is not None for p in self.participants):
-            self._rouse(self.participants[0])  # once in a round: only the last to come finds everyone there
+            self._rouse(self.participants[0])  # once per round: only the last to arrive finds everyone there
         elif self.settings.turns:
             for participant in self.participants[me.index + 1 :] + self.participants[: me.index]:
                 if participant._offer is None and not participant._left:
@@ -327,7 +326,7 @@ class Session:
         return f"{noun} {names} did not come to '{tag}' within {timeout_s:g} s, where {noun} {me.identifier} waits"
 
     def _raise_failure(self) -> None:
-        """Each participant gets an error of its own: one object raised by several threads mixes their tracebacks."""
+        """Raise a separate error for each participant: one object raised in several threads mixes their tracebacks."""
         if self._failure is not None:
             kind, message, cause = self._failure
             raise kind(message) from cause

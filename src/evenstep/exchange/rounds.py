@@ -1,4 +1,4 @@
-"""What a group needs of whatever carries its exchanges: to post, to collect, and failure that reaches everyone."""
+"""What a group needs from the carrier of its exchanges: to post, to collect, and failure that reaches everyone."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,14 +11,14 @@ __all__ = ["Rounds"]
 class Rounds(Protocol):
     """The exchanges of a run, as one worker takes part in them.
 
-    Memory is given by address: of what is posted it may be used again at once, to what is collected it must stay until
-    the call returns. Sequence numbers are the group's: whoever posts one has collected all that came before it.
+    Memory is given by address: posted memory may be reused at once, memory to collect into must stay until the call
+    returns. Sequence numbers are the group's: a worker posts one only after it has collected everything before it.
 
     Attributes:
         worker: The number of this worker.
-        most_bytes: What one post may carry.
+        most_bytes: The most that one post may carry.
         timeout_s: How long any wait for another worker may take.
-        waited_s: How long this worker has waited for others in all.
+        waited_s: How long this worker has waited for others altogether.
     """
 
     worker: int
@@ -27,18 +27,18 @@ class Rounds(Protocol):
     waited_s: float
 
     def begin(self, generation: Generation) -> None:
-        """A generation begins; this worker is in it."""
+        """Begin a generation that this worker is in."""
 
     def post(self, seq: int, tag: str, address: int, num_bytes: int, among: Sequence[int]) -> None:
-        """Offer bytes to the workers that take part, this one among them. Does not wait."""
+        """Offer bytes to the participating workers, which include this one. Does not wait."""
 
     def collect(self, worker: int, seq: int, tag: str, address: int, num_bytes: int, deadline: float) -> None:
-        """Take what a worker has offered; blocks until it has.
+        """Take what a worker offers; blocks until it has offered it.
 
         Args:
-            worker: Whose.
-            seq: Which exchange this is.
-            tag: The same, in words; what the worker has offered must come with it.
+            worker: Whose offer to take.
+            seq: The number of the exchange.
+            tag: The exchange in words; the offer must have the same tag.
             address: Where the bytes go.
             num_bytes: How many the worker must have offered.
             deadline: When to give up, by the monotonic clock.
@@ -50,28 +50,28 @@ class Rounds(Protocol):
         """
 
     def check(self) -> None:
-        """For who waits elsewhere than in an exchange.
+        """Check for failures; for callers that wait for something other than an exchange.
 
         Raises:
             PeerError: A worker failed or died.
         """
 
     def check_process(self) -> None:
-        """See that this process is the worker.
+        """Check that this process is the worker.
 
         Raises:
             ConfigError: It is a forked copy of it.
         """
 
     def fail(self, text: str) -> None:
-        """Tell everyone that this worker failed; the first failure of a group is the one that counts."""
+        """Tell everyone that this worker failed; only the first failure of a group counts."""
 
     def leave(self) -> None:
-        """This worker takes part in no more exchanges of this generation.
+        """Take part in no more exchanges of this generation.
 
         Raises:
-            PeerError: It has failed, so there is no next one for it.
+            PeerError: This worker has failed, so it cannot enter another generation.
         """
 
     def close(self) -> None:
-        """Let go of the descriptors."""
+        """Close the descriptors."""

@@ -1,4 +1,4 @@
-"""Exchanges through the slots of a shared segment: each worker writes its own, everyone reads them where they lie.
+"""Exchanges through the slots of a shared segment: each worker writes its own, and everyone reads them in place.
 
 Every wait ends: with what was awaited, with the error of a worker that failed or died, or after the timeout.
 """
@@ -20,7 +20,7 @@ from evenstep.transport.segment import Segment
 __all__ = ["SLICE_NS", "Slots"]
 
 SLICE_NS = 50_000_000
-"""How long the C core sleeps before we look whether what is awaited can still come."""
+"""How long the C core sleeps before we check whether what is awaited can still come."""
 
 
 class Slots:
@@ -28,9 +28,9 @@ class Slots:
 
     Args:
         segment: Shared by all workers.
-        worker: Whose place this process takes.
+        worker: The worker that this process is.
         timeout_s: How long any wait for another worker may take.
-        report: Tells a supervisor of a worker that says nothing, who then decides. None: there is none.
+        report: Tells the supervisor of a silent worker, for it to decide. None: there is no supervisor.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Slots:
 
     def post(self, seq: int, tag: str, address: int, num_bytes: int, among: Sequence[int]) -> None:
         """See `Rounds`."""
-        if self._failed and len(among) > 1:  # a script that goes on all the same must not be met by anybody
+        if self._failed and len(among) > 1:  # a script that carries on regardless must not be met by anybody
             raise self._peer_error()
         core.post(self._base, self.worker, seq, tag, address, num_bytes)
 
@@ -130,7 +130,7 @@ class Slots:
         check_not_a_copy(self._pid, self._name)
 
     def fail(self, text: str) -> None:
-        """See `Rounds`. The failure of a copy of this process does not concern anybody else."""
+        """See `Rounds`. The failure of a forked copy of this process does not concern the others."""
         if os.getpid() != self._pid:
             return
         data = text.encode(errors="backslashreplace")

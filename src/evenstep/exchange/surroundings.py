@@ -1,7 +1,7 @@
-"""What a layer that spans shards finds around itself: who computes beside it, and how to meet them.
+"""The surroundings of a layer that spans shards: who else computes it, and how to meet them.
 
-The engine, `nn.DataParallel` and a process group each are such surroundings. A layer asks `current()`; where there is
-none it is alone.
+The engine, `nn.DataParallel` and a process group are such surroundings. A layer asks `current()`; if there are none, it
+is alone.
 """
 
 import threading
@@ -20,7 +20,7 @@ class Surroundings(Protocol):
     """The participants of one forward: some in this process (local), perhaps more elsewhere.
 
     Attributes:
-        token: What the last joint autograd node left, for the next one to hang on to; None before the first.
+        token: What the last joint autograd node left for the next one to attach to; None before the first.
         alone: Whether all participants are known to be local.
     """
 
@@ -37,12 +37,12 @@ class Surroundings(Protocol):
         """
 
     def call_number(self, layer: object) -> int:
-        """How often the local participant has called this layer in this forward before."""
+        """How often the local participant has already called this layer in this forward."""
 
 
 @runtime_checkable
 class Workers(Surroundings, Protocol):
-    """Surroundings in which a layer can share out its work: the workers that compute anything in a step of a run.
+    """Surroundings in which a layer can share out its work: the workers that compute shards in a step of a run.
 
     Attributes:
         shards: The shards of each of them that have samples.

@@ -20,9 +20,9 @@ _GRACE_S = 1.0  # how long the others may take to unwind after a failure before 
 
 
 class Threads:
-    """Threads that are kept for the next time: the kernels' caches are per thread, and a new one starts cold.
+    """Threads that are kept for reuse: the kernels' caches are per thread, and a new one starts cold.
 
-    They are daemons: one that is stuck in user code cannot keep the process.
+    They are daemons: one that is stuck in user code cannot keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,10 +43,10 @@ class Threads:
         self._tasks[number].put(lambda: context.run(task))
 
     def close(self) -> None:
-        """End the threads, as soon as they have nothing to do; wait a little for that.
+        """End the threads as soon as they are idle; wait a little for that.
 
-        A joined thread may still be inside of the kernel libraries' clean-up, with one of their locks in its hand: a
-        process forked just then would inherit the lock and never get it. So wait until the system has let go of it.
+        A joined thread may still be in the kernel libraries' clean-up, holding one of their locks: a process forked
+        just then would inherit a lock that is never released. So wait until the system has ended the thread.
         """
         for tasks in self._tasks:
             tasks.put(None)
@@ -75,7 +75,7 @@ def side_by_side(
     Blocks until all have ended, or soon after one has failed.
 
     Args:
-        threads: Who runs it.
+        threads: The threads to run it in.
         session: A fresh session.
         body: Called with each participant's handle, through which it may meet the others.
         explain: Given the participant that failed first and its error, returns the error to raise.
@@ -99,7 +99,7 @@ def side_by_side(
         for participant in session.participants:
             threads.submit(participant.index, partial(run, participant))
         results, failures = _collect(outcomes, session)
-    except BaseException as error:  # Ctrl-C, or no memory for a thread: let them go at their next meeting
+    except BaseException as error:  # Ctrl-C, or no memory for a thread: end the others at their next meeting
         session.cancel(f"the caller was interrupted by {type(error).__name__}", error)
         raise
     if failures:

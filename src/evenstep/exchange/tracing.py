@@ -1,7 +1,7 @@
-"""What a worker does when: spans of time that it leaves in the segment, if somebody wants to have them.
+"""What a worker does when: spans of time that it leaves in the segment if tracing is on.
 
-Times are those of the machine's monotonic clock, which all of its processes share. A worker that nobody traces pays for
-a look at a flag.
+Times are those of the machine's monotonic clock, which all of its processes share. When tracing is off, it costs a
+worker the check of a flag.
 """
 
 import struct
@@ -19,7 +19,7 @@ __all__ = ["Kind", "Span", "Tracer", "pack", "unpack"]
 
 _HEAD = struct.Struct("<qqiBB")  # begin, duration, number, kind, bytes of the name
 _NOTHING = nullcontext()
-_BRIEF_NS = 10_000  # a wait that is over sooner was none
+_BRIEF_NS = 10_000  # shorter waits are not recorded
 
 
 class Kind(IntEnum):
@@ -36,11 +36,11 @@ class Kind(IntEnum):
     COMMIT = 8
     RECOVERY = 9
     UNFINISHED = 10  # what a worker was doing when it ended: its step, and more in the name
-    LOST = 11  # so many spans found no room
+    LOST = 11  # its number: how many spans found no room
 
 
 class Span(NamedTuple):
-    """From when to when a worker did something, by its machine's clock."""
+    """Something that a worker did: when it began and how long it took, by its machine's clock."""
 
     begin_ns: int
     duration_ns: int
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 def pack(span: Span) -> bytes:
-    """A span as bytes that say how long they are."""
+    """A span as bytes that begin with their length."""
     name = span.name.encode(errors="backslashreplace")[:255]
     return _HEAD.pack(span.begin_ns, span.duration_ns, span.number, span.kind, len(name)) + name
 
@@ -65,14 +65,14 @@ def unpack(data: bytes) -> Iterator[Span]:
 
 
 class Tracer:
-    """Notes what one worker does. One thread at a time may use it.
+    """Records what one worker does. One thread at a time may use it.
 
     Args:
         segment: Of the machine.
         worker: Which.
 
     Attributes:
-        on: Whether anybody wants to know.
+        on: Whether to record anything.
     """
 
     def __init__(self, segment: Segment, worker: int) -> None:
@@ -80,17 +80,17 @@ class Tracer:
         self._trail: Trail | None = Trail(segment, worker) if self.on else None
 
     def note(self, kind: Kind, begin_ns: int, name: str = "", number: int = -1) -> None:
-        """Something was done from `begin_ns` until now."""
+        """Record something that was done from `begin_ns` until now."""
         if self.on and self._trail is not None:
             self._trail.write(pack(Span(begin_ns, time.monotonic_ns() - begin_ns, number, kind, name)))
 
     def waited(self, begin_ns: int, number: int, name: str = "") -> None:
-        """This worker waited from `begin_ns` until now; for whom, as `Kind.WAIT` says."""
+        """Record that this worker waited from `begin_ns` until now; see `Kind.WAIT` for whom."""
         if time.monotonic_ns() - begin_ns > _BRIEF_NS:
             self.note(Kind.WAIT, begin_ns, name, number)
 
     def span(self, kind: Kind, name: str = "", number: int = -1) -> AbstractContextManager[None]:
-        """Note what is done while this is open, however it ends."""
+        """Record what is done while this is open, however it ends."""
         return _Noted(self, kind, name, number) if self.on else _NOTHING
 
 

@@ -54,6 +54,7 @@ from evenstep.launch.seat import Seat
 from evenstep.launch.trace_file import TraceFile
 from evenstep.launch.trails import Piece
 from evenstep.launch.worker import warm_up
+from evenstep.page.answers import answer
 from evenstep.page.process import PageProcess
 from evenstep.page.seen import Seen
 from evenstep.run.progress import Progress
@@ -337,11 +338,11 @@ class _Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGHUP:
-            self._ask_for_checkpoint()
+            self.ask_for_checkpoint()
         elif number in (signal.SIGUSR1, signal.SIGUSR2):
             try:
                 wanted = self._roster.wanted - self._keepers
-                self._console.say(self._scale(wanted + (1 if number == signal.SIGUSR1 else -1)))
+                self._console.say(self.scale(wanted + (1 if number == signal.SIGUSR1 else -1)))
             except ConfigError as error:
                 self._console.say(str(error))
         elif self._stop_signal is None and self._roster.generation and not self._roster.is_over:
@@ -358,7 +359,8 @@ class _Supervisor:
             self._stopped = None
             self._stop_all()
 
-    def _ask_for_checkpoint(self) -> None:
+    def ask_for_checkpoint(self) -> None:
+        """See `Asked`."""
         self._checkpoints_asked += 1
         self._here.ask(Asks.CHECKPOINT, self._checkpoints_asked)
 
@@ -370,8 +372,8 @@ class _Supervisor:
         self._roster = self._roster.kill()
         self._deadline = time.monotonic() + _GRACE_S
 
-    def _scale(self, number: int) -> str:
-        """Have more or fewer workers from the next step on; returns what will be, or raises ConfigError."""
+    def scale(self, number: int) -> str:
+        """See `Asked`."""
         most = self._shards or MAX_SHARDS
         if not 1 <= number <= most:
             raise ConfigError(f"{number} workers, expected 1 to {most}: every worker needs a shard")
@@ -380,25 +382,23 @@ class _Supervisor:
 
     def _command(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer what came through the control socket."""
-        if "scale" in request:
-            try:
-                return {"said": self._scale(int(request["scale"]))}
-            except (ConfigError, TypeError) as error:
-                return {"error": str(error)}
-        if "checkpoint" in request:
-            self._ask_for_checkpoint()
-            return {"said": "a checkpoint is written after this step, if the script has said where"}
-        if "stop" in request:
-            os.kill(os.getpid(), signal.SIGTERM)
-            return {"said": "stopping after this step"}
-        if "await" in request:
-            self._machines.workers_awaited = int(request["await"])
-            if self._began_with is None:
-                self._begin()
-            return {"said": f"the first step waits for {request['await']} workers"}
-        if "fingerprint" in request:
-            self._board.ask_fingerprint()
-            return {"said": "the fingerprint is taken after this step"}
+        if "await" not in request:
+            return answer(self, request)
+        self._machines.workers_awaited = int(request["await"])
+        if self._began_with is None:
+            self._begin()
+        return {"said": f"the first step waits for {request['await']} workers"}
+
+    def ask_for_fingerprint(self) -> None:
+        """See `Asked`."""
+        self._board.ask_fingerprint()
+
+    def stop(self) -> None:
+        """See `Asked`."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def status(self) -> dict[str, Any]:
+        """See `Asked`."""
         return {
             "generation": self._roster.generation,
             "operations": self._board.committed,

@@ -1,6 +1,6 @@
-"""Batch norm, with what is fused to it, of a layer that has nobody to meet.
+"""Batch norm, with what is fused to it, for a layer that has nobody to meet.
 
-It is `nn.BatchNorm` in all that a caller sees, second derivatives included, and differs by rounding only. It is used
+It is `nn.BatchNorm` in everything that a caller sees, second derivatives included, up to rounding. It is used
 where that pays: for a fused layer, and on a GPU whose kernels (`gpu`) are faster than torch's.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["NormAlone"]
 class NormAlone(torch.autograd.Function):
     """Keeps its inputs and vectors per channel: the output is computed again where backward asks for it.
 
-    Inputs: x, weight, bias, residual, and then what is no tensor: activation, eps and the running statistics to move.
+    Inputs: x, weight, bias, residual, and then what is not a tensor: activation, eps and the running statistics.
     """
 
     @staticmethod

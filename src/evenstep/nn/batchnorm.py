@@ -2,18 +2,18 @@
 
 The module only orchestrates. The mathematics is in `functional`; who takes part and how bytes move is the business of
 the surroundings (`exchange.surroundings`): the shards of a run, the replicas of `DataParallel`, the ranks of a process
-group. Where there is none, and always in eval mode, it is `nn.BatchNorm` itself and talks to nobody.
+group. Where there are none, and always in eval mode, it is `nn.BatchNorm` itself and does not communicate.
 
 All local participants of one call become *one* autograd node, made by the first of them: autograd runs the backward of
-every participant of a GPU in one thread, so a node for each that waited for the others would wait for ever. Where the
-surroundings keep a token it passes from each such node to the next, so that backward meets them in the reverse order of
-forward on every worker, and meets them all.
+every participant of a GPU in one thread, so if each had a node, one that waited for the others would wait forever.
+Where the surroundings keep a token it passes from each such node to the next, so that on every worker backward reaches
+all of them, in the reverse order of forward.
 
 A residual and an activation can be part of a call: `bn(x, residual=r)` of a layer with `activation="relu"` goes over
 the data as often as batch norm alone, and keeps nothing for backward that can be computed again.
 
-Activation checkpointing runs a forward again inside backward, where nobody can be met. What the first forward found is
-therefore kept for as long as its graph lives, and served to the recomputation.
+Activation checkpointing runs a forward again inside backward, where others cannot be met. The statistics of the first
+forward are therefore kept as long as its graph lives, and reused by the recomputation.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Attributes:
         qualified_name: The layer's name in its model, for errors; `convert_sync_batchnorm` sets it. Participants are
-            matched by it, so layers without a name are told apart by their class and size only.
+            matched by it; layers without a name are told apart only by class and size.
         process_group: As the argument. A pickle cannot hold a group: an unpickled layer that had one of its own must
             be given one again before it trains beside other ranks.
     """
@@ -147,7 +147,7 @@ class SyncBatchNorm(_BatchNorm):
             if residual is None or (residual.shape == input.shape and residual.dtype == input.dtype):
                 output: Tensor = self._with_batch_statistics(input, residual, activation)
                 return output
-            output = self._with_batch_statistics(input, None, None)  # what is added broadcasts, or changes the type
+            output = self._with_batch_statistics(input, None, None)  # the residual broadcasts, or changes the type
         else:
             output = self._evaluate(input)
         if residual is not None:
@@ -171,11 +171,11 @@ class SyncBatchNorm(_BatchNorm):
         return self.normalize(part, running, lambda: self._alone(input, residual, activation))
 
     def normalize(self, part: Part, running: gpu.Running, alone: Callable[[], Tensor]) -> Tensor:
-        """Normalize a participant's part by the statistics of all, and move the running ones.
+        """Normalize a participant's part by the statistics of all, and update the running ones.
 
         Args:
             part: The input, and what is done with it.
-            running: What to move.
+            running: The running statistics to update.
             alone: Computes the same where there is nobody to meet.
         """
         in_backward = torch._C._current_graph_task_id() != -1  # torch has no public way
@@ -192,7 +192,7 @@ class SyncBatchNorm(_BatchNorm):
         return output if torch.is_grad_enabled() else output.detach()
 
     def _alone(self, input: Tensor, residual: Tensor | None, activation: Activation | None) -> Tensor:
-        """Without anybody it is `nn.BatchNorm`: itself, or what computes the same in fewer passes."""
+        """Without others it is `nn.BatchNorm`: itself, or an equivalent with fewer passes."""
         fused = residual is not None or activation is not None
         tensors = (self.weight, self.bias, residual, self.running_mean, self.running_var)
         momentum_known = self.momentum is not None or self.num_batches_tracked is not None
@@ -291,7 +291,7 @@ class _Offer:
 
     module: SyncBatchNorm
     part: Part
-    hold: Tensor | None  # hangs the saved input on to the joint node; None where nothing is differentiated
+    hold: Tensor | None  # attaches the saved input to the joint node; None where nothing is differentiated
     keep: list[Any]  # the context that holds the input, if any
     checkpointed: bool
     running: gpu.Running
@@ -351,7 +351,7 @@ class _Call:
 
 
 def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequence[Tensor]:
-    """Merge the statistics of all participants, move the running ones, and make the one node of the local ones."""
+    """Merge the statistics of all participants, update the running ones, and make the one node of the local ones."""
     module = offers[0].module
     parts = [offer.part._replace(x=offer.part.x.detach()) for offer in offers]
     with torch.no_grad():
@@ -359,7 +359,7 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
         own = [row.clone() for row in local] if any(offer.checkpointed for offer in offers) else []
         rows = around_us.gather(f"{tag} forward", local)
         count: float = _count(parts)
-        if count < 2 and not (around_us.alone or rows is local):  # else it does not matter how many others have
+        if count < 2 and not (around_us.alone or rows is local):  # otherwise it does not matter how many others have
             count = float(rows[:, 0].sum())
         _check_count(count, parts)
         running = offers[0].running
@@ -388,7 +388,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _token(like: Tensor, *, requires_grad: bool = False) -> Tensor:
-    """Nothing, where everything else is: a graph of one device alone can be captured."""
+    """An empty tensor on the device of the rest: only a graph of a single device can be captured."""
     return torch.zeros(0, device=like.device, requires_grad=requires_grad)
 
 
@@ -405,7 +405,7 @@ def _check_count(count: float, parts: Sequence[Part]) -> None:
 class _Joint(torch.autograd.Function):
     """The batch norm of all local participants: one exchange in forward (done by `_lead`), one in backward.
 
-    Its tensors are, for all participants each: what holds on to the saved ones, inputs, weights, biases, residuals.
+    Its tensors, each for all participants: holders of the saved tensors, inputs, weights, biases, residuals.
     """
 
     @staticmethod
@@ -454,8 +454,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """The gradients of all inputs of the joint node; needs the sums of all participants, so it exchanges.
 
-    A participant may not have used its output (its dy is None), and its input still has a gradient through the others'.
-    Where nobody has there is none at all, as in plain torch: None and not zero, which an optimizer treats differently.
+    If a participant has not used its output (its dy is None), its input still has a gradient through the others'. If
+    nobody has, there is none at all, as in plain torch: None and not zero, which an optimizer treats differently.
     """
     _, *own = _fifths(needs)
     needed = [Needed(*mine) for mine in zip(*own, strict=True)]
@@ -471,7 +471,7 @@ def _gradients(
 
 
 class _Once(torch.autograd.Function):
-    """Gradients that cannot be differentiated again, tied to what they depend on so that trying it is noticed."""
+    """Gradients that cannot be differentiated again, tied to what they depend on so that an attempt is noticed."""
 
     @staticmethod
     def forward(ctx: Any, tag: str, gradients: list[Tensor | None], *sources: Tensor) -> tuple[Tensor | None, ...]:
@@ -503,7 +503,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Nobody(Tokenless):
-    """Surroundings without anybody: what `_lead` needs for a layer that is alone with an eps mode of its own."""
+    """Surroundings without others: what `_lead` needs for a layer that is alone with an eps mode that torch lacks."""
 
     def meet(self, tag: str, value: Any, lead: Any) -> Any:
         return lead([value])[0]

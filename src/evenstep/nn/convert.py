@@ -1,8 +1,8 @@
 """Conversion between torch's batch norm and the synchronized one.
 
 A layer is converted by giving it another class, in place. So its parameters, buffers, hooks, flags, attributes, names
-and places in other modules are what they were, because they are the very same; and as everything is checked before the
-first layer is touched, no model is ever converted by half.
+and places in other modules stay the very same; and as everything is checked before the first layer is touched, no model
+is ever half converted.
 """
 
 import functools
@@ -79,14 +79,14 @@ def convert_sync_batchnorm(
             "plus", or what a synchronized layer has.
         fuse: Whether batch norms become one with the ReLU, or the addition and the ReLU, that follow them: in every
             `nn.Sequential`, and in every module whose own forward `torch.fx` can trace and that has no control flow or
-            side effect which tracing would miss. All else is left alone, and so are layers with hooks.
+            side effect that tracing would miss. Everything else is left alone, and so are layers with hooks.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: `eps_mode` is not one.
-        UnsupportedError: A batch norm was compiled by TorchScript. Nothing has been converted then.
+        ValueError: There is no such `eps_mode`.
+        UnsupportedError: A batch norm was compiled by TorchScript. Nothing has been converted.
     """
     if eps_mode is not None:
         check_eps_mode(eps_mode)
@@ -154,9 +154,9 @@ def _convert(module: nn.Module, to: type[nn.Module]) -> None:
 
 
 def revert_sync_batchnorm(model: M) -> M:
-    """Undo `convert_sync_batchnorm`, in place: every layer is of its old class again and has nothing more than then.
+    """Undo `convert_sync_batchnorm`, in place: every layer has its old class again, and nothing that was added.
 
-    What was fused is separate calls again.
+    Fused calls are separate again.
 
     Layers that were built as `SyncBatchNorm1d`, `2d` or `3d` become `nn.BatchNorm1d`, `2d` or `3d`.
 
@@ -165,7 +165,7 @@ def revert_sync_batchnorm(model: M) -> M:
 
     Raises:
         UnsupportedError: A layer was built as `SyncBatchNorm`, for which torch has no plain class, or with an
-            activation, which torch's classes do not have. Nothing has been reverted then.
+            activation, which torch's classes do not have. Nothing has been reverted.
     """
     for name, module in model.named_modules():
         if type(module) is SyncBatchNorm and "_origin" not in module.__dict__:
@@ -204,14 +204,14 @@ def patch_batchnorm(process_group: Any = None, eps_mode: EpsMode = "plus") -> It
     """Every batch norm that is built inside the block is synchronized, by whatever name its class was imported.
 
     These are torch's own classes; subclasses of them are converted by `convert_sync_batchnorm` only. Undone at the end
-    of the block, also by an error. It counts for all threads of the process.
+    of the block, even after an error. It affects all threads of the process.
 
     Args:
         process_group: As for `convert_sync_batchnorm`.
         eps_mode: As for `convert_sync_batchnorm`.
 
     Raises:
-        ValueError: `eps_mode` is not one.
+        ValueError: There is no such `eps_mode`.
     """
     check_eps_mode(eps_mode)
 

@@ -1,7 +1,7 @@
 """The passes of batch norm on the CPU: the C core (``native/norm.h``) on tensors.
 
-Each is one call that does everything, per channel as well, so that a small input costs little beside it. They are
-``functional``'s, which says what they compute; they are not for inputs without elements nor of another layout.
+Each is one call that does everything, including the work per channel, so that a small input has little overhead.
+``functional`` says what they compute; they do not take inputs without elements or of another layout.
 
 What the caller must keep: ``x`` is dense, as rows of channels or as contiguous planes, has elements, and ``dy`` lies in
 memory as it does. Vectors per channel are float64, parameters of any floating dtype.

@@ -45,7 +45,7 @@ class ReplicationContext:
 class DataParallel(nn.Module):
     """Runs a module on several devices at once, each with a part of the batch.
 
-    Tensors in the inputs (also in tuples, lists, dicts and named tuples) are cut along `dim`, as evenly as can be;
+    Tensors in the inputs (also in tuples, lists, dicts and named tuples) are cut along `dim`, as evenly as possible;
     anything else, and a tensor without dimensions, is given to every replica. Of a batch with fewer rows than there are
     devices each row gets a replica; without any tensor there is one replica. Outputs are put together in the same way:
     tensors along `dim`, tensors without dimensions to a vector; anything else must be equal in all replicas.
@@ -84,7 +84,7 @@ class DataParallel(nn.Module):
         """Cut the inputs, run the replicas, put the outputs together. Blocks until all replicas have ended.
 
         Raises:
-            Exception: What a replica raised, of the same type where that can be, with the replica's number; chained.
+            Exception: What a replica raised, of the same type if possible, with the replica's number; chained.
         """
         num = num_parts((inputs, kwargs), self.dim, len(self.devices))
         devices = self.devices[:num]
@@ -96,14 +96,14 @@ class DataParallel(nn.Module):
 
 
 def _device(device: Any) -> torch.device:
-    """A device as tensors on it say it: "cuda" is the current one."""
+    """A device as its tensors name it: "cuda" becomes the current one."""
     return torch.empty(0, device=device).device
 
 
 def add_replication_callbacks(parallel: D) -> D:
     """Give an existing `torch.nn.DataParallel` the callbacks, and replicas that meet and fail as `DataParallel`'s do.
 
-    In place; adding them twice is adding them once. Without an accelerator torch's class makes no replicas at all.
+    In place; adding them again does nothing. Without an accelerator torch's class makes no replicas at all.
 
     Returns:
         The same object.
@@ -162,7 +162,7 @@ def _apply(
     devices: Sequence[torch.device],
 ) -> list[Any]:
     """Run the replicas side by side."""
-    # The caller's streams: a thread of its own would use the default ones.
+    # The caller's streams: a new thread would use the default ones.
     streams = [torch.cuda.current_stream(device) if device.type == "cuda" else None for device in devices]
 
     def body(me: Participant) -> Any:
@@ -242,6 +242,6 @@ def _copy(
     replica._modules = {
         name: None if m is None else _copy(m, device, first, modules, tensors) for name, m in module._modules.items()
     }
-    if isinstance(replica, nn.RNNBase):  # it keeps a list of its weights beside the places
+    if isinstance(replica, nn.RNNBase):  # it keeps a list of its weights besides the places
         replica._flat_weights = [getattr(replica, name, None) for name in replica._flat_weights_names]
     return replica

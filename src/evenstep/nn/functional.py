@@ -105,7 +105,7 @@ def statistics_row(x: Tensor) -> Tensor:
 def merge(a: Stats, b: Stats) -> Stats:
     """The statistics of the elements of ``a`` and ``b`` together (Chan's formula).
 
-    Not associative in its last bits: whoever merges more than two keeps to one fixed tree.
+    Not associative in its last bits: to merge more than two, use one fixed tree.
 
     Args:
         a: Statistics of one part.
@@ -131,7 +131,7 @@ def merge_rows(rows: Tensor) -> Stats:
     """Merge the statistics of several shards, one row each, in the fixed tree over shards.
 
     Args:
-        rows: ``[K, 1 + 2C]``, each as ``statistics_row`` gives it. Used up.
+        rows: ``[K, 1 + 2C]``, each as ``statistics_row`` gives it. Overwritten.
     """
     host = rows.cpu().contiguous()
     core.norm_merge(len(host), host.shape[1] // 2, host.data_ptr())
@@ -178,7 +178,7 @@ def normalize(
 
     Returns:
         A tensor of its own (no view) with the shape and dtype of ``x``, and its layout where that is contiguous or
-        channels-last, else contiguous.
+        channels-last, otherwise contiguous.
     """
     x = dense(x)
     if x.numel() == 0:
@@ -342,7 +342,7 @@ def update_running(
     stats: Stats,
     momentum: float | None,
 ) -> None:
-    """Moves the running statistics, in place, as ``nn.BatchNorm`` does.
+    """Update the running statistics, in place, as ``nn.BatchNorm`` does.
 
     Args:
         running_mean: Running mean, ``[C]``, any floating dtype, or None.
@@ -407,7 +407,7 @@ def like(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Kernels on a GPU read 16 bytes at once; where a tensor begins must not decide about bits."""
+    """``x``, copied if it is not aligned: GPU kernels read 16 bytes at once, and alignment must not affect bits."""
     return x if x.device.type == "cpu" or x.data_ptr() % 16 == 0 else x.clone()
 
 
@@ -419,7 +419,7 @@ def _arithmetic(x: Tensor) -> torch.dtype:
 
 
 def _head(mean: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the arithmetic of ``x`` can hold of the mean, and the rest: so a large mean costs nothing."""
+    """The mean rounded to the arithmetic of ``x``, and the rest, so that a large mean costs no accuracy."""
     centre = mean.to(_arithmetic(x))
     return centre, mean - centre
 

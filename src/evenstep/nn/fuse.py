@@ -1,17 +1,17 @@
-"""Calls of batch norm that become one with the ReLU, or the addition and the ReLU, that follow them.
+"""Fusing calls of batch norm with the ReLU, or the addition and the ReLU, that follow them.
 
 A module is fused by giving it another class, in place, whose forward computes the same with fewer passes over the data.
 Everything else about it stays: children, parameters, hooks, names, `isinstance`. The layers themselves do not change
-either: the activation and the residual are arguments of the fused call, so whoever calls a layer directly gets what it
+either: the activation and the residual are arguments of the fused call, so calling a layer directly gives what it
 always gave.
 
-Two kinds of modules are looked at. The forward of an `nn.Sequential` is known. Of any other module, its own forward is
+Two kinds of modules are considered. The forward of an `nn.Sequential` is known. Any other module's own forward is
 traced by `torch.fx`, with its children as black boxes, and only if its source shows that tracing sees everything: no
-loop, no context manager, no side effect, no default argument, and the same operations in training and in eval mode. All
-that is not understood is left alone.
+loop, no context manager, no side effect, no default argument, and the same operations in training and in eval mode.
+Anything that is not understood is left alone.
 
-A fused forward looks before it runs whether the layers are still what they were, without hooks, and the attributes that
-steered the tracing have their values; if not, the module's own forward runs.
+Before it runs, a fused forward checks that the layers are still the same, without hooks, and that the attributes that
+steered the tracing have kept their values; if not, the module's own forward runs.
 """
 
 import ast
@@ -35,12 +35,12 @@ __all__ = ["fuse", "unfuse"]
 
 _RELU_FUNCTIONS = {F.relu, F.relu_, torch.relu, torch.relu_}
 _ADD_FUNCTIONS = {operator.add, torch.add}
-_STEERS = (bool, int, float, str, bytes, type(None))  # attributes of these types may decide which way a forward goes
-_CONSTANT = "_tensor_constant"  # how torch.fx calls a tensor that it found while tracing
+_STEERS = (bool, int, float, str, bytes, type(None))  # attributes of these types may decide which path a forward takes
+_CONSTANT = "_tensor_constant"  # torch.fx's name for a tensor that it found while tracing
 
 
 def fuse(model: nn.Module) -> None:
-    """Fuse what can be, in the model and all modules in it."""
+    """Fuse what can be fused in the model and all modules in it."""
     for module in list(model.modules()):
         if not isinstance(module, _Fused) and (plan := _plan_of(module)) is not None:
             try:
@@ -70,7 +70,7 @@ class _Fused(nn.Module):
         return plan.run(self, *args, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy finds out again; not in its forward, because tracing disturbs modules that other threads run."""
+        """Plan again for a copy; not in its forward, because tracing disturbs modules that other threads run."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.__dict__["_fusion"] = _plan_of(self)
 
@@ -130,7 +130,7 @@ class _Plan:
     steers: Any = None
 
     def holds(self, module: nn.Module) -> bool:
-        if self.steers is None:  # a sequential looks while it runs
+        if self.steers is None:  # a sequential checks while it runs
             return True
         return (
             _steers(module) == self.steers
@@ -140,7 +140,7 @@ class _Plan:
 
 
 def _plan_of(module: nn.Module) -> _Plan | None:
-    """How to fuse the module's own forward, or None where there is nothing that can be."""
+    """How to fuse the module's own forward; None if nothing can be."""
     kind = _plain_class(module)
     if isinstance(module, torch.jit.ScriptModule | fx.GraphModule) or "forward" in module.__dict__:
         return None
@@ -185,7 +185,7 @@ def _child(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def _steers(module: nn.Module) -> Any:
-    """What may decide which way a forward goes, apart from the mode: plain attributes, and which children there are."""
+    """What may decide which path a forward takes, apart from the mode: plain attributes, and which children exist."""
     own = {k: v for k, v in module.__dict__.items() if isinstance(v, _STEERS) and k not in ("training", "_fusion")}
     absent = [{k for k, v in table.items() if v is None} for table in (module._parameters, module._buffers)]
     return (
@@ -219,7 +219,7 @@ class _Tracer(fx.Tracer):
 
 
 def _graph(module: nn.Module, training: bool) -> fx.Graph | None:
-    """What the module's own forward does in this mode; None where it cannot be traced or found a tensor of its own."""
+    """What the module's own forward does in this mode; None if it cannot be traced or uses a tensor of its own."""
     modes = [(m, m.training) for m in module.modules()]
     before = set(module.__dict__)
     tracer = _Tracer()
@@ -242,7 +242,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph | None:
 
 
 def _is_transparent(function: Any, module: nn.Module, seen: set[Any]) -> bool:
-    """Whether tracing sees all that a forward, and the methods it calls, would do for any input."""
+    """Whether tracing sees everything that a forward, and the methods it calls, would do for any input."""
     if function in seen:
         return True
     seen.add(function)
@@ -266,7 +266,7 @@ def _is_transparent(function: Any, module: nn.Module, seen: set[Any]) -> bool:
 def _changes_only_norms(tree: ast.FunctionDef, module: nn.Module) -> bool:
     """Whether every ``a += b`` has just got its a from a norm.
 
-    Tracing takes it for ``a = a + b``, which differs where somebody else has the tensor too.
+    Tracing takes it for ``a = a + b``, which differs if the tensor is also used elsewhere.
     """
     source: dict[str, ast.expr | None] = {}
     for line in tree.body:
@@ -341,7 +341,7 @@ def _is_plain_call(node: ast.Call, names: dict[str, Any], module: nn.Module, see
 
 
 def _path(node: ast.expr) -> list[str]:
-    """The names of ``a.b.c``, or nothing where it is no such chain."""
+    """The names of ``a.b.c``; empty if it is not such a chain."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute) and (before := _path(node.value)):
@@ -374,7 +374,7 @@ def _rewrite(graph: fx.Graph, module: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def _following(norm: fx.Node, module: nn.Module) -> tuple[fx.Node | None, fx.Node | None, fx.Node] | None:
-    """The addition, what is added, and the ReLU after a norm whose output nobody else uses; None if it is otherwise."""
+    """The addition, what is added, and the ReLU after a norm whose output nothing else uses; None otherwise."""
     user = _only_user(norm)
     if user is None:
         return None

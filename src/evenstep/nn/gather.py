@@ -27,15 +27,15 @@ def gather(tensor: Tensor) -> Tensor:
     """The rows of all shards, in their order, for a shard that offers its own; blocks until all shards have come.
 
     Args:
-        tensor: ``[rows of this shard, ...]``; all but the first dimension, and the type, alike in all shards.
+        tensor: ``[rows of this shard, ...]``; all but the first dimension, and the type, the same in all shards.
 
     Returns:
         ``[rows of all shards, ...]``. Its gradient goes back to the shards that gave the rows.
 
     Raises:
-        ConfigError: The tensor has no rows, or other dimensions or another type than in another shard; or this is no
-            step function.
-        UnsupportedError: The workers of the run meet at a server only.
+        ConfigError: The tensor has no rows, or its dimensions or type differ from another shard's; or this is not
+            inside a step function.
+        UnsupportedError: The workers of the run meet only at a server.
         MismatchError: Another shard is elsewhere.
     """
     around = current()
@@ -53,7 +53,7 @@ def gather(tensor: Tensor) -> Tensor:
     return output if torch.is_grad_enabled() else output.detach()
 
 
-_KEY = object()  # calls are counted by whom they are of
+_KEY = object()  # the "layer" under which calls of gather are counted
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class _Call:
 
     @property
     def nodes(self) -> list[list[tuple[int, int]]]:
-        """The tree nodes of each worker, which cover all shards; those without samples lie with the one before."""
+        """The tree nodes of each worker, which cover all shards; one without samples goes with the one before it."""
         around = self.around
         starts = [0, *(shards[0] for shards in around.shards[1:]), around.num_shards]
         return [list(tree.cover(span, around.num_shards)) for span in pairwise(starts)]

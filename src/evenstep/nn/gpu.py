@@ -11,8 +11,8 @@ The caller asks `takes` first. In company it makes `Shards` of what it has in fo
     rows, ... = shards.reduce(found)               # then those of all shards: meeting 2
     dxs = shards.gradients(found, finish_sums(rows, found, ...))
 
-`forward_alone` and `backward_alone` are the whole of a layer that has nobody to meet: one launch each, and other last
-bits than the same values in company.
+`forward_alone` and `backward_alone` are all of a layer that has nobody to meet: one launch each. Their last bits differ
+from those of the same values in company.
 """
 
 import struct
@@ -91,7 +91,7 @@ _STAY = Running()  # nothing to move
 
 
 class JointStatistics(NamedTuple):
-    """What the statistics of all shards come to.
+    """The combined statistics of all shards.
 
     Attributes:
         vectors: Mean, M2 and inverse standard deviation, ``[C]`` each, and the count: ``[3C + 1]`` in float64.
@@ -164,14 +164,14 @@ def _run(
         options["maxnreg"] = min(255, registers)
     compiled = getattr(_kernels(), name)[grid](*tensors, *rest, **options)
     if compiled is not None:  # the interpreter compiles nothing
-        if len(_launchers) >= _MOST_LAUNCHERS:  # sizes that never come again
+        if len(_launchers) >= _MOST_LAUNCHERS:  # some sizes may never come again
             _launchers.clear()
         _launchers[key] = compiled[grid]
 
 
 @lru_cache(maxsize=64)
 def _nothing(device: torch.device) -> Tensor:
-    """Stands where a kernel has an argument that it does not read."""
+    """A placeholder for an argument that a kernel does not read."""
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
@@ -201,7 +201,7 @@ def _running_options(running: Running) -> tuple[bool, bool, bool]:
 
 @dataclass(frozen=True)
 class _Frame:
-    """All about the passes over one shard that its shape decides."""
+    """Everything about the passes over one shard that follows from its shape."""
 
     shape: Geometry
     outer: int
@@ -250,7 +250,7 @@ def _shape(size: tuple[int, ...], rows: bool, dtype: torch.dtype) -> tuple[Geome
 
 
 def _on_device(table: Tensor, device: torch.device) -> Tensor:
-    """Bring a table to a device, without waiting. A CUDA graph reads it from the host whenever it is replayed."""
+    """Copy a table to a device, without waiting. A CUDA graph reads it from the host at every replay."""
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             table = pinned.take(table)
@@ -384,7 +384,7 @@ def finish(
     eps_mode: str,
     running: Running = _STAY,
 ) -> JointStatistics:
-    """Merge the rows ``[K, 1 + 2C]`` of all shards in the fixed tree and move the running statistics.
+    """Merge the rows ``[K, 1 + 2C]`` of all shards in the fixed tree and update the running statistics.
 
     The count is at least 1, and at least 2 where there are running statistics.
     """
@@ -467,7 +467,7 @@ def _can_meet() -> bool:
 
 @lru_cache(maxsize=64)
 def _room(device: torch.device, together: int) -> int:
-    """How many programs run at once, of which a multiprocessor holds so many."""
+    """How many programs run at once if a multiprocessor holds `together` of them."""
     if device.type != "cuda":
         return 1  # the interpreter runs one after the other
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * together
@@ -498,7 +498,7 @@ def forward_alone(
     eps: float,
     running: Running,
 ) -> tuple[Tensor, JointStatistics]:
-    """The output of a layer that has nobody to meet, and what `backward_alone` wants of it."""
+    """The output of a layer that has nobody to meet, and what `backward_alone` needs from it."""
     device = x.device
     alone = _alone(tuple(x.shape), is_rows(x), x.dtype, 1, device)
     if alone is None:

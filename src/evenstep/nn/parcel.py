@@ -10,7 +10,7 @@ __all__ = ["pack", "unpack"]
 
 
 def pack(tensors: Sequence[Tensor | None]) -> Tensor:
-    """All tensors as one of bytes on the CPU, never empty. That a tensor has a gradient, or is none, is sent too."""
+    """All tensors as one tensor of bytes on the CPU, never empty. It also tells which need gradients or are None."""
     facts = [
         None if t is None else [str(t.dtype).removeprefix("torch."), list(t.shape), t.requires_grad] for t in tensors
     ]
@@ -21,7 +21,7 @@ def pack(tensors: Sequence[Tensor | None]) -> Tensor:
 
 
 def unpack(parcel: Tensor, device: torch.device) -> list[Tensor | None]:
-    """The tensors again, each in memory of its own."""
+    """The inverse of `pack`; each tensor has its own memory."""
     start = 8 + int.from_bytes(parcel[:8].numpy().tobytes(), "little")
     found: list[Tensor | None] = []
     for fact in json.loads(parcel[8:start].numpy().tobytes()):

@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Combined:
-    """What the statistics of all participants come to, on the device of the first local one."""
+    """The combined statistics of all participants, on the device of the first local one."""
 
     stats: Stats
     invstd: Tensor
@@ -72,12 +72,12 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _fits(part: Part) -> bool:
-    """Whether the kernels take a participant; they trust that everything is where its input is."""
+    """Whether the kernels take a participant; they assume that everything is on the device of its input."""
     return gpu.takes(part.x) and all(t is None or t.device == part.x.device for t in part[1:4])
 
 
 def _together(parts: Sequence[Part], chosen: Sequence[bool]) -> Iterator[list[int]]:
-    """The numbers of those chosen whose passes can be one launch."""
+    """The numbers of chosen participants, grouped by those whose passes can share a launch."""
     groups: dict[object, list[int]] = {}
     for number, part in enumerate(parts):
         if chosen[number] and part.x.numel():
@@ -116,14 +116,14 @@ def statistics(parts: Sequence[Part]) -> Tensor:
 
 
 def conclude(rows: Tensor, first: Part, eps: float, eps_mode: EpsMode, running: gpu.Running, kernels: bool) -> Combined:
-    """Merge the rows of all participants in the fixed tree, and move the running statistics.
+    """Merge the rows of all participants in the fixed tree, and update the running statistics.
 
     Args:
-        rows: ``[K, 1 + 2C]``, on the device of the first local participant. Used up.
+        rows: ``[K, 1 + 2C]``, on the device of the first local participant. Overwritten.
         first: The first local participant.
         eps: Keeps the variance from zero.
         eps_mode: How.
-        running: What to move; nothing by default.
+        running: The running statistics to update.
         kernels: Whether there is any element, so that the kernels may divide by their number.
     """
     momentum_known = running.momentum is not None or running.num_batches_tracked is not None

@@ -1,7 +1,7 @@
 """A `torch.distributed` process group as surroundings: every rank is one participant.
 
 The calls are not chained for backward. On one rank autograd runs the nodes in an order that the graph alone fixes, and
-every exchange is matched by its tag, so ranks whose graphs differ get an error and no mixture.
+every exchange is matched by its tag, so ranks whose graphs differ get an error instead of a mixture.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from evenstep.nn.tokenless import Tokenless
 __all__ = ["GroupHandle", "ProcessGroup", "around"]
 
 _TAG_BYTES = 256
-_REPORT_S = 2.0  # how long the ranks that are left may take to say so after a failed exchange
+_REPORT_S = 2.0  # how long the remaining ranks may take to report after a failed exchange
 
 _LOST = "lost"
 
@@ -65,16 +65,16 @@ class ProcessGroup(Tokenless):
         """
         device = self._device(rows.device)
         number = int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=6).digest(), "little")
-        # A rank at another layer may come with another size, which backends answer with garbage or a hang: so a message
-        # of fixed size goes first.
+        # A rank at another layer may come with another size, on which backends give garbage or hang: so a message of
+        # fixed size goes first.
         heads = self._all_gather(tag, torch.tensor([number, rows.shape[1]], dtype=torch.int64, device=device))
         if any(not torch.equal(head, heads[0]) for head in heads):
             raise self._mismatch(tag, device)
         return torch.stack(self._all_gather(tag, rows[0].to(device).contiguous())).to(rows.device)
 
     def _device(self, wanted: torch.device) -> torch.device:
-        """The input's device if the backend can send from there, else one that it can send from."""
-        if distributed.get_backend(self._group) == "gloo":  # it would only copy to the host by itself
+        """The input's device if the backend can send from there, otherwise one that it can send from."""
+        if distributed.get_backend(self._group) == "gloo":  # it would only copy to the host itself
             return torch.device("cpu")
         able = [device.type for device in (self._group or distributed.group.WORLD)._device_types]  # type: ignore[union-attr]  # torch has no public way
         return wanted if wanted.type in able else torch.device(able[0])
@@ -90,7 +90,7 @@ class ProcessGroup(Tokenless):
         return found
 
     def _mismatch(self, tag: str, device: torch.device) -> MismatchError:
-        """All ranks see the mismatch, so all come here and tell each other where they are."""
+        """The error for a mismatch. All ranks see it, so all come here and tell each other where they are."""
         text = tag.encode()[:_TAG_BYTES].ljust(_TAG_BYTES, b" ")
         tags = self._all_gather(tag, torch.tensor(list(text), dtype=torch.uint8, device=device))
         members = self._members()
@@ -106,7 +106,7 @@ class ProcessGroup(Tokenless):
         return distributed.get_process_group_ranks(self._group or distributed.group.WORLD)
 
     def _blame(self, tag: str, error: RuntimeError) -> str:
-        """Whoever is still there says so in the store; the others are missing."""
+        """Find out who is missing: ranks that are still there report in the store."""
         rank = distributed.get_rank()
         answers: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         # In a thread: a store whose host has stopped never answers.
@@ -133,7 +133,7 @@ def _ask_store(tag: str, rank: int, members: list[int], answers: "queue.SimpleQu
         while missing and time.monotonic() < end:
             missing = [r for r in missing if not store.check([f"evenstep/failed/{tag}/{r}"])]
             time.sleep(0.02)
-    except RuntimeError:  # the store went with the process that kept it
+    except RuntimeError:  # the store is gone with the process that hosted it
         missing = []
     answers.put(missing)
 
@@ -142,7 +142,7 @@ _calls: WeakKeyDictionary[Any, WeakKeyDictionary[Any, int]] = WeakKeyDictionary(
 
 
 def around(group: Any) -> ProcessGroup | None:
-    """The surroundings that the process group gives, or None where there is none or this rank is not in it.
+    """The surroundings of a process group; None if there is none or this rank is not in it.
 
     Raises:
         UnsupportedError: The layer had a group of its own before it was pickled.

@@ -1,4 +1,4 @@
-"""Cutting a batch into parts and putting the outputs of the parts together, through any nest of containers."""
+"""Cutting a batch into parts and putting the outputs of the parts together, through any nested containers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -62,7 +62,7 @@ def gather(parts: Sequence[Any], device: torch.device, dim: int, where: str = "t
     """Put the outputs of replicas together on a device: the inverse of `scatter`. Differentiable.
 
     Raises:
-        UnsupportedError: Replicas gave outputs of different structure, or different values that are no tensors.
+        UnsupportedError: Replicas gave outputs of different structure, or different values that are not tensors.
     """
     first = parts[0]
     if any(type(part) is not type(first) for part in parts) and not all(isinstance(p, Tensor) for p in parts):
@@ -89,7 +89,7 @@ def _like(value: Any, items: list[Any]) -> Any:
 
 
 def _like_dict(value: dict[Any, Any], items: list[Any]) -> Any:
-    copy = value.copy()  # keeps a default factory, an order and a subclass that says how it is copied
+    copy = value.copy()  # keeps a default factory, the order, and what a subclass copies
     copy.update(zip(value, items, strict=True))
     return copy
 

@@ -1,9 +1,9 @@
 """Subclasses of batch norm, synchronized: the layer keeps its own forward, and only the batch norm in it is ours.
 
-timm's `BatchNormAct2d` is one: a batch norm, then dropout and an activation. What a forward of somebody's own does
-cannot be read off its class, so it is tried on a copy: where it normalizes its whole batch in one call of
-`torch.nn.functional.batch_norm`, that call can be made to span all participants, whatever comes before or after it.
-Where it does anything else (its own statistics, a batch in pieces) nobody can know what it would mean to span them.
+timm's `BatchNormAct2d` is one: a batch norm, then dropout and an activation. What a custom forward does cannot be told
+from its class, so it is tried on a copy: if it normalizes its whole batch in one call of
+`torch.nn.functional.batch_norm`, that call can be made to span all participants, whatever comes before or after it. If
+it does anything else (its own statistics, a batch in pieces) there is no telling what spanning would mean.
 """
 
 import copy
@@ -41,7 +41,7 @@ class OfSubclass(SyncBatchNorm):
 
 
 class _WithItsForward(OfSubclass):
-    """As above, with a forward of its own."""
+    """An `OfSubclass` with its own forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self._train if self.training else super(SyncBatchNorm, self).forward)(*args, **kwargs)
@@ -53,7 +53,7 @@ class _WithItsForward(OfSubclass):
 
 
 class _Watched(TorchFunctionMode):
-    """Sees every batch norm with the running statistics of a layer, or with its weight where it has none."""
+    """Sees every batch norm that uses the running statistics of a layer, or its weight if it has none."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Watched(TorchFunctionMode):
 
 
 class _Replaced(_Watched):
-    """Lets the batch norm of a layer span all participants."""
+    """Makes the batch norm of a layer span all participants."""
 
     def __init__(self, layer: OfSubclass, num_rows: int | None) -> None:
         super().__init__(layer)
@@ -96,7 +96,7 @@ class _Replaced(_Watched):
 
 
 class _Noted(_Watched):
-    """Notes the batch norms of a layer."""
+    """Records the batch norms of a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(layer)
@@ -129,8 +129,8 @@ def can_span(module: nn.Module) -> bool:
 
 
 def _normalizes_once(module: nn.Module) -> bool:
-    """Try it, on a copy, with random generators of its own."""
-    assert isinstance(module, _BatchNorm), "only batch norms are asked"
+    """Whether a trial on a copy, with separate random generators, makes one batch norm of the whole batch."""
+    assert isinstance(module, _BatchNorm), "called for batch norms only"
     like = module.running_mean if module.running_mean is not None else module.weight
     dims = [
         n for n, kind in ((1, nn.BatchNorm1d), (2, nn.BatchNorm2d), (3, nn.BatchNorm3d)) if isinstance(module, kind)
@@ -149,7 +149,7 @@ def _normalizes_once(module: nn.Module) -> bool:
 
 @cache
 def synchronized_class(kind: type[_BatchNorm]) -> type[SyncBatchNorm]:
-    """The class of a layer of a subclass once it is synchronized."""
+    """The synchronized class for a subclass of batch norm."""
     base = OfSubclass if kind.forward is _BatchNorm.forward else _WithItsForward
     names = {"plain": kind, "__doc__": kind.__doc__, "__module__": kind.__module__}
     return type(f"Sync{kind.__name__}", (base, kind), {**names, "_check_input_dim": kind._check_input_dim})

@@ -1,6 +1,6 @@
 """How the passes over a shard are divided between the programs of a launch: pure functions of its shape.
 
-The parts of a sum decide about its bits, so nothing here may look at anything else, such as how many shards there are.
+The parts of a sum determine its bits, so nothing here may depend on anything else, such as the number of shards.
 """
 
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ class Tile:
         num_warps: Warps of a program.
         unroll: Iterations whose loads are in flight at once.
         programs: How many programs a launch should have at most, as far as it can choose.
-        together: How many programs a multiprocessor has to hold at once, so that there are registers for so many; 0
-            leaves it to the compiler.
+        together: How many programs a multiprocessor must hold at once, which limits their registers; 0 leaves it to
+            the compiler.
     """
 
     positions: int
@@ -67,14 +67,14 @@ class Geometry:
 
     @property
     def stride(self) -> int:
-        """What neighbouring planes, rows or flat samples are apart."""
+        """The distance between neighbouring planes, rows or flat samples."""
         if self.flat:
             return self.channels * self.inner
         return self.channels if self.rows else self.inner
 
     @property
     def align(self) -> int:
-        """By which power of two, as far as it matters, every plane or row begins."""
+        """The power of two, as far as it matters, to which every plane or row is aligned."""
         return gcd(self.stride, 16)
 
 
@@ -115,7 +115,7 @@ def tile(shape: Geometry, size: int, channels: int, *rest: int) -> Tile:
     return Tile(length, min(size // length, power(shape.channels)), *rest)
 
 
-# The sizes that were fastest on an H200; the orders of magnitude, and not the last per cent, matter elsewhere.
+# The sizes that were fastest on an H200; elsewhere the orders of magnitude matter, not the last per cent.
 
 _PROCESSORS = 132
 
@@ -150,10 +150,10 @@ def map_tile(shape: Geometry) -> Tile:
 
 
 def policies(read_bytes: int) -> tuple[str, str]:
-    """How a pass that reads so many bytes for the second time treats the cache when it loads and stores.
+    """How a pass that reads this many bytes for the second time treats the cache when it loads and stores.
 
-    Of data that the cache holds in good part, what was read once more makes room for what was not, and so does what
-    was written.
+    If the cache holds much of the data, what has been read again makes room for what has not, and so does what was
+    written.
     """
     return ("evict_first", "evict_first") if read_bytes < 150_000_000 else ("", "")
 
@@ -179,7 +179,7 @@ def _most_splits(shape: Geometry, tile: Tile) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=65536)
 def walk(shape: Geometry, outer: int, tile: Tile) -> Walk:
-    """A function of the shard's shape alone: the parts of a sum decide about its bits."""
+    """How a shard is divided: a function of its shape alone, since the parts of a sum determine its bits."""
     most, columns, blocks = _most_splits(shape, tile)
     iterations = -(-outer // tile.positions) if shape.rows else outer
     return Walk(min(iterations, most), columns, blocks)
@@ -212,7 +212,7 @@ class WholeLaunch(NamedTuple):
     policies: tuple[str, str] = ("", "")
 
     def often(self, channels: int) -> "WholeLaunch":
-        """The same with two meetings, for a device that has not room for all programs at once."""
+        """The same with two meetings, for a device without room for all programs at once."""
         return self._replace(meetings=2, merging=_merging(self.parts, channels))
 
 
@@ -252,7 +252,7 @@ def _rows(shape: Geometry, outer: int, inputs: int) -> WholeLaunch:
 
 
 def _rounds(walk: Walk, iterations: int, programs: int) -> Walk:
-    """A walk of more programs than there is room for is divided so that their last round is nearly full."""
+    """Divide a walk of more programs than there is room for so that their last round is nearly full."""
     if walk.programs <= programs:
         return walk
     choices = [walk._replace(splits=n) for n in range(1, min(iterations, 4) + 1)]
@@ -260,7 +260,7 @@ def _rounds(walk: Walk, iterations: int, programs: int) -> Walk:
 
 
 def _own(shape: Geometry, inputs: int) -> WholeLaunch | None:
-    """The same where a program can have some channels for itself; None where the processors were badly used so."""
+    """The same if a program can have some channels to itself; None if that would leave processors idle."""
     if shape.rows or shape.inner > 1024:
         return None
     channels = 1 << max(0, (shape.channels // _PROCESSORS).bit_length() - (1 if shape.flat else 0))

@@ -1,4 +1,4 @@
-"""What surroundings share whose calls need not be chained for backward."""
+"""What surroundings without chained calls in backward have in common."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Learning-rate policies that torch does not have. `docs/scaling.md` has the table of those that it has."""
+"""Learning-rate policies that torch does not have. `docs/scaling.md` lists those that it does."""
 
 from evenstep.optim.schedules import inv, sigmoid
 

@@ -14,7 +14,7 @@ def inv(optimizer: Optimizer, gamma: float, power: float) -> LambdaLR:
     """The rate `base * (1 + gamma * step) ** -power`. With power 1 and gamma 1 / T it is SINGA's inverse-t.
 
     Raises:
-        ConfigError: gamma is negative, so that the rate would not be a number after some steps.
+        ConfigError: gamma is negative, so the rate would stop being a number after some steps.
     """
     if not gamma >= 0:
         raise ConfigError(f"gamma={gamma!r}, expected a number from 0 on")

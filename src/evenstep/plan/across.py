@@ -20,14 +20,14 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """What is added up in one go.
+    """A part of the gradients that is added up at once.
 
     Attributes:
-        bucket: Of which bucket it is a piece.
-        home: Where.
+        bucket: The bucket it is a piece of.
+        home: The machine that adds it up.
         begin: Its first byte among those of the bucket.
         end: One past its last.
-        parameters: Which parameters lie in it; if it is a part of one, that one.
+        parameters: The parameters in it; if it is a part of one, that one.
     """
 
     bucket: int
@@ -42,17 +42,17 @@ class Across:
     """The plan of one worker.
 
     Attributes:
-        machine: On which machine it is.
+        machine: The machine it is on.
         local: How the workers of this machine add up its shards; ranks are counted among them.
         offsets: Where each parameter begins among the bytes of its bucket.
         bucket_bytes: How many bytes each bucket has.
         pieces: All pieces.
         pieces_of: The numbers of each bucket's pieces.
         nodes: The nodes of all machines, from left to right, with the machine of each.
-        program: How those are added up.
+        program: The stack program that adds them up.
         workers: The ranks of this machine's workers among all.
         parts: The nodes of this machine's workers, from left to right.
-        machines: On which machine each worker is.
+        machines: The machine that each worker is on.
     """
 
     machine: int
@@ -93,7 +93,7 @@ def plan_across(
         spans: The shards of each worker; together all shards.
         rank: Which worker this plan is for.
         machines: On which machine each worker is.
-        whole: All parameters are updated by one worker of each machine, which must see them together.
+        whole: Whether one worker of each machine updates all parameters, because it must see them together.
     """
     num_shards, here = spans[-1][1], machines[rank]
     workers = range(machines.index(here), machines.index(here) + machines.count(here))
@@ -138,7 +138,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _cut(size: int) -> list[tuple[int, int]]:
-    """Pieces of a bucket; only one that is too large because of a single parameter has more than one."""
+    """The pieces of a bucket; only a bucket of one parameter that is too large has more than one."""
     if size <= 2 * BUCKET_BYTES:
         return [(0, size)]
     return [(begin, min(begin + BUCKET_BYTES, size)) for begin in range(0, size, BUCKET_BYTES)]

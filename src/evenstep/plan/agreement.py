@@ -10,14 +10,14 @@ T = TypeVar("T", bound=Hashable)
 
 
 def right_copy(copies: Sequence[T], sound: Sequence[bool]) -> T | None:
-    """The value that counts: that of all copies that are what they were, if they agree; else that of most of all.
+    """The value that counts: that of the sound copies if they agree, otherwise that of the majority of all.
 
     Args:
-        copies: What each is now.
-        sound: Whether each is what it was, as far as one knows.
+        copies: The present value of each copy.
+        sound: Whether each is known to be unchanged.
 
     Returns:
-        None: there is no majority.
+        The value, or None if there is no majority.
     """
     firm = {copy for copy, is_sound in zip(copies, sound, strict=True) if is_sound}
     if len(firm) == 1:

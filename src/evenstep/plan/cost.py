@@ -6,11 +6,11 @@ reduction sums a vector over all devices and leaves the result on all of them:
 
 - *tree*: partial sums move up the fixed tree of a layout level by level, and the result down again;
 - *all-to-all*: each device owns a part of the vector, gets that part of all partial sums, and sends the result to all;
-- *ring*: the usual ring over devices in their order. Its order of additions depends on the number of devices, so it is
-  no way to get the same bits; it is here to be compared with.
+- *ring*: the usual ring over devices in their order. Its order of additions depends on the number of devices, so it
+  cannot give the same bits; it is here for comparison.
 
-No message is cut into pieces that follow each other through the tree. The figures are for choosing between plans: what
-counts is their order.
+Messages are not pipelined through the tree in pieces. The figures are for choosing between plans: only their order
+matters.
 """
 
 from collections import defaultdict
@@ -142,7 +142,7 @@ def ring(topology: Topology, layout: Layout, num_bytes: float) -> Prediction:
 def all_to_all(topology: Topology, layout: Layout, num_bytes: float) -> Prediction:
     """To the owners of equal parts of the vector, and back.
 
-    A device whose span is not one tree node sends several partial sums. Messages of a device leave one after the other,
+    A device whose span is not one tree node sends several partial sums. Messages of a device leave one after another,
     so their latencies add up. Messages between machines are counted together, not one by one.
     """
     part = num_bytes / len(layout.order)

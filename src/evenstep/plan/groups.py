@@ -20,15 +20,15 @@ MAX_BUNDLES = 16
 
 @dataclass(frozen=True)
 class Framework:
-    """A set-up that has a name.
+    """A named set-up.
 
     Attributes:
-        says: What it is, in words.
+        says: A description of it.
         groups: (default, least, most) number of groups.
         servers: (default, least, most) number of servers; a default of None: one server group for each group.
-        lock: Whether servers apply updates one after the other.
+        lock: Whether servers apply updates one after another.
         server_groups: Whether there is a server group for every group, or one for all.
-        workers: Workers of a group if nobody says; None: as many as there are cores for it.
+        workers: The default number of workers in a group; None: as many as there are cores for.
     """
 
     says: str
@@ -54,15 +54,15 @@ FRAMEWORKS = {
         workers=1,
     ),
 }
-"""Name -> what it means."""
+"""The frameworks by name."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run was asked to be; every count is checked.
+    """The groups, workers and servers of a run; every count is checked.
 
     Attributes:
-        framework: Its name, if it was chosen by one.
+        framework: The name it was chosen by, if any.
         groups: Worker groups.
         workers: Workers of each group.
         servers: Servers in all; 0: the workers of the one group own the parameters themselves.
@@ -89,7 +89,7 @@ class Setup:
         return group // (self.groups // self.server_groups)
 
     def describe(self) -> str:
-        """All of it as one sentence."""
+        """The set-up as one sentence."""
         head = f"{self.framework}: " if self.framework else ""
         text = f"{head}{_count(self.groups, 'group')} of {_count(self.workers, 'worker')}"
         if not self.servers:
@@ -107,7 +107,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a worker's group stands among the groups of a run that meet at servers.
+    """The position of a worker's group among the groups of a run that meet at servers.
 
     Attributes:
         group: Which group this is.
@@ -128,7 +128,7 @@ class Standing:
     token: str
 
     def text(self) -> str:
-        """As its workers find it in their environment."""
+        """The form in which its workers find it in their environment."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -156,10 +156,10 @@ def choose(
     staleness: int | None = None,
     cores: int = 1,
 ) -> Setup:
-    """Make a set-up of a name, of counts, or of both where they agree.
+    """Make a set-up from a name, from counts, or from both if they agree.
 
     Raises:
-        ConfigError: A count makes no sense, or is not what the name stands for; one sentence.
+        ConfigError: A count makes no sense, or contradicts the name.
     """
     if framework is not None and framework not in FRAMEWORKS:
         raise ConfigError(f"--framework {framework}, expected one of {', '.join(FRAMEWORKS)}")
@@ -250,13 +250,13 @@ def _count(number: int, noun: str) -> str:
 
 
 def bundles_of(layers: Sequence[int], num_servers: int) -> tuple[list[range], list[int]]:
-    """Cut a model into the bundles that travel by themselves, and give each a server.
+    """Cut a model into bundles that travel separately, and give each a server.
 
-    A bundle is a layer; of more than `MAX_BUNDLES` layers neighbours go together, so that bundles are of like size.
+    A bundle is a layer; of more than `MAX_BUNDLES` layers, neighbours are joined into bundles of similar size.
 
     Args:
         layers: The bytes of each layer, in the order of the model.
-        num_servers: Of a server group.
+        num_servers: Servers in a server group.
 
     Returns:
         The layers of every bundle, and the server of every bundle.

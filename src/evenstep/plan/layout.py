@@ -70,7 +70,7 @@ class Layout:
             width *= 2
 
     def num_nodes(self, place: int) -> int:
-        """How many partial sums the device at a place of the order is left with when it has added what it can."""
+        """How many partial sums remain on the device at a place of the order once it has added what it can."""
         first, end = self.spans[place]
         count = 0
         while first < end:

@@ -1,7 +1,7 @@
-"""Which worker of which machine computes which shards: those of a machine are neighbours, if possible one tree node.
+"""Which worker of which machine computes which shards: a machine has neighbouring ones, if possible one tree node.
 
-What a machine has is added up on it as far as the tree allows, and only what is left moves between machines. A span
-that is one node leaves one partial sum; any other leaves several, each as large.
+Each machine adds up its own shards as far as the tree allows, and only the rest moves between machines. A span that is
+one node leaves one partial sum; any other leaves several of the same size.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ __all__ = ["machine_spans", "share_machines"]
 
 Span = tuple[int, int]
 
-_WORTH = 1.5  # how many times faster spans that are no nodes must be to be taken
-_MOST = 16  # machines, among which all ways to share out nodes are tried
+_WORTH = 1.5  # spans that are not nodes must be this many times faster to be chosen
+_MOST = 16  # up to this many machines, all ways to share out nodes are tried
 
 
 def share_machines(size: int, weights: Sequence[float], machines: Sequence[int]) -> list[Span]:
@@ -24,8 +24,8 @@ def share_machines(size: int, weights: Sequence[float], machines: Sequence[int])
 
     Args:
         size: The number of shards.
-        weights: How much each worker shall do.
-        machines: On which machine each of them is, counted from 0; those of one are neighbours.
+        weights: How much each worker is to do.
+        machines: The machine that each of them is on, counted from 0; those of one machine are neighbours.
     """
     free = share(size, weights)
     if machines[-1] == 0:
@@ -52,7 +52,7 @@ def machine_spans(spans: Sequence[Span], machines: Sequence[int]) -> list[Span]:
 
 
 def _nodes(size: int, machines: tuple[tuple[float, int], ...]) -> list[Span] | None:
-    """A node of the tree over so many shards for each machine, given as (weight, workers); None if there is no way."""
+    """A node of the tree over `size` shards for each machine, given as (weight, workers); None if there is no way."""
     children = _children(size)
     ends = [0, *accumulate(weight for weight, _ in machines)]
 

@@ -4,7 +4,7 @@ Three phases pair what remains: devices on one board, then devices with peer acc
 over the remaining devices ceil(log2(how many)) times; in a sweep, each device that still remains takes the first later
 one that fits as its child, and the child is gone. The first device is never a child: it is the root.
 
-This is Caffe's rule as published, so its trees can be had again and compared with ours (`planner.lay`). Where the
+This is Caffe's rule as published, so that its trees can be compared with ours (`planner.lay`). Where the
 original reads past the end of its list (an odd number of devices without peer access), the last one waits for the next
 sweep.
 """

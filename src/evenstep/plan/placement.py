@@ -24,7 +24,7 @@ def share(size: int, weights: Sequence[float]) -> list[Span]:
     total = sum(weights)
     wanted = [size * weight / total for weight in weights]
     sizes = [max(int(amount), 1) for amount in wanted]
-    # those that were raised to 1 take from whoever has most above what it wanted, one at a time
+    # spans raised to 1 take from the one that is most above its share, one at a time
     above = [(wanted[i] - n, -i) for i, n in enumerate(sizes) if n > 1]
     heapify(above)
     for _ in range(sum(sizes) - size):
@@ -34,7 +34,7 @@ def share(size: int, weights: Sequence[float]) -> list[Span]:
             heapreplace(above, (wanted[-i] - sizes[-i], i))
         else:
             heappop(above)
-    # what is left goes to the largest remainders; nobody's is as much as two
+    # the rest goes to the largest remainders; none of them is 2 or more
     for i in nlargest(size - sum(sizes), range(len(sizes)), key=lambda i: (wanted[i] - sizes[i], -i)):
         sizes[i] += 1
     ends = list(accumulate(sizes))

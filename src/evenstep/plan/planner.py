@@ -19,9 +19,9 @@ from evenstep.plan.topology import Device, Machine, Topology
 
 __all__ = ["Plan", "compare", "in_order", "lay"]
 
-_SEARCHED = 32  # up to so many devices, small changes are tried
+_SEARCHED = 32  # up to this many devices, small changes are tried
 _SWEEPS, _TRIES = 8, 500
-_PAIRED = 512  # so many devices of one machine are ordered by their links; more, by their places
+_PAIRED = 512  # up to this many devices of one machine are ordered by their links; more, by their places
 _USUAL_BYTES = 100e6
 Price = tuple[float, float]
 
@@ -31,7 +31,7 @@ class Plan:
     """A way to reduce, and what it is predicted to cost.
 
     Attributes:
-        name: What is done, in words.
+        name: A description of it.
         exact: Whether it adds in the order of the fixed tree, on any number of devices.
         layout: Where the shards lie.
         prediction: What it costs.
@@ -66,9 +66,9 @@ def lay(
 ) -> Layout:
     """Lay the tree over devices so that siblings are near and few bytes cross slow links.
 
-    Devices are taken machine by machine, and inside of a machine in pairs of pairs over the fastest links. If that is
+    Devices are taken machine by machine, and inside a machine in pairs of pairs over the fastest links. If that is
     predicted to be no faster than the order given, the order given stays. With few devices, small changes are tried as
-    well, of this order and of shuffled ones. Of two that are as fast, the one with fewer bytes over slow links is
+    well, of this order and of shuffled ones. Of two that are equally fast, the one with fewer bytes over slow links is
     chosen.
 
     Args:
@@ -84,7 +84,7 @@ def lay(
 
     def price(order: Sequence[int]) -> Price:
         found = cost.tree(topology, in_order(topology, num_shards, order), num_bytes)
-        return float(f"{found.seconds:.9g}"), found.slow_bytes  # what differs by rounding alone is as fast
+        return float(f"{found.seconds:.9g}"), found.slow_bytes  # orders that differ by rounding alone are equally fast
 
     best = min((given, _near(topology, given)), key=price)
     if len(given) <= _SEARCHED:
@@ -93,7 +93,7 @@ def lay(
 
 
 def _search(start: Sequence[int], price: Callable[[Sequence[int]], Price]) -> Sequence[int]:
-    """Change an order for as long as that makes it better; then the same from shuffled ones, until enough are tried."""
+    """Change an order as long as that improves it; then do the same from shuffled ones, until enough were tried."""
     best, lowest = start, price(start)
     moves = list(_moves(len(start)))
     dice, order, num_tries = random.Random(0), list(start), 0
@@ -114,11 +114,11 @@ def _search(start: Sequence[int], price: Callable[[Sequence[int]], Price]) -> Se
 
 
 def _moves(count: int) -> Iterator[tuple[int, int, bool]]:
-    """Small changes of an order: (place, place, whether the two are swapped, or else the first moves to the second)."""
+    """Small changes of an order: (place, place, True to swap the two, False to move the first to the second)."""
     for a, b in permutations(range(count), 2):
         if a < b:
             yield a, b, True
-        if abs(a - b) > 1:  # else it is a swap
+        if abs(a - b) > 1:  # otherwise it is a swap
             yield a, b, False
 
 
@@ -146,7 +146,7 @@ def compare(topology: Topology, num_shards: int, num_bytes: float) -> list[Plan]
 
 
 def _by_depth(topology: Topology) -> Iterable[list[tuple[int, int]]]:
-    """Caffe's pairs as rounds: a device sends to its parent when it has heard of all its children."""
+    """Caffe's pairs as rounds: a device sends to its parent when it has heard from all its children."""
     ready: dict[int, int] = defaultdict(int)
     rounds: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for parent, child in pair_devices(topology):  # a device's own children come before it is a child itself
@@ -159,7 +159,7 @@ def _by_depth(topology: Topology) -> Iterable[list[tuple[int, int]]]:
 def _near(topology: Topology, devices: Sequence[int]) -> list[int]:
     """Devices so that near ones are neighbours: by rack, by machine, by links; the fastest groups first.
 
-    The fastest first because a group of 2^n shards that comes after larger ones begins where a tree node does.
+    The fastest come first because a group of 2^n shards that follows larger ones begins where a tree node does.
     """
     racks: dict[str | None, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for device in devices:

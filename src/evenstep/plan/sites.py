@@ -1,7 +1,7 @@
 """Which workers are around which memory.
 
-A *site* is a set of workers around one memory that holds the whole committed state: a machine, or a GPU. Inside of a
-site owners share out the update; every site steps for itself, on the same sums.
+A *site* is a set of workers around one memory that holds the whole committed state: a machine, or a GPU. Within a site
+owners share out the update; every site steps for itself, on the same sums.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -40,7 +40,7 @@ class Sites:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker is the first of its site: who changes what is not owned by anybody."""
+        """Whether this worker is the first of its site, which changes what nobody owns."""
         return self.mine[0] == self.rank
 
     @property
@@ -49,12 +49,12 @@ class Sites:
         return len(self.members) == 1
 
     def for_each_rank(self, of_sites: Sequence[T]) -> list[T]:
-        """What each site has, for every worker."""
+        """For every worker, the item of its site."""
         found = {rank: value for ranks, value in zip(self.members, of_sites, strict=True) for rank in ranks}
         return [found[rank] for rank in range(len(found))]
 
     def takes(self, source: int, only: Collection[int] | None = None) -> bool:
-        """Whether this worker takes for its site what a worker of another site has.
+        """Whether this worker takes a copy, for its site, of what a worker of another site has.
 
         Args:
             source: The rank of that worker.

@@ -23,7 +23,7 @@ class Leaves:
     Attributes:
         shards: The shards.
         merges: How many additions follow each of them.
-        completes: Which node is complete after a shard, for those after which one is.
+        completes: The node that is complete after a shard, for shards that complete one.
         nodes: The spans of the nodes.
     """
 
@@ -34,7 +34,7 @@ class Leaves:
 
     @classmethod
     def of(cls, span: Span, num_shards: int) -> "Leaves":
-        """Those of a worker that has this span of all shards."""
+        """The leaves of a worker that has this span of all shards."""
         shards, nodes = range(*span), tree.cover(span, num_shards)
         merges = tree.merge_program(tuple((k, k + 1) for k in shards), num_shards)
         return cls(shards, merges, {end - 1: n for n, (_, end) in enumerate(nodes)}, nodes)
@@ -46,12 +46,12 @@ class Summing:
 
     Attributes:
         rank: This worker.
-        owners: Who adds up and updates each parameter; None: nobody here does.
+        owners: The worker that adds up and updates each parameter; None: nobody here does.
         buckets: Parameters that travel together, in the order in which backward reaches them.
         bucket_of: The bucket of each parameter.
         leaves: How this worker's shards become nodes.
         nodes: The nodes of all workers as (rank, its node), from left to right.
-        program: How those are added up.
+        program: The stack program that adds them up.
     """
 
     rank: int
@@ -88,9 +88,9 @@ def plan_summing(
         sizes: The bytes of every parameter.
         spans: The shards of each worker; together all shards.
         rank: Which worker this plan is for.
-        parts: Which parameters travel together, where that is given; empty ones do not count.
-        whole: All parameters go to one worker, which must see them together.
-        num_shards: How many shards there are in all, where these workers have only some of them: then the program
+        parts: Which parameters travel together, where that is given; empty ones are ignored.
+        whole: Whether all parameters go to one worker, which must see them together.
+        num_shards: How many shards there are in all, if these workers have only some of them: then the program
             leaves several sums. None: they have all.
     """
     num_shards = spans[-1][1] if num_shards is None else num_shards
@@ -116,7 +116,7 @@ def plan_nodes(sizes: Sequence[int], span: Span, num_shards: int, *, add: bool) 
         sizes: The bytes of every parameter.
         span: Its shards.
         num_shards: How many there are in all.
-        add: Add its nodes up, from left to right; else they stay as they are, to be added up elsewhere.
+        add: Whether to add its nodes up, from left to right; otherwise they stay, to be added up elsewhere.
     """
     leaves = Leaves.of(span, num_shards)
     buckets = (tuple(range(len(sizes))),)

@@ -1,7 +1,7 @@
-"""What is connected to what: machines, sockets, NUMA nodes, devices and the links between them, as a value.
+"""How machines are connected: sockets, NUMA nodes, devices and the links between them, as a value.
 
 A device is what a worker computes on: a GPU, or a core where there are none. Devices have numbers, counted through all
-machines. Where a pair has no link of its own, the places of the two say which kind of link is between them, so that ten
+machines. Where a pair has no link of its own, their places determine the kind of link between them, so that ten
 thousand devices need no matrix of a hundred million entries. Nothing here reads a machine: `evenstep.topology` does.
 """
 
@@ -42,7 +42,7 @@ class Link:
     latency_s: float
 
     def seconds(self, num_bytes: float) -> float:
-        """How long a message takes that has the link to itself."""
+        """How long a message takes if it has the link to itself."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
@@ -56,7 +56,7 @@ LINKS = (
     Link(LinkKind.NETWORK, 12.5e9, 15e-6),
     Link(LinkKind.SPINE, 6.25e9, 30e-6),
 )
-"""What is assumed of each kind where nothing else is said: round figures of today's machines, for comparisons only."""
+"""The default assumptions for each kind: round figures for today's machines, for comparisons only."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Device:
         name: Unique in its machine.
         socket: The number of its socket.
         numa: The number of its NUMA node, unique in the machine.
-        switch: The PCIe switch it hangs on, if any; the same text is the same switch.
+        switch: The PCIe switch it is attached to, if any; the same text is the same switch.
         board: The board it shares with others, if any.
         speed: How fast it computes; only the ratio to the others counts.
         core: Whether it is a core, whose way to others is memory instead of a bus.
@@ -84,7 +84,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine: its devices, and links of single pairs that their places do not tell.
+    """A machine: its devices, and links of single pairs that do not follow from their places.
 
     Attributes:
         name: Unique in the topology.
@@ -143,7 +143,7 @@ class Topology:
         return {link.kind: link for link in (*LINKS, *self.links)}
 
     def usual(self, kind: LinkKind) -> Link:
-        """The link of a kind that has nothing special."""
+        """The usual link of a kind."""
         return self._kinds[kind]
 
     def device(self, number: int) -> Device:

@@ -1,7 +1,7 @@
 """The fixed binary tree over shard numbers, and the stack programs that evaluate parts of it.
 
 The tree pairs neighbours, level by level, and carries an odd one up: ((0+1)+(2+3))+(4+5) for six leaves. It depends on
-the number of shards alone, so whoever evaluates whichever part of it gets the same bits.
+the number of shards alone, so every evaluation of any part of it gives the same bits.
 
 A *stack program* evaluates it from left to right: push an item, then add the two topmost entries `merges` times.
 """
@@ -75,7 +75,7 @@ def present_program(program: bytes, present: tuple[bool, ...]) -> bytes:
 
 
 def reduce(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
-    """Combine one item per leaf in tree order. `combine` may be called with any associative-looking operation."""
+    """Combine one item per leaf in tree order."""
     stack: list[T] = []
     for item, merges in zip(items, leaf_program(len(items)), strict=True):
         stack.append(item)

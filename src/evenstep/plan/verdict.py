@@ -1,8 +1,8 @@
-"""Who computed wrong, told from what several workers computed of the same shards. Pure.
+"""Who computed wrong, judged from what several workers computed for the same shards. Pure.
 
-A computation of a shard leaves a *trail*: digests of what it offered to others and of what it gave, in *stages*. Before
-the first stage that differs anywhere, everybody had the same to go on with, so whoever differs there is where it began;
-what differs later may be a consequence. A *pass* is one computation of all shards, each by some worker.
+A computation of a shard leaves a *trail*: digests of what it offered to others and of its results, in *stages*. Up to
+the first stage that differs anywhere, everybody had the same inputs, so the error began with whoever differs there;
+later differences may be consequences. A *pass* is one computation of all shards, each by some worker.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from itertools import zip_longest
 __all__ = ["NUM_PASSES", "Account", "Difference", "Pass", "Trail", "Verdict", "judge", "turn_of"]
 
 Trail = tuple[tuple[tuple[str, int], ...], ...]
-"""Stages, of items: the name of a tensor and its digest."""
+"""Stages made of items: the name of a tensor and its digest."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Account:
 
     Attributes:
         worker: Who computed it.
-        trail: What came of it.
+        trail: Its digests.
     """
 
     worker: int
@@ -41,7 +41,7 @@ class Difference:
         worker: Whose it is.
         shard: Which shard.
         number: In which pass.
-        other: In which pass it was computed otherwise: right, if that is known.
+        other: The pass in which it was computed differently: rightly, if that is known.
         item: The name of the first tensor that differs.
     """
 
@@ -54,12 +54,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What some passes say.
+    """The conclusion from some passes.
 
     Attributes:
-        differences: At the first stage that differs; in the order of shards and passes. None: all are alike.
-        wrong: The workers that computed wrong, if one can say.
-        unsteady: Whether workers were off who can hardly all be broken: the code is not deterministic.
+        differences: Those at the first stage that differs, in the order of shards and passes; empty: all agree.
+        wrong: The workers that computed wrong, if that can be told.
+        unsteady: Whether too many workers differ to be all broken: the code is not deterministic.
     """
 
     differences: tuple[Difference, ...] = ()
@@ -69,15 +69,15 @@ class Verdict:
 
 _TURNS = (1, 0, 2, 1, 0)
 NUM_PASSES = len(_TURNS)
-"""Two, and if they differ three more: another opinion on every shard, and twice the same from the same workers."""
+"""Two, and if they differ three more: another opinion on every shard, and two repetitions by the same workers."""
 
 
 def turn_of(number: int, num_workers: int) -> int:
-    """By how many places shards are moved on from the worker that has them, in a pass.
+    """By how many workers the shards are shifted, in a pass, from the one that has them.
 
-    The first pass has every shard elsewhere than the second, which is the one that counts, and the third elsewhere
-    again, where there are so many workers. In the others the same workers compute the same again: what is broken may be
-    so once or always, but where several contradict themselves it is the code that is not deterministic.
+    The first pass computes every shard on another worker than the second, which is the one that counts, and the third
+    on yet another if there are enough workers. In the rest the same workers repeat their work: a broken worker may err
+    once or always, but if several contradict themselves, the code is not deterministic.
     """
     return _TURNS[number] % num_workers
 
@@ -85,8 +85,8 @@ def turn_of(number: int, num_workers: int) -> int:
 def judge(passes: Sequence[Pass]) -> Verdict:
     """Compare passes of one step, in the order in which they were computed.
 
-    A computation of a shard is right if more workers had this result than any other, at least two; or if those who had
-    it stay with it and all others contradict themselves. With one worker, if it is what it had most often.
+    A result is right if more workers had it than any other, at least two; or if those who had it repeat it and all
+    others contradict themselves. With one worker, it is right if it is the most frequent.
     """
     stage = _first_stage(passes)
     if stage is None:
@@ -155,7 +155,7 @@ def _at(trail: Trail, stage: int) -> Stage:
 
 
 def _first_item(one: Stage, other: Stage) -> str:
-    """The name of the first item that differs, or that only one of both has."""
+    """The name of the first item that differs, or that only one of the two has."""
     for here, there in zip_longest(one, other):
         if here != there:
             return str((here or there)[0])

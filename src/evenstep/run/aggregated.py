@@ -1,11 +1,11 @@
 """Training through a parameter server by workers that share a machine: one message for all of them.
 
 The workers step together as in any run: the same tree, owners, transaction and recovery. Only the update is made
-elsewhere. The owners lay their sums into the segment, the first worker sends them to the server as one contribution,
+elsewhere. The owners put their sums into the segment, the first worker sends them to the server as one contribution,
 and puts the values that come back where everybody reads them. To the server they are one worker.
 
-An update has the number of its operation, whoever sends it. If the first worker dies when the server has the update,
-its successor sends it again; the server knows it, and answers with what came of it. So the step is made once.
+An update has the number of its operation, whoever sends it. If the first worker dies after the server got the update,
+its successor sends it again; the server recognises it, and answers with its result. So the step is made once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,19 +39,19 @@ from evenstep.transport.memory import ALIGNMENT, aligned
 
 __all__ = ["AggregatedUpdates"]
 
-_PATIENCE = 0.8  # of the timeout: who waits for the server gives up before the others give up waiting for him
+_PATIENCE = 0.8  # of the timeout: a worker gives up on the server before the others give up on the worker
 
 
 class AggregatedUpdates:
-    """Those of a worker that reaches the server through the first worker of its machine; see `Updates`.
+    """The updates of workers that reach the server through the first worker of their machine; see `Updates`.
 
     Args:
-        holdings: Of the workers of this machine.
+        holdings: What the workers of this machine hold.
         server: Which server, and how.
 
     Raises:
         ConfigError: The server has another staleness.
-        UnreachableError: Nobody is there.
+        UnreachableError: No server is there.
     """
 
     shards = None
@@ -59,10 +59,10 @@ class AggregatedUpdates:
     def __init__(self, holdings: Holdings, server: Server) -> None:
         self._holdings, self._group, self._server = holdings, holdings.group, server
         self._client: Client | None = None
-        self._joined_after = 0  # the number of the last update that the server had of us when we joined
+        self._joined_after = 0  # the number of the last update that the server had from us when we joined
         self._options: list[dict[str, Any]] = []  # as the server knows them
-        self._sums: list[Tensor] = []  # where all owners lay theirs
-        if self._group.worker == 0 and not holdings.ledger.catching_up:  # who will be the first says what is wrong
+        self._sums: list[Tensor] = []  # where all owners put theirs
+        if self._group.worker == 0 and not holdings.ledger.catching_up:  # the first worker reports what is wrong
             self._connected()
 
     def number_of(self, version: int) -> int:
@@ -82,7 +82,7 @@ class AggregatedUpdates:
     # ---- the server ----
 
     def _connected(self) -> Client:
-        """The connection; the first worker's."""
+        """The connection, which only the first worker has."""
         if self._client is None:
             self._client = self._server.connect("worker-0", self._patience_s)
         return self._client
@@ -93,7 +93,7 @@ class AggregatedUpdates:
 
     @property
     def _number(self) -> int:
-        """Of what is sent in the operation that is under way."""
+        """The number of what is sent in the current operation."""
         return self._joined_after + self._holdings.state.operation
 
     def _here(self) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ class AggregatedUpdates:
         return prepared.in_tree(spans)
 
     def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
-        """The values are the server's, or if it has none yet, are put there."""
+        """Take over the server's values, or give it ours if it has none yet."""
         assert prepared is not None, "a model without an optimizer is not admitted"
         self._options = options_for_server(prepared)
         num_bytes = sum(aligned(p.numel() * p.element_size()) for p in prepared.parameters) + ALIGNMENT
@@ -132,7 +132,7 @@ class AggregatedUpdates:
         self._holdings.ledger.perform(Operation("join the server", self._holdings.version), attempt, adopt)
 
     def _meet_server(self) -> int:
-        """Take over what the server has; return the number of the last update under our name."""
+        """Take over the server's values; return the number of the last update under our name."""
         client, here = self._connected(), self._here()
         if client.status()["owner"] is None:
             client.put_parameters(here, buffers=bare_names(self._holdings.models.slots.buffers))
@@ -152,7 +152,7 @@ class AggregatedUpdates:
         return share_among(self._group, work, report)
 
     def update(self, work: Work, sums: dict[int, Tensor | None]) -> News:
-        """Lay the sums into the segment; the first worker sends them, and puts in what comes back."""
+        """Put the sums into the segment; the first worker sends them, and puts the answer in place."""
         mine = {i: total for i, total in sums.items() if total is not None}
         with torch.no_grad():
             for i, total in mine.items():
@@ -186,7 +186,7 @@ class AggregatedUpdates:
         self._options = options_for_server(prepared.optimizers[0])
 
     def edited(self) -> None:
-        """The server gets the result too."""
+        """Give the server the result too."""
         client = self._connected()
         client.put_parameters(self._here(), force=True, sequence=self._number)
         client.get_parameters([])  # and so know its version
@@ -194,17 +194,17 @@ class AggregatedUpdates:
     # ---- trouble, and the end ----
 
     def abandon(self) -> None:
-        """What was sent is known by its number."""
+        """Nothing to do: the server recognises what was sent by its number."""
 
     @contextmanager
     def recovery(self) -> Iterator[None]:
-        """Who is not the first any more lets go of the server, before who is comes to it under the same name."""
+        """A worker that is no longer first disconnects before its successor connects under the same name."""
         if self._group.rank:
             self.close()
         yield
 
     def finish(self) -> None:
-        """Parameters are here, and the optimizer's state stays with the server."""
+        """Nothing to do: parameters are here, and the optimizer's state stays with the server."""
 
     def close(self) -> None:
         """Leave the server."""

@@ -1,4 +1,4 @@
-"""What must be alike or fit together for a run to begin; whatever does not is one sentence."""
+"""What must be the same or fit together for a run to begin; each mismatch is reported in one sentence."""
 
 from types import FrameType
 from typing import Any
@@ -17,10 +17,10 @@ __all__ = ["agree", "check_arithmetic", "find_standing"]
 
 
 def find_standing(env: Environment, server: Server | None) -> Standing | None:
-    """Where the group stands among others, if the launcher has started servers.
+    """The position of the group among others, if the launcher has started servers.
 
     Raises:
-        ConfigError: The script has a server too.
+        ConfigError: The script names a server too.
     """
     if not env.standing:
         return None
@@ -32,16 +32,16 @@ def find_standing(env: Environment, server: Server | None) -> Standing | None:
 
 
 def check_arithmetic(config: RunConfig, env: Environment, caller: FrameType, *, served: bool) -> None:
-    """See that the processor's arithmetic is what the run wants; begins the script again if that is what it takes.
+    """Make sure that the run gets the arithmetic it wants, if need be by starting the script again.
 
     Args:
-        config: Of the run.
-        env: What surrounds it.
+        config: The run's settings.
+        env: What its environment says.
         caller: The frame that makes the run.
         served: Whether a server changes the parameters.
 
     Raises:
-        ConfigError: It cannot be.
+        ConfigError: It cannot have it.
     """
     if config.arithmetic == "native":
         return
@@ -54,10 +54,10 @@ def check_arithmetic(config: RunConfig, env: Environment, caller: FrameType, *, 
 
 
 def agree(ledger: Ledger, config: RunConfig, worker: int) -> None:
-    """The first operation: see that all workers have come to compute the same. All workers must call this alike.
+    """The first operation: check that all workers are set up alike. All workers must call this alike.
 
     Raises:
-        ConfigError: One of them is different.
+        ConfigError: One of them differs.
     """
 
     def attempt() -> Entry:

@@ -1,8 +1,8 @@
-"""A worker that meets the others only at a server: each is a group of its own.
+"""A worker that meets the others only at a server: each is a group of one.
 
-A worker that died and is started again by the launcher runs its script from the beginning. Asynchronously, the updates
-that its earlier life has sent are left out: it goes on with the batch after them, from the server's parameters. A
-synchronous update needs what died with the worker, so the run ends with a sentence (`aggregated.py` has none of this).
+A worker that died and is started again by the launcher runs its script from the beginning. With asynchronous updates,
+those that its earlier life has sent are skipped: it goes on with the batch after them, from the server's parameters. A
+synchronous update needs what died with the worker, so the run ends with an error (`aggregated.py` avoids all this).
 """
 
 from collections.abc import Sequence
@@ -28,27 +28,27 @@ from evenstep.run.server import Server
 
 __all__ = ["Apart", "Some"]
 
-_sent_before: dict[str, int] = {}  # what earlier lives of this process's workers have sent, by name
+_sent_before: dict[str, int] = {}  # how many updates earlier lives of this process's workers have sent, by name
 
 
 class Apart:
-    """One worker of several that are not in its group; for the facade, see `Others`.
+    """A worker among others that are not in its group; see `Others` for what the facade uses.
 
     Args:
-        holdings: Of a group of one.
+        holdings: What a group of one holds.
         server: Which server, and how.
         env: Which worker this is, of how many.
 
     Attributes:
         client: The connection.
         worker: The number of this worker.
-        shards: Those that it trains on.
-        last: What its shards gave in its last step, or in the last that an earlier life has sent.
+        shards: The shards that it trains on.
+        last: The results of its shards in its last step, or in the last one that an earlier life has sent.
 
     Raises:
         ConfigError: The server has another staleness.
-        UnreachableError: Nobody is there.
-        UnsupportedError: This worker was started again, and synchronous updates need what it had.
+        UnreachableError: No server is there.
+        UnsupportedError: This worker was started again, and synchronous updates need what it had before.
     """
 
     def __init__(self, holdings: Holdings, server: Server, env: Environment) -> None:
@@ -64,7 +64,7 @@ class Apart:
             raise
 
     def _look_back(self, env: Environment) -> int:
-        """How many updates an earlier life of this worker has sent, which the script will come to again."""
+        """How many updates an earlier life of this worker has sent, which the script will reach again."""
         if env.job is None or env.events_fd is None:  # nobody starts it again
             return 0
         before = _sent_before.setdefault(self.client.worker, self.client.sequence)
@@ -82,11 +82,11 @@ class Apart:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether an earlier life of this worker has sent the next update already."""
+        """Whether an earlier life of this worker has already sent the next update."""
         return self._left_out > 0
 
     def leave_out(self) -> None:
-        """An update that an earlier life has sent is behind us."""
+        """Skip an update that an earlier life has sent."""
         self._left_out -= 1
         _sent_before[self.client.worker] -= 1
 
@@ -134,7 +134,7 @@ class Apart:
         self._holdings.pull()
 
     def results(self) -> Results:
-        """What the last step gave."""
+        """The results of the last step."""
         return merge(self.last, [0] * self._holdings.config.shards)
 
     def own(self, samples: Samples) -> Samples:
@@ -145,13 +145,13 @@ class Apart:
     # ---- for the facade ----
 
     def collect(self) -> None:
-        """Parameters are taken over when a step is committed."""
+        """Nothing to do: parameters are taken over when a step is committed."""
 
     def level(self, tag: str) -> None:
-        """Every worker evaluates what it has."""
+        """Nothing to do: every worker evaluates what it has."""
 
     def merge(self, tag: str, means: dict[str, float], num_samples: int) -> dict[str, float]:
-        """Every worker speaks for itself."""
+        """Return the means of this worker alone."""
         return means
 
     def tensors(self) -> dict[str, Tensor]:
@@ -190,5 +190,5 @@ class Some:
 
 
 def _name(env: Environment) -> str:
-    """What this worker calls itself: alike for all its lives in one job, and in no other job."""
+    """The name of this worker: the same in all its lives in one job, and unique to that job."""
     return f"worker-{env.worker}" if env.job is None else f"worker-{env.worker}.{env.job}"

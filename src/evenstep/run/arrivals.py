@@ -1,8 +1,7 @@
-"""Which bundles of the parameters are here: whoever touches a parameter waits for its own bundle, and for no other.
+"""Which bundles of the parameters have arrived: access to a parameter waits for its own bundle, and for no other.
 
-The parameters of a group live once, in its segment. A word for every bundle says of which version it is. Its owner
-writes the bundle, then the word; so a bundle whose word is old is one that has to be fetched again, whoever died
-meanwhile.
+The parameters of a group exist once, in its segment. A word for every bundle says which version it has. Its owner
+writes the bundle, then the word; so a bundle with an old word must be fetched again, whoever died meanwhile.
 """
 
 import threading
@@ -30,8 +29,8 @@ class Arrivals:
 
     Args:
         group: The workers.
-        bundles: What changes in each bundle; nobody waits for one without anything.
-        check: Raises if waiting has become useless.
+        bundles: The entries of each bundle that change; nobody waits for a bundle without any.
+        check: Raises if waiting has become pointless.
 
     Attributes:
         version: Which version is needed.
@@ -43,17 +42,17 @@ class Arrivals:
         words = group.segment.memory.words(len(bundles))
         self._words = [words.data_ptr() + 8 * bundle for bundle in range(len(bundles))]
         self._memory = words  # keeps the addresses valid
-        self._have = [-1] * len(bundles)  # what this worker's own copies are
+        self._have = [-1] * len(bundles)  # the versions of this worker's own copies
         self._written = threading.Condition()
         self.version = 0
         self.watch: Callable[[str, int], None] = lambda *_: None
 
     def version_of(self, bundle: int) -> int:
-        """Which version a bundle has in the segment."""
+        """The version of a bundle in the segment."""
         return core.load(self._words[bundle])
 
     def write(self, bundle: int, values: dict[str, Tensor], version: int) -> None:
-        """Put in the values of a bundle that this worker owns, when nobody reads the old ones any more."""
+        """Put the values of a bundle that this worker owns in place, once nobody reads the old ones any more."""
         with torch.no_grad():
             for entry in self._bundles[bundle]:
                 if entry.name in values:
@@ -63,7 +62,7 @@ class Arrivals:
             self._written.notify_all()
 
     def need(self, bundle: int) -> None:
-        """Wait until a bundle is there in the version that is needed.
+        """Wait until a bundle is there in the needed version.
 
         Raises:
             PeerError: Another worker failed.
@@ -88,7 +87,7 @@ class Arrivals:
         self.watch("has", bundle)
 
     def has(self, bundle: int) -> bool:
-        """Whether this worker has waited for a bundle in the version that is needed."""
+        """Whether this worker has waited for a bundle in the needed version."""
         return self._have[bundle] == self.version
 
     def all(self) -> None:
@@ -97,12 +96,12 @@ class Arrivals:
             self.need(bundle)
 
     def forget(self) -> None:
-        """This worker's own copies may be of any version."""
+        """Assume that this worker's own copies may have any version."""
         self._have = [-1] * len(self._have)
 
 
 class Awaited(dict[str, Any]):
-    """The parameters of a module, each of which is waited for when it is taken out. Otherwise an ordinary dict."""
+    """The parameters of a module; looking one up waits for it. Otherwise an ordinary dict."""
 
     need: Callable[[int], None] | None = None
     bundle_of: dict[str, int]
@@ -116,10 +115,10 @@ class Awaited(dict[str, Any]):
 
     @classmethod
     def wait_for(cls, model: nn.Module, bundle_of: Mapping[int, int], need: Callable[[int], None]) -> list[Any]:
-        """Let all modules of a model wait from now on.
+        """Make all modules of a model wait from now on.
 
         Args:
-            model: In which one of these was put into every module.
+            model: A model into whose modules `hang` has put these dicts.
             bundle_of: The bundle of every parameter, by its id.
             need: Waits for a bundle.
 

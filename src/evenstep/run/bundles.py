@@ -1,4 +1,4 @@
-"""How the parameters of a model are cut into the bundles that travel by themselves between a group and its servers."""
+"""How the parameters of a model are cut into bundles that travel separately between a group and its servers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Bundles:
     Attributes:
         names: The parameters of each bundle.
         server_of: Which server of a server group has each bundle.
-        trained: The numbers that an optimizer gives to the parameters of each bundle, last layer first; what it does
-            not train never changes.
+        trained: The numbers that an optimizer gives to the parameters of each bundle, last layer first; parameters
+            that it does not train never change.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -32,7 +32,7 @@ class Bundles:
         Args:
             sizes: The bytes of all its parameters by name, in its order.
             trained: The names of those that the optimizer trains, in the optimizer's order.
-            num_servers: Of a server group.
+            num_servers: Servers in a server group.
 
         Raises:
             ConfigError: There are more servers than layers.
@@ -54,7 +54,7 @@ class Bundles:
 
     @cached_property
     def filled(self) -> list[int]:
-        """The bundles of which something is trained, in the order in which backward reaches them."""
+        """The bundles with trained parameters, in the order in which backward reaches them."""
         return [bundle for bundle in reversed(range(len(self.trained))) if self.trained[bundle]]
 
     @cached_property

@@ -1,8 +1,8 @@
 """Checkpoints: a directory with one safetensors file and `checkpoint.json`, which names it and its checksum.
 
-The JSON file is replaced last and atomically, so a directory always holds one whole checkpoint. While one is being
-written or removed, `checkpoint.json.partial` says which files it has: nothing is ever removed but what one of the two
-names. No pickle anywhere.
+The JSON file is replaced last and atomically, so a directory always holds one complete checkpoint. While one is being
+written or removed, `checkpoint.json.partial` says which files it has: only files named by one of the two are ever
+removed. No pickle anywhere.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from evenstep.run.facts import FACTS, read_facts, seal
 __all__ = ["check", "discard", "is_abandoned", "read", "read_journal", "remove", "write"]
 
 _BEGUN = f"{FACTS}.partial"
-_OVERDUE_S = 86400.0  # of a writer on another machine, who cannot be looked after
-_BARE_S = 60.0  # of one who has only just begun
-_NEW = ".new"  # what is about to replace a file
+_OVERDUE_S = 86400.0  # when to give up a writer on another machine, which cannot be watched
+_BARE_S = 60.0  # when to give up one that has only just begun
+_NEW = ".new"  # the suffix of a file that is about to replace another
 _PARTIAL = ".partial"
 _SUFFIXES = (".safetensors", _PARTIAL, ".journal")
 
@@ -42,8 +42,8 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any],
     Args:
         directory: Where.
         tensors: The state.
-        facts: What goes into `checkpoint.json`: its version, the plain values of the state, and whatever else.
-        journal: What was done so far, if the script is to be able to go on from here by itself.
+        facts: What goes into `checkpoint.json`: its version, the plain values of the state, and so on.
+        journal: What was done so far, if the script is to be resumed from here.
 
     Raises:
         CheckpointError: The directory cannot be written, or holds a `checkpoint.json` that is not ours; an earlier
@@ -53,7 +53,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any],
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory, tensors, dict(facts), journal)
-    except (OSError, SafetensorError, TypeError, ValueError) as error:  # the second is what a full disk comes as
+    except (OSError, SafetensorError, TypeError, ValueError) as error:  # a full disk raises the second
         with contextlib.suppress(OSError, CheckpointError):
             discard(directory)
             if is_new:
@@ -121,7 +121,7 @@ def read_journal(directory: Path, facts: dict[str, Any]) -> list[Entry]:
 
 
 def remove(directory: Path) -> None:
-    """Remove a whole checkpoint: exactly what we wrote, and the directory if nothing else is in it.
+    """Remove a complete checkpoint: exactly what we wrote, and the directory if nothing else is in it.
 
     Raises:
         CheckpointError: There is none of ours.
@@ -133,10 +133,10 @@ def remove(directory: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove what was begun here and is not part of a whole checkpoint, and the directory if nothing is left in it.
+    """Remove what was begun here but not completed, and the directory if nothing is left in it.
 
     Raises:
-        CheckpointError: What says so is not ours.
+        CheckpointError: The file that names it is not ours.
         OSError: It cannot be removed.
     """
     whole, begun = _finished(directory), _begun(directory)
@@ -180,11 +180,11 @@ def check(
     """Raise CheckpointError with the differences if a checkpoint belongs to another run.
 
     Args:
-        directory: Where it lies.
-        facts: What it says of itself.
+        directory: Where it is.
+        facts: What its `checkpoint.json` says.
         tensors: What it holds.
-        here: What this run says: shards, seed, arithmetic, number of optimizers, names of tracked objects.
-        state: What this run holds. What steps make is not compared: a fresh optimizer has no state yet.
+        here: The same facts of this run: shards, seed, arithmetic, number of optimizers, names of tracked objects.
+        state: The state of this run. What steps create is not compared: a fresh optimizer has no state yet.
     """
     there = {"arithmetic": "native", **facts, "tracked": sorted(facts["tracked"])}
     found = [f"{key}: {there[key]} in the checkpoint, {here[key]} here" for key in here if here[key] != there[key]]
@@ -200,7 +200,7 @@ def check(
 
 @contextlib.contextmanager
 def _verified(path: Path, checksum: str | None) -> Iterator[None]:
-    """For whoever reads a file of ours: what is wrong with it is one error."""
+    """While reading a file of ours, report anything wrong with it as one kind of error."""
     try:
         if _checksum(path) != checksum:
             raise CheckpointError(f"{path} was altered or torn: its checksum is not the one in {FACTS}")
@@ -214,12 +214,12 @@ def _me() -> list[Any]:
 
 
 def _is_bare(directory: Path) -> bool:
-    """Whether nothing is here but the very first thing that a writer makes, which may be torn."""
+    """Whether nothing is here but the first file that a writer makes, which may be torn."""
     return directory.is_dir() and os.listdir(directory) == [f"{_BEGUN}{_NEW}"]
 
 
 def _finished(directory: Path) -> list[str]:
-    """The name, without suffix, of the files of the whole checkpoint that is here, if there is one.
+    """The name, without suffix, of the files of the complete checkpoint here, if there is one.
 
     Raises:
         CheckpointError: There is something else.

@@ -1,8 +1,8 @@
-"""Checkpoints that are written while training goes on, and going on from the newest good one.
+"""Checkpoints that are written while training goes on, and resuming from the newest good one.
 
 Each is a folder `step-N` as `checkpoint.write` makes it, with the journal beside the state: with it the script can be
-run from its beginning and gets the results of all that was done before. Whatever else is in their directory is neither
-read nor removed.
+run from its beginning and gets the results of everything done before. Anything else in their directory is neither read
+nor removed.
 """
 
 import math
@@ -36,7 +36,7 @@ _NAME = re.compile(r"step-\d{9,}")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint holds, in memory of its own."""
+    """Everything that a checkpoint holds, copied."""
 
     tensors: Mapping[str, Tensor]
     facts: dict[str, Any]
@@ -45,7 +45,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint that fits: where it is, what it says of itself, and what was done after the one that found it."""
+    """A matching checkpoint: its path, its facts, and what was done after the point at which it was found."""
 
     path: Path
     facts: dict[str, Any]
@@ -53,13 +53,13 @@ class FoundCheckpoint:
 
 
 class Checkpoints:
-    """Writes them.
+    """Writes checkpoints.
 
     Args:
         directory: Where they go.
         every: Steps between two of them, or a time such as "30s".
         keep: How many of the newest to keep.
-        written: Called with each when it is there.
+        written: Called with each when it is complete.
 
     Raises:
         ConfigError: An argument makes no sense.
@@ -77,7 +77,7 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
 
     def due(self, version: int, asked: int) -> bool:
-        """Whether to write one now. While one is being written none is.
+        """Whether to write one now. None is due while one is being written.
 
         Args:
             version: How many steps have been committed.
@@ -93,7 +93,7 @@ class Checkpoints:
         return self._is_time(version)
 
     def is_missing(self, version: int) -> bool:
-        """Whether, at the end of the run, one is due that could not be written while another was, or failed."""
+        """Whether, at the end of the run, one is due that failed or could not be written while another was."""
         return self._last_step < version and (self._retry_s is not None or self._is_time(version))
 
     def _is_time(self, version: int) -> bool:
@@ -129,7 +129,7 @@ class Checkpoints:
             say(f"what is left of older checkpoints in {self._directory} cannot be removed: {error}")
 
     def _tidy(self) -> None:
-        """Keep the newest; remove the others, and what nobody will ever finish."""
+        """Keep the newest; remove the others, and those that nobody will finish."""
         folders = [path for path in _newest_first(self._directory) if not path.is_symlink()]
         for path in [path for path in folders if _is_whole(path)][self._keep :]:
             checkpoint.remove(path)
@@ -153,7 +153,7 @@ class Checkpoints:
         return next((path for path in _newest_first(self._directory) if _is_whole(path)), None)
 
     def close(self) -> None:
-        """Wait for what is being written; a disk that does not answer any more is said and left behind."""
+        """Wait for what is being written; a disk that no longer answers is reported and given up."""
         if self._writer is not None:
             self._writer.join(_PATIENCE_S)
             if self._writer.is_alive():
@@ -161,11 +161,11 @@ class Checkpoints:
             self._writer = None
 
     def find(self, here: Mapping[str, Any], state: Mapping[str, Tensor], ledger: Ledger) -> FoundCheckpoint | None:
-        """The newest good checkpoint of this run; a torn or altered one is named and passed over.
+        """The newest good checkpoint of this run; torn or altered ones are reported and skipped.
 
         Args:
-            here: What this run says of itself.
-            state: What it holds.
+            here: The facts of this run.
+            state: Its state.
             ledger: What it has done so far.
 
         Raises:
@@ -186,13 +186,13 @@ class Checkpoints:
 
 
 class Resumption:
-    """Going on from a checkpoint: the results of what was done come from its journal, and in the end its state.
+    """Resuming from a checkpoint: its journal gives the results of what was done, and finally its state is loaded.
 
     Args:
         path: Where it is. It is read at once; later it may make room for newer ones.
-        facts: What it says of itself: its data and its fingerprint.
+        facts: What its `checkpoint.json` says.
         engine: Where its state goes.
-        ledger: Holds its journal already.
+        ledger: Already holds its journal.
     """
 
     def __init__(self, path: Path, facts: dict[str, Any], engine: Engine, ledger: Ledger) -> None:
@@ -201,10 +201,10 @@ class Resumption:
         ledger.prelude = self._go_on
 
     def check_data(self, number: int, sizes: list[int | None]) -> None:
-        """See that the data is what it was.
+        """Check that the data are the same as then.
 
         Raises:
-            CheckpointError: It is not.
+            CheckpointError: They are not.
         """
         there = self._facts["data"]
         if not self._over and number < len(there) and there[number] != sizes:
@@ -214,7 +214,7 @@ class Resumption:
             )
 
     def _go_on(self) -> None:
-        """Before an operation: if all that the checkpoint knows has been taken over, put its state in place."""
+        """Before an operation: if everything in the checkpoint's journal was taken over, put its state in place."""
         engine, ledger = self._engine, self._ledger
         if ledger.catching_up and ledger.journal.read(ledger.done).kind != _RESTORE:
             ledger.prelude = self._go_on
@@ -238,7 +238,7 @@ class Resumption:
             return bool(entry.value == str(self._path))
 
         self._over = ledger.perform(Operation(_RESTORE, engine.version), attempt, adopt)
-        if not self._over:  # what was put in place then was an older checkpoint, from which this one came
+        if not self._over:  # that was an older checkpoint, from which this one had resumed
             ledger.prelude = self._go_on
 
 
@@ -255,10 +255,10 @@ def _after(path: Path, entries: Sequence[Entry], ledger: Ledger) -> Sequence[Ent
     """What a checkpoint's script did after it had asked for checkpoints.
 
     Raises:
-        CheckpointError: Until then it had done something else than this one.
+        CheckpointError: Until then it had done something different from this one.
     """
     done = [kind for n in range(ledger.done) if (kind := ledger.journal.read(n).kind) != _RESTORE] + ["checkpoint"]
-    there = [n for n, entry in enumerate(entries) if entry.kind != _RESTORE]  # no doing of the script's
+    there = [n for n, entry in enumerate(entries) if entry.kind != _RESTORE]  # which is not an act of the script
     for number, kind in enumerate(done):
         theirs = entries[there[number]].kind if number < len(there) else "nothing more"
         if theirs != kind:
@@ -270,13 +270,13 @@ def _after(path: Path, entries: Sequence[Entry], ledger: Ledger) -> Sequence[Ent
 
 
 def _newest_first(directory: Path) -> list[Path]:
-    """By when they were written, not by their steps: a run that began anew is newer than the one before it."""
+    """By time of writing, not by step: a run that started again is newer than the one before it."""
     found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: (_written_s(path), path.name), reverse=True)
 
 
 def _written_s(path: Path) -> float:
-    """When a checkpoint was written; one that is not whole has yet to be."""
+    """When a checkpoint was written; infinity if it is not complete yet."""
     try:
         return float(read_facts(path / FACTS)["written_s"])
     except (OSError, CheckpointError):

@@ -1,7 +1,7 @@
-"""A directory takes the checkpoints of one run at a time: two would remove each other's.
+"""A directory holds the checkpoints of one run at a time: two would remove each other's.
 
-Every worker of the run holds a shared lock on one file in the directory, which says whose it is; the first to come has
-it alone for a moment, to write that down. The kernel lets go of it when the last of them has ended, however it did.
+Every worker of the run holds a shared lock on one file in the directory, which says whose it is; the first to come
+briefly holds it exclusively, to write that down. The kernel releases it when the last of them has ended.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class Claim:
 
     Args:
         directory: Where.
-        run: Which run, alike on all its workers.
+        run: Which run; the same on all its workers.
     """
 
     def __init__(self, directory: Path, run: str) -> None:
@@ -34,7 +34,7 @@ class Claim:
         self._fd: int | None = None
 
     def take(self) -> None:
-        """Have the directory for this run. Where files cannot be locked, nobody has it.
+        """Claim the directory for this run. Where files cannot be locked, there is no claim.
 
         Raises:
             CheckpointError: Another run has it.
@@ -73,10 +73,10 @@ class Claim:
             time.sleep(0.02)
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release it."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)  # also for copies of this process that are still there
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # also on behalf of forked copies that are still alive
             os.close(self._fd)
             self._fd = None
 
@@ -93,10 +93,10 @@ def _read(fd: int) -> dict[str, object]:
     try:
         found = json.loads(os.pread(fd, 4096, 0))
         return {key: found[key] for key in ("run", "pid", "host")}
-    except (ValueError, TypeError, KeyError):  # somebody else's words: nobody whom we know
+    except (ValueError, TypeError, KeyError):  # not written by us, so there is no holder that we know
         return {"run": None, "pid": "?", "host": "?"}
 
 
 def _lives(holder: dict[str, object]) -> bool:
-    """Whether the process that wrote itself down is there; of another machine's, who knows."""
+    """Whether the process that claimed the file is alive; assumed of one on another machine."""
     return holder["host"] != socket.gethostname() or os.path.exists(f"/proc/{holder['pid']}")

@@ -1,8 +1,8 @@
-"""What one worker of a group sends to the servers and gets from them, in a thread of its own.
+"""Carries one worker's updates to the servers and new values back, in a thread of its own.
 
 The worker hands over the update of a bundle as soon as it is complete, while backward still runs. The courier sends it,
 then fetches the bundle's new values, and puts them in place when the step is committed: not before, since others may
-still read the old ones. Updates go before fetches: nobody can go on before all updates of a step are with the servers.
+still read the old ones. Updates come before fetches: nobody can go on until the servers have all updates of a step.
 """
 
 import threading
@@ -23,7 +23,7 @@ class Line:
     """How a bundle reaches its server.
 
     Attributes:
-        send: Sends an update of a bundle, made of this version. Sent twice it counts once.
+        send: Sends an update of a bundle, computed from this version. Sent twice it counts once.
         fetch: Gets the values of a bundle.
         write: Puts values in place, as of this version.
         close: Ends all connections.
@@ -36,7 +36,7 @@ class Line:
 
 
 class Courier:
-    """The thread, and what it has to do.
+    """The thread and its tasks.
 
     Args:
         line: How bundles travel.
@@ -58,13 +58,13 @@ class Courier:
     # ---- what the worker calls ----
 
     def send(self, bundle: int, version: int, update: Mapping[str, Tensor]) -> None:
-        """Send an update that was made of a version; then fetch what becomes of the bundle."""
+        """Send an update that was computed from a version; then fetch the bundle's new values."""
         with self._changed:
             self._updates.append((bundle, version, update))
             self._changed.notify_all()
 
     def fetch(self, bundle: int, version: int) -> None:
-        """Get a bundle as it is on its server; it will be of this version."""
+        """Fetch a bundle from its server; it will have this version."""
         with self._changed:
             self._fetches.append((bundle, version))
             self._changed.notify_all()
@@ -73,12 +73,12 @@ class Courier:
         """Wait until the servers have all updates.
 
         Raises:
-            UnreachableError: That takes too long; or whatever else went wrong.
+            UnreachableError: That takes too long. Any other error of the courier is raised as it is.
         """
         self._wait(lambda: not self._updates and not self._sending)
 
     def commit(self, version: int) -> None:
-        """This version is committed: what was fetched of it may be put in place."""
+        """Put what was fetched of a version in place, now that it is committed."""
         with self._changed:
             self._committed = version
             ready = {bundle: found for bundle, found in self._fetched.items() if found[0] <= version}
@@ -88,7 +88,7 @@ class Courier:
             self._line.write(bundle, values, of)
 
     def drop(self) -> None:
-        """Forget what is not committed; what is under way is waited for."""
+        """Forget what is not committed; waits for what is under way."""
         with self._changed:
             self._updates.clear()
             self._fetches = [fetch for fetch in self._fetches if fetch[1] <= self._committed]
@@ -102,7 +102,7 @@ class Courier:
         self._wait(lambda: not self._updates and not self._fetches and not self._busy)
 
     def check(self) -> None:
-        """Raise what has stopped the courier, if anything has."""
+        """Raise the error that has stopped the courier, if any."""
         if self._error is not None:
             raise self._error
 
@@ -165,7 +165,7 @@ class Courier:
         return True
 
     def _next_fetch(self) -> tuple[int, int]:
-        """The first bundle of the model comes first: it is the first that is needed."""
+        """The first bundle of the model goes first: it is needed first."""
         fetch = min(self._fetches)
         self._fetches.remove(fetch)
         return fetch

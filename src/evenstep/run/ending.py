@@ -1,4 +1,4 @@
-"""The last operation of a run: all workers are done, and one fingerprint says what came of it."""
+"""The last operation of a run: all workers are done, and one fingerprint sums up the result."""
 
 import sys
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def end(
         return Entry("end of the run", fingerprint() if group.rank == 0 else None)
 
     def adopt(entry: Entry, took_part: bool) -> None:
-        if not took_part:  # whoever came here through the journal alone takes over what came of it
+        if not took_part:  # a worker that came here through the journal alone takes over the result
             engine.holdings.pull()
         meter.close()
         found = entry.value or fingerprint()

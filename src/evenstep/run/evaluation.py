@@ -32,7 +32,7 @@ class Evaluation:
 
     Args:
         engine: Has the models.
-        others: Who else trains them.
+        others: Others who train them.
         feed: Gives batches.
         perform: Does an operation on all workers.
         group: The number of this worker's group, and how many there are.
@@ -40,7 +40,7 @@ class Evaluation:
 
     def __init__(self, engine: Engine, others: Others, feed: Feed, perform: Perform, group: tuple[int, int]) -> None:
         self._engine, self._others, self._feed, self._perform, self._place = engine, others, feed, perform, group
-        self._count = 0  # how often all groups have met
+        self._count = 0  # how often all groups have met so far
 
     def _tag(self, kind: str) -> str:
         self._count += 1
@@ -89,7 +89,7 @@ def _value(entry: Entry, _: bool) -> dict[str, float]:
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """All modules in eval mode, no gradients; afterwards each is as it was."""
+    """All modules in eval mode, without gradients; each is restored afterwards."""
     before = [(module, module.training) for module in modules]
     try:
         for module in modules:
@@ -102,7 +102,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def call_parts(engine: Engine, batch: Batch, function: Function) -> dict[int, Any]:
-    """Call the function for every part, each time with the committed buffers and random numbers of its own."""
+    """Call the function for every part, each time with the committed buffers and its own random numbers."""
     values = {}
     with preserved():
         for shard in range(*engine.sharing.evaluated[engine.group.rank]):

@@ -1,6 +1,6 @@
-"""What `checkpoint.json` says: checked once, where it enters, with a checksum of its own.
+"""The contents of `checkpoint.json`: checked once, where they are read, and protected by a checksum.
 
-Whoever altered the file, and whatever it holds now, one CheckpointError says what is wrong with it.
+Whatever was done to the file, one CheckpointError says what is wrong with it.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ def seal(facts: dict[str, Any]) -> bytes:
     """The text of the file.
 
     Raises:
-        TypeError, ValueError: The facts are no JSON.
-        CheckpointError: They are too long ever to be read again.
+        TypeError, ValueError: The facts are not JSON.
+        CheckpointError: They are too long to be read back.
     """
     facts = json.loads(json.dumps({"format": _FORMAT, **facts}))  # as it will be read
     text = json.dumps({**facts, _CHECKSUM: _checksum(facts)}, indent=1).encode()
@@ -46,7 +46,7 @@ def read_facts(path: Path, *, either: bool = False) -> dict[str, Any]:
 
     Args:
         path: The file.
-        either: Whether it may also be the one that stands in its place while a checkpoint is being written.
+        either: Whether it may also be the file that takes its place while a checkpoint is being written.
 
     Raises:
         FileNotFoundError: There is none.
@@ -76,9 +76,9 @@ def _checksum(facts: dict[str, Any]) -> str:
 
 
 def pack(value: Any) -> Any:
-    """A plain value as JSON that keeps what JSON would lose: keys that are no text, and tuples.
+    """A plain value as JSON that keeps what JSON would lose: keys that are not text, and tuples.
 
-    A scheduler's state holds such things; read back as text they would be ignored in silence.
+    A scheduler's state holds such things; read back as text they would be silently ignored.
     """
     if isinstance(value, dict):
         return {"dict": [[pack(key), pack(item)] for key, item in value.items()]}

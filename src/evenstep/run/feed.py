@@ -1,4 +1,4 @@
-"""The batches of a run: how often the data was gone through, from where on, and loading them."""
+"""The batches of a run: which epochs of the data, from which position, and loading them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Arrangement:
     train: bool = True
 
     def check_stream(self) -> None:
-        """See that nothing is asked for that a stream has not.
+        """Check that nothing is asked for that a stream does not have.
 
         Raises:
             ConfigError: Something is.
@@ -57,7 +57,7 @@ class Arrangement:
 
 
 class Batches:
-    """Global batches of a data set. Going through them again goes on with the next epochs, as with a `DataLoader`."""
+    """Global batches of a data set. Iterating again goes on with the next epochs, as with a `DataLoader`."""
 
     def __init__(
         self,
@@ -71,19 +71,19 @@ class Batches:
         return self._go_through()
 
     def __len__(self) -> int:
-        """How many batches there are if one goes through them now; fewer than usual after `Run.load`.
+        """How many batches iterating would give now; fewer than usual after `Run.load`.
 
         Raises:
-            TypeError: It cannot be known before.
+            TypeError: It cannot be known beforehand.
         """
         return self._count()
 
     def at(self, epoch: int, batch: int = 0) -> Iterator[Batch]:
-        """Go through one epoch, for a script that counts them itself.
+        """Iterate over one epoch, for a script that counts epochs itself.
 
         Args:
-            epoch: Which one, counted from 0, whatever was gone through before.
-            batch: How many of its batches to leave out.
+            epoch: Which one, counted from 0, regardless of earlier iterations.
+            batch: How many of its batches to skip.
         """
         return self._at(epoch, batch)
 
@@ -93,9 +93,9 @@ class Feed:
 
     Args:
         engine: Knows which shards are this worker's.
-        env: What surrounds the run.
-        saving: Is told where in the data we are.
-        meter: Shows it.
+        env: The environment of the run.
+        saving: Told where in the data we are.
+        meter: Shows where we are.
         perform: Does an operation on all workers.
         group: The number of this worker's group, and how many there are.
     """
@@ -106,7 +106,7 @@ class Feed:
         self._engine, self._env, self._place_of_group = engine, env, group
         self._config, self._ledger = engine.config, engine.ledger
         self._saving, self._meter, self._perform = saving, meter, perform
-        self._begun = 0  # how many epochs were begun, or left out, so far
+        self._begun = 0  # how many epochs were begun, or skipped, so far
 
     def batches(self, dataset: Any, arrangement: Arrangement, epochs: int, loading: Loading) -> Batches:
         """The batches of a data set or stream; see `Run.batches`."""
@@ -137,7 +137,7 @@ class Feed:
         return Order(size, batch_size, shards, seed, shuffle=False, drop_last=False, group=group, groups=groups)
 
     def _trained(self, dataset: Any, order: Order, epochs: int, loading: Loading, num_workers: int | None) -> Batches:
-        """The batches of a data set; `num_workers`: the global batches are a multiple of it, if that was asked for."""
+        """The batches of a data set; `num_workers`: the number that global batches were scaled by, if any."""
 
         def load(coming: Sequence[tuple[int, Place]]) -> Iterator[Batch]:
             self._saving.begin_data(order.num_samples, order.batch_size, num_workers)
@@ -152,7 +152,7 @@ class Feed:
         )
 
     def _untrained(self, dataset: Any, order: Order, loading: Loading) -> Batches:
-        """Batches that no step trains on: they are no epochs of the run, and random numbers of their own are drawn."""
+        """Batches that no step trains on: they are not epochs of the run, and draw their own random numbers."""
         passes = count()
 
         def load(epoch: int, first: int) -> Iterator[Batch]:
@@ -219,7 +219,7 @@ class Feed:
         return self._show(load([(epoch, {"epoch": epoch, "batch": first})]), epoch, 1)
 
     def _coming(self, epochs: int) -> Iterator[tuple[int, Place]]:
-        """The epochs that would be gone through now, and where in each one would begin."""
+        """The epochs that iterating would give now, and where in each it would begin."""
         beginning: Place = {"epoch": 0, "batch": 0}
         start = self._saving.position or beginning
         for epoch in range(max(self._begun, start["epoch"]), self._begun + epochs):
@@ -232,7 +232,7 @@ class Feed:
             if self._env.max_steps is not None and self._engine.version >= self._env.max_steps:
                 return
             at = batch.position
-            assert at is not None, "it was loaded from the data"
+            assert at is not None, "a batch that was loaded from data has a position"
             self._saving.next = at.after
             self._meter.begin_batch()
             if before is None or at.epoch != before.epoch:
@@ -245,14 +245,15 @@ class Feed:
         self._end_of_stream(before, base, epochs)
 
     def _end_of_stream(self, last: Position | None, base: int, epochs: int) -> None:
-        """An epoch is over, and only now one knows how many batches it had."""
+        """Show the end of an epoch of a stream, whose number of batches is known only now."""
         if last is not None and last.count is None:
             self._meter.show(last.epoch - base, epochs, last.before + 1, last.before + 1)
 
     def _num_workers_at_start(self) -> int:
-        """How many workers the run was started with: what was asked for, and first of all, if it has been resumed.
+        """How many workers the run was originally started with, even if it has been resumed.
 
-        Neither how many there are now nor how many came: else a worker that dies early would change the result.
+        This is the number asked for, not how many are there now or came: a worker that dies early must not change the
+        result.
         """
 
         def attempt() -> Entry:

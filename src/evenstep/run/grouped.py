@@ -1,12 +1,12 @@
 """The updates of a group that shares its parameters with other groups through servers.
 
-Inside of the group everything is as in any run: shards, the fixed tree, owners, the step as a transaction. Only the
+Inside the group everything is as in any run: shards, the fixed tree, owners, the step as a transaction. Only the
 update is made elsewhere. A *bundle* of the parameters (a layer) has one owner in the group and one server:
 
 1. While backward still runs, an owner sends the sum of a bundle as soon as it is complete (`courier.py`).
 2. The step is committed when the servers have all its updates. An update carries (group, bundle, step), so one that is
-   sent again after somebody died counts once.
-3. New values come in while the next step has begun; a layer waits for its own bundle only (`arrivals.py`).
+   sent again after a worker died counts once.
+3. New values arrive while the next step has begun; a layer waits only for its own bundle (`arrivals.py`).
 
 Without a lock (hogwild) the group makes the update itself, and when it is committed subtracts what changed from the
 parameters in the server's memory.
@@ -61,11 +61,11 @@ class Traffic:
 
 
 class GroupedUpdates:
-    """Those of a worker in one of several groups, or in one group with servers; see `Updates`.
+    """The updates of a worker in one of several groups, or in one group with servers; see `Updates`.
 
     Args:
-        holdings: Of the group.
-        standing: Where the group stands.
+        holdings: What the group holds.
+        standing: The position of the group among others.
 
     Attributes:
         others: The other groups.
@@ -80,7 +80,7 @@ class GroupedUpdates:
         self._bundles: Bundles | None = None
         self._traffic: Traffic | None = None
         self._hooks: list[Any] = []
-        self._sent: set[int] = set()  # the bundles whose sums are with the courier, in the step that is tried
+        self._sent: set[int] = set()  # the bundles handed to the courier in the step being tried
         self._options: list[dict[str, Any]] = []
 
     def number_of(self, version: int) -> int:
@@ -104,8 +104,8 @@ class GroupedUpdates:
 
     @property
     def traffic(self) -> Traffic:
-        """What travels, in a run that has prepared its model."""
-        assert self._traffic is not None, "whoever steps has an optimizer, so its model has joined the servers"
+        """The traffic of a run that has prepared its model."""
+        assert self._traffic is not None, "a run that steps has an optimizer, so its model has joined the servers"
         return self._traffic
 
     # ---- joining ----
@@ -125,14 +125,14 @@ class GroupedUpdates:
         Awaited.hang(model)
 
     def lay_out(self, prepared: PreparedOptimizer, spans: Sequence[Span]) -> tuple[Summing, Delivery]:
-        """Bundles are what travels together."""
+        """See `Updates`. Parameters of a bundle are added up together."""
         sizes = {name: p.numel() * p.element_size() for name, p in self._holdings.models.slots.parameters.items()}
         num_servers = len(self._standing.servers[self._standing.server_group])
         self._bundles = Bundles.of(sizes, prepared.names, num_servers)
         return prepared.in_tree(spans, [self._bundles.trained[bundle] for bundle in self._bundles.filled])
 
     def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
-        """Everyone begins with the values that the first group puts on all servers."""
+        """See `Updates`. Everyone begins with the values that the first group puts on all servers."""
         assert prepared is not None, "a model without an optimizer is not admitted"
         self._open(model, prepared)
         servers, state, standing = self.traffic.servers, self._holdings.state, self._standing
@@ -171,11 +171,11 @@ class GroupedUpdates:
         self._hooks = Awaited.wait_for(model, bundle_of, arrivals.need)
 
     def _check(self) -> None:
-        """Raise what has stopped the courier, if anything has: nothing more arrives then."""
+        """Raise the error that has stopped the courier, if any: nothing more would arrive."""
         self.traffic.courier.check()
 
     def _expect(self, i: int) -> None:
-        """A gradient has come: its bundle must have been waited for."""
+        """Check that the bundle of a parameter that got a gradient was waited for."""
         traffic = self.traffic
         if not traffic.arrivals.has(self.bundles.trained_by[i]):
             raise UnsupportedError(
@@ -212,7 +212,7 @@ class GroupedUpdates:
             traffic.courier.fetch(bundle, version + 1)
 
     def _send_bundle(self, bundle: int, version: int, update: Mapping[str, Tensor]) -> None:
-        """In the courier's thread."""
+        """Send the update of a bundle; called in the courier's thread."""
         self.traffic.servers.send(bundle, version, update, self._options if self._standing.lock else None)
 
     @property
@@ -223,7 +223,7 @@ class GroupedUpdates:
 
     def update(self, work: Work, sums: dict[int, Tensor | None]) -> News:
         """See `Updates`."""
-        self.traffic.arrivals.all()  # what this step did not use: from now on one version is under way, not two
+        self.traffic.arrivals.all()  # also bundles that this step did not use, so that only one version is under way
         if not self._standing.lock:
             return work.prepared.update(sums)
         for bundle in self._owned_bundles:
@@ -243,7 +243,7 @@ class GroupedUpdates:
             self.traffic.courier.commit(version)
 
     def _hand_over_changes(self) -> None:
-        """What the step, which is committed, has changed of this worker's own bundles."""
+        """Send what the committed step has changed in this worker's own bundles."""
         state, names = self._holdings.state, self.traffic.prepared.names
         for bundle in self._owned_bundles:
             entries = [state.entries[names[i]] for i in self.bundles.trained[bundle]]
@@ -262,7 +262,7 @@ class GroupedUpdates:
 
     @contextmanager
     def recovery(self) -> Iterator[None]:
-        """What a worker that is gone did not put in place, its successor fetches again."""
+        """See `Updates`. What a lost worker did not put in place, its successor fetches again."""
         if self._traffic is not None:
             self._traffic.courier.finish()
         yield
@@ -274,7 +274,7 @@ class GroupedUpdates:
                     self._traffic.courier.fetch(bundle, version)
 
     def finish(self) -> None:
-        """Take home the last values, and what the servers' optimizers keep."""
+        """Fetch the last values, and what the servers' optimizers keep."""
         if self._traffic is None:
             return
         prepared, servers = self._traffic.prepared, self._traffic.servers

@@ -19,8 +19,8 @@ class Groups:
     """The other groups, as one worker of a group sees them; see `Others`.
 
     Args:
-        holdings: Of the group.
-        standing: Where it stands among the others.
+        holdings: What the group holds.
+        standing: Its position among the others.
     """
 
     def __init__(self, holdings: Holdings, standing: Standing) -> None:
@@ -28,7 +28,7 @@ class Groups:
         self._met: tuple[Servers, Arrivals] | None = None
 
     def meet_at(self, servers: Servers, arrivals: Arrivals) -> None:
-        """A model is prepared: it is on these servers, and its parts arrive like this."""
+        """Note where a prepared model is, and how its bundles arrive."""
         self._met = servers, arrivals
 
     def collect(self) -> None:
@@ -42,7 +42,7 @@ class Groups:
         return self._holdings.state.tensors()
 
     def level(self, tag: str) -> None:
-        """Wait for all groups, and take over what is on the first server group then."""
+        """Wait for all groups, then take over the values of the first server group."""
         if self._met is None:
             return
         self.collect()
@@ -64,7 +64,7 @@ class Groups:
         self._holdings.settle()
 
     def _step_aside(self, servers: Servers) -> None:
-        """Be counted no more until the next update: who waits for all groups must hold back none of them."""
+        """Stop being counted until the next update: a group that waits for all others must not hold any back."""
         if self._standing.staleness is not None:
             servers.close()
 
@@ -83,7 +83,7 @@ class Groups:
         return shared
 
     def stop_if_asked(self) -> None:
-        """A group that waits for others is between steps: others that stop would be waited for in vain.
+        """Stop here if asked to: a group that waits between steps would wait in vain for others that stop.
 
         Raises:
             Stopped: The run was asked to stop.

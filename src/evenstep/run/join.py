@@ -1,4 +1,4 @@
-"""How a process finds its fellow workers: alone, by the launcher's segment, or by torchrun's store."""
+"""How a process finds its fellow workers: none, by the launcher's segment, or by torchrun's store."""
 
 import os
 
@@ -30,7 +30,7 @@ def alone(timeout_s: float) -> Ledger:
 
 
 def join(env: Environment, timeout_s: float) -> Ledger:
-    """Become one of several workers. Several runs of a process, one after the other, go on in one ledger.
+    """Become one of several workers. Consecutive runs of a process share one ledger.
 
     Raises:
         ConfigError: The launcher's segment cannot be reached.

@@ -1,4 +1,4 @@
-"""Which kind of run this is: what becomes of its updates, and who else trains its model."""
+"""Which kind of run this is: what becomes of its updates, and which others train its model."""
 
 from typing import NamedTuple
 
@@ -29,18 +29,18 @@ class RunKind(NamedTuple):
 
 
 def choose(holdings: Holdings, server: Server | None, standing: Standing | None, env: Environment) -> RunKind:
-    """Choose by what the script and the launcher say; connects to a server where there is one.
+    """Choose by what the script and the launcher say; connects to the server if there is one.
 
     Args:
-        holdings: Of the workers.
+        holdings: What the workers hold.
         server: Which server the script wants, if any, and how.
-        standing: Where the group stands among others, if the launcher has started servers.
+        standing: The position of the group among others, if the launcher has started servers.
         env: Which worker this is.
 
     Raises:
         ConfigError: The server has another staleness.
-        UnreachableError: Nobody is there.
-        UnsupportedError: This worker was started again where that cannot be made good.
+        UnreachableError: No server is there.
+        UnsupportedError: This worker was started again, in a kind of run that cannot recover from that.
     """
     if holdings.group.puts is not None:
         _check_machines(holdings, with_servers=standing is not None or server is not None)
@@ -60,7 +60,7 @@ def choose(holdings: Holdings, server: Server | None, standing: Standing | None,
 def open_engine(
     config: RunConfig, ledger: Ledger, server: Server | None, standing: Standing | None, env: Environment
 ) -> tuple[Engine, Others]:
-    """An engine for the kind of run that is wanted, and who else trains its model; see `choose` for what it raises."""
+    """An engine for this kind of run, and the others that train its model; raises as `choose` does."""
     holdings = Holdings(config, ledger)
     updates, others = choose(holdings, server, standing, env)
     try:
@@ -71,7 +71,7 @@ def open_engine(
 
 
 def _check_machines(holdings: Holdings, *, with_servers: bool) -> None:
-    """See that a run can have several machines.
+    """Check that a run can have several machines.
 
     Raises:
         UnsupportedError: It cannot.

@@ -1,4 +1,4 @@
-"""What a script has logged after its last step."""
+"""Values that a script logs after its last step."""
 
 from evenstep.engine.logged import mean_of_all
 from evenstep.engine.step import Engine
@@ -10,7 +10,7 @@ __all__ = ["log_last"]
 
 
 def log_last(engine: Engine, perform: Perform) -> None:
-    """Share what no step will carry any more. All workers must call this alike: they have logged the same names."""
+    """Share values that no step will carry any more. All workers must call this alike, with the same names logged."""
     mine, group = engine.logged.values, engine.group
     if not mine:
         return

@@ -11,19 +11,19 @@ __all__ = ["batches_of"]
 
 
 def batches_of(run: Run, loader: Any, *, train: bool) -> Batches | None:
-    """The global batches of a loader, of which each worker loads its own parts only.
+    """The global batches of a loader, of which each worker loads only its own parts.
 
-    Which samples a batch has is left to the loader's samplers, whose random numbers (seed, epoch) fixes. Loader
-    processes become those of the run; what concerns them alone (`worker_init_fn`, pinned memory) has no meaning then.
+    The loader's samplers decide which samples a batch has, with random numbers fixed by (seed, epoch). Loader processes
+    become those of the run; options that concern only them (`worker_init_fn`, pinned memory) have no effect.
 
     Args:
-        run: Whose batches.
+        run: The run.
         loader: Any iterable.
         train: As for `Run.batches`.
 
     Returns:
-        None where only going through the loader itself gives its batches: it has no index, or a way of its own to
-        iterate. Then every worker goes through it, and the batches are whole ones.
+        None if only iterating over the loader itself gives its batches: it has no index, or its own way to iterate.
+        Then every worker must iterate over it, and use its batches as whole global batches.
     """
     if (
         not isinstance(loader, DataLoader)

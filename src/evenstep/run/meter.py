@@ -1,4 +1,4 @@
-"""What the steps of an epoch have given so far, and who shows it."""
+"""The means of the steps of an epoch so far, and showing them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,11 @@ class Meter:
     """Adds up losses and metrics, and shows the progress of an epoch.
 
     Args:
-        shows: Says whether it is for this worker to show something now.
+        shows: Says whether this worker is the one to show something now.
 
     Attributes:
         display: Where progress is shown, if anywhere.
-        num_samples: Of the steps of this epoch so far.
+        num_samples: Samples in the steps of this epoch so far.
     """
 
     def __init__(self, shows: Callable[[], bool]) -> None:
@@ -26,17 +26,17 @@ class Meter:
         self.begin_batch()
 
     def begin_epoch(self) -> None:
-        """Means are over what comes from now on."""
+        """Start the means again."""
         self.num_samples = 0
         self._sums: dict[str, float] = {}
 
     def begin_batch(self) -> None:
-        """What the step on the batch will give is not known yet; there may be none."""
+        """Forget the last step: the result of this batch's step is not known yet, if there will be one."""
         self._loss: float | None = None
         self._metrics: dict[str, float] = {}
 
     def add(self, num_samples: int, loss: float, metrics: dict[str, Any]) -> None:
-        """Add means over the samples of a step; what is no mean is left out."""
+        """Add means over the samples of a step; values that are not means are left out."""
         self._loss, self._metrics = loss, {name: mean for name, mean in metrics.items() if isinstance(mean, float)}
         self.num_samples += num_samples
         for name, mean in {"loss": loss, **self._metrics}.items():
@@ -47,7 +47,7 @@ class Meter:
         return {name: value / self.num_samples for name, value in self._sums.items()}
 
     def show(self, epoch: int, num_epochs: int, batch: int, num_batches: int, num_samples: int = 0) -> None:
-        """Show where the batches are; with what the last step gave, if samples have been gone through."""
+        """Show where the batches are, with the results of the last step if it had samples."""
         if self.display is not None and self._shows():
             found = (self._loss, self._metrics, num_samples) if num_samples else (None, {}, 0)
             self.display.show(Progress(epoch, num_epochs, batch, num_batches, num_samples, *found))

@@ -1,4 +1,4 @@
-"""What a run and its servers call the same tensors: a run names its model first, a server has no other."""
+"""What a run and its servers call the same tensors: a run's names begin with the model's, a server's do not."""
 
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
@@ -30,7 +30,7 @@ def full(values: Mapping[str, T]) -> dict[str, T]:
 
 
 def compare(here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> None:
-    """See that a server has the model of this run; names are the server's.
+    """Check that a server has the model of this run; names are the server's.
 
     Raises:
         MismatchError: It has another.

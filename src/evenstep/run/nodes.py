@@ -1,4 +1,4 @@
-"""The workers of torchrun, wherever they are: who shares memory is found by trying, and bridges join the machines."""
+"""The workers of torchrun, on any machines: which of them share memory is tested, and bridges join the machines."""
 
 import atexit
 import os
@@ -23,9 +23,9 @@ from evenstep.transport.segment import Segment
 
 __all__ = ["meet"]
 
-_FAREWELL_S = 10.0  # how long a machine that is done waits for the others to be
-_GENERATION = 1  # nobody is ever replaced
-_stores: list[Any] = []  # kept open: one that torchrun has not made is worker 0's, and others may still ask
+_FAREWELL_S = 10.0  # how long a machine that is done waits for the others
+_GENERATION = 1  # the only one: nobody is ever replaced
+_stores: list[Any] = []  # kept open: if torchrun did not make it, worker 0 hosts it, and others may still ask
 
 
 def meet(environment: Environment, timeout_s: float) -> Group:
@@ -67,7 +67,7 @@ def _store(worker: int, count: int, timeout_s: float) -> Any:
 
 
 def _await_all(store: Any, worker: int, count: int, timeout_s: float) -> None:
-    """Before anybody leaves, all have seen who shares memory with whom."""
+    """Wait until all have seen who shares memory with whom, before anybody leaves."""
     store.set(f"evenstep/there/{worker}", "1")
     try:
         store.wait([f"evenstep/there/{other}" for other in range(count)], timedelta(seconds=timeout_s))
@@ -111,7 +111,7 @@ def _segment(
 def _build_bridge(
     segment: Segment, machines: Sequence[Sequence[int]], group: Group, store: Any, timeout_s: float
 ) -> None:
-    """Start the bridge of this machine; it is there until all machines are done."""
+    """Start the bridge of this machine, which stays until all machines are done."""
     where = env.store_address()
     machine = group.machine
     addresses = [address_towards(*where) if each == machine else None for each in range(len(machines))]
@@ -126,7 +126,7 @@ def _build_bridge(
     mine = os.getpid()
 
     def say_farewell() -> None:
-        """Wait until the others have what this machine's workers posted last: the bridge goes with this process."""
+        """Wait until the others have what this machine's workers posted last: the bridge ends with this process."""
         if os.getpid() != mine:
             return
         with suppress(Exception):  # they have failed, or are gone

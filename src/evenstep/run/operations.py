@@ -1,4 +1,4 @@
-"""What the workers of a run do alike: what spoils it on one of them reaches all."""
+"""What the workers of a run do alike: a failure on one of them reaches all."""
 
 import sys
 import traceback
@@ -19,7 +19,7 @@ class RunOperations:
     """The operations of one worker's run.
 
     Args:
-        ledger: Of the workers.
+        ledger: The workers' ledger.
         worker: Which of them this is.
 
     Attributes:
@@ -39,7 +39,7 @@ class RunOperations:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """All workers come here alike; if this one fails inside, the others learn why.
+        """Something that all workers do alike; if this one fails inside, the others learn why.
 
         Raises:
             ConfigError: The run is over, or this is a copy of the process that runs it.
@@ -52,7 +52,7 @@ class RunOperations:
             raise
 
     def check_open(self) -> None:
-        """See that the run goes on, in this process.
+        """Check that the run is open, and that this is its process.
 
         Raises:
             ConfigError: It does not.
@@ -65,7 +65,7 @@ class RunOperations:
             )
 
     def tell_others(self) -> None:
-        """Say why this worker stops, unless it stops because of another or was told to."""
+        """Tell the others why this worker stops, unless it stops because of another or was told to."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, PeerError | Stopped | Dismissed | BeginsAgain):
             where = f"worker {self._worker} failed at step {self.version()}:\n"

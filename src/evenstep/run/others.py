@@ -1,4 +1,4 @@
-"""Who else trains the model of a run, as its facade sees them: other groups, or workers that meet only at a server."""
+"""Others that train the model of a run, as its facade sees them: other groups, or workers that meet at a server."""
 
 from typing import Protocol
 
@@ -10,36 +10,36 @@ __all__ = ["Nobody", "Others"]
 
 
 class Others(Protocol):
-    """All who train the model outside of this worker's group."""
+    """Everyone outside this worker's group who trains the model."""
 
     def collect(self) -> None:
-        """Wait until every parameter here is that of the last committed step. Talks to nobody."""
+        """Wait until all parameters here are those of the last committed step. Does not communicate."""
 
     def level(self, tag: str) -> None:
-        """Inside of an operation: let all groups have one model. They must call this alike."""
+        """Inside an operation: give all groups one model. They must call this alike."""
 
     def merge(self, tag: str, means: dict[str, float], num_samples: int) -> dict[str, float]:
-        """Inside of an operation: the means over all groups, of means over so many samples of this one."""
+        """Inside an operation: the means over all groups, given this group's means over `num_samples` samples."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, by name."""
 
 
 class Nobody:
-    """The workers of the group have all there is.
+    """There are no others: the workers of the group have everything.
 
     Args:
-        holdings: Theirs.
+        holdings: What the workers hold.
     """
 
     def __init__(self, holdings: Holdings) -> None:
         self._state = holdings.state
 
     def collect(self) -> None:
-        """Parameters are where they belong when a step is committed."""
+        """Nothing to do: parameters are in place when a step is committed."""
 
     def level(self, tag: str) -> None:
-        """There is one model."""
+        """Nothing to do: there is one model."""
 
     def merge(self, tag: str, means: dict[str, float], num_samples: int) -> dict[str, float]:
         """See `Others`."""

@@ -1,6 +1,6 @@
-"""Training through a parameter server now and then: in between a worker trains by itself, with its own optimizer.
+"""Training through a parameter server now and then: in between a worker trains on its own, with its own optimizer.
 
-Every so many batches, or at the end of every epoch, it sends what that changed, and goes on with what the server has.
+Every N batches, or at the end of every epoch, it sends what has changed, and goes on with the server's parameters.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ __all__ = ["PeriodicUpdates"]
 
 
 class PeriodicUpdates:
-    """Those of a worker that sends what it has changed from time to time; see `Updates`.
+    """The updates of a worker that sends what it has changed from time to time; see `Updates`.
 
     Args:
-        holdings: Of a group of one.
+        holdings: What a group of one holds.
         apart: The worker.
-        every: Batches between two of them, or "epoch".
+        every: Batches between two updates, or "epoch".
     """
 
     def __init__(self, holdings: Holdings, apart: Apart, every: int | str) -> None:
         self._holdings, self._apart, self._every = holdings, apart, every
         self.shards: Span | None = apart.shards
-        self._since: dict[str, Tensor] = {}  # what the server had when this worker began to train by itself
+        self._since: dict[str, Tensor] = {}  # the server's values when this worker began to train on its own
         self._num_batches = 0
 
     def number_of(self, version: int) -> int:
@@ -73,7 +73,7 @@ class PeriodicUpdates:
         return self._apart.results() if self._apart.leaves_out or not any(own.sizes) else own
 
     def share(self, work: Work, report: Report) -> list[Report]:
-        """Nobody else does this step."""
+        """Return this worker's report: nobody else does this step."""
         self._apart.last = report.results
         return [report]
 
@@ -82,7 +82,7 @@ class PeriodicUpdates:
         return work.prepared.update(sums)
 
     def settle(self, prepared: Trained, samples: Samples) -> None:
-        """Send what this worker has changed by itself, if it is time and no earlier life has sent it."""
+        """Send what this worker has changed, if it is time and no earlier life has sent it."""
         self._num_batches += 1
         due = samples.is_last if isinstance(self._every, str) else self._num_batches % self._every == 0
         if due and self._apart.leaves_out:
@@ -106,17 +106,17 @@ class PeriodicUpdates:
         self._holdings.models.remember_versions()
 
     def edited(self) -> None:
-        """Edits are refused."""
+        """Nothing to do: edits are refused."""
 
     def abandon(self) -> None:
-        """Nothing was sent."""
+        """Nothing to do: nothing was sent."""
 
     def recovery(self) -> AbstractContextManager[None]:
         """See `Updates`."""
         return nullcontext()
 
     def finish(self) -> None:
-        """What was not sent yet stays here."""
+        """Nothing to do: what was not sent yet stays here."""
 
     def close(self) -> None:
         """Leave the server."""

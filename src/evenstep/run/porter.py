@@ -1,7 +1,7 @@
-"""Answers whoever asks about a run that no supervisor looks after: under plain `python`, and under torchrun.
+"""Answers questions about a run that has no supervisor: under plain `python`, and under torchrun.
 
 `evenstep status` and the page of the run ask through the same socket as they would ask a supervisor. What can be done
-without one is done by the same words on the board; what cannot be is refused with a sentence. A thread waits for
+without one is done through the same words on the board; the rest is refused with a sentence. A thread waits for
 questions, and does nothing else.
 """
 
@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import deque
 from contextlib import ExitStack, closing
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -23,6 +24,7 @@ from evenstep.core.output import say
 from evenstep.exchange.board import Asks
 from evenstep.exchange.group import Group
 from evenstep.native import core
+from evenstep.page.answers import answer
 from evenstep.page.process import PageProcess
 from evenstep.page.seen import Seen
 
@@ -32,11 +34,11 @@ _SAID = 50
 
 
 def open_page(port: int | None, env: Environment, group: Group, shards: int, *, served: bool) -> "Porter | None":
-    """Have a page of this run, if one was asked for; returns what to close. All workers must call this alike.
+    """Open a page of this run, if one was asked for; returns what to close. All workers must call this alike.
 
     Args:
-        port: Where; 0: any; None: nowhere.
-        env: What surrounds the run: a supervisor serves the page itself.
+        port: The port; 0: any; None: no page.
+        env: The environment of the run: a supervisor serves the page itself.
         group: The workers.
         shards: K.
         served: Whether workers meet at a server.
@@ -60,10 +62,10 @@ def open_page(port: int | None, env: Environment, group: Group, shards: int, *, 
 
 
 class Porter:
-    """Answers for a run, and has its page served, from when it is made until it is closed.
+    """Answers for a run, and has its page served, until it is closed.
 
     Args:
-        port: Of the page; 0: any.
+        port: The port of the page; 0: any.
         group: The workers of the run; this one is their first.
         shards: K.
 
@@ -94,7 +96,7 @@ class Porter:
         say(page.invitation)
 
     def close(self) -> None:
-        """Answer nobody any more; the page ends. A copy of this process has neither."""
+        """Stop answering, and end the page. In a forked copy of this process, do nothing."""
         if os.getpid() == self._pid:
             self._over.send(b".")
             self._thread.join()
@@ -102,10 +104,10 @@ class Porter:
 
     def _answer(self, over: socket.socket) -> None:
         while over not in select.select([over, self._control.socket], [], [])[0]:
-            self._control.answer(self._command)
+            self._control.answer(partial(answer, self))
 
     def _hear(self, event: Event) -> None:
-        """What the run would tell a supervisor."""
+        """Handle what the run would tell a supervisor."""
         if "saved" in event:
             self._seen.saved(event["saved"])
         if "fingerprint now" in event:
@@ -118,24 +120,26 @@ class Porter:
             saved = f"its checkpoint is {where}" if where else "nothing was saved"
             say(f"stopped from its page after step {event['stopped']['step']}; {saved}")
 
-    def _command(self, request: dict[str, Any]) -> dict[str, Any]:
-        board = self._group.board
-        if "scale" in request:
-            return {"error": "workers come and go under `evenstep run` only; start the run by it"}
-        if "checkpoint" in request:
-            self._asked += 1
-            board.ask(Asks.CHECKPOINT, self._asked)
-            return {"said": "a checkpoint is written after this step, if the script has said where"}
-        if "stop" in request:
-            board.ask(Asks.STOP, 1)
-            self._said.append((monotonic(), "stopping after this step"))
-            return {"said": "stopping after this step"}
-        if "fingerprint" in request:
-            board.ask_fingerprint()
-            return {"said": "the fingerprint is taken after this step"}
-        return self._status()
+    def scale(self, number: int) -> str:
+        """See `Asked`."""
+        raise ConfigError(f"{number} workers: they come and go under `evenstep run` only; start the run by it")
 
-    def _status(self) -> dict[str, Any]:
+    def ask_for_checkpoint(self) -> None:
+        """See `Asked`."""
+        self._asked += 1
+        self._group.board.ask(Asks.CHECKPOINT, self._asked)
+
+    def ask_for_fingerprint(self) -> None:
+        """See `Asked`."""
+        self._group.board.ask_fingerprint()
+
+    def stop(self) -> None:
+        """See `Asked`."""
+        self._group.board.ask(Asks.STOP, 1)
+        self._said.append((monotonic(), "stopping after this step"))
+
+    def status(self) -> dict[str, Any]:
+        """See `Asked`."""
         group = self._group
         workers = [
             {

@@ -19,7 +19,7 @@ __all__ = ["Display", "Merger", "Pipe", "Progress"]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the batches are; loss and metrics are means over `weight` samples. 0 batches: nobody knows how many."""
+    """Where the batches are; loss and metrics are means over `weight` samples. 0 batches: their number is unknown."""
 
     epoch: int
     num_epochs: int
@@ -32,7 +32,7 @@ class Progress:
 
 
 class Display:
-    """Shows progress on a stream, whether or not anybody is there to see it."""
+    """Shows progress on a stream, even if nobody reads it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -75,7 +75,7 @@ class Display:
             stream.flush()
 
     def close(self) -> None:
-        """End the bar, leaving it as it was."""
+        """End the bar, leaving it as it is."""
         bar, self._bar = self._bar, None
         if bar is not None:
             with unheard(self._stream):
@@ -83,7 +83,7 @@ class Display:
 
 
 class Merger:
-    """One progress of several groups, which may be in different epochs: the first that not all have behind them."""
+    """Merges the progress of groups, which may be in different epochs: shows the first that not all have finished."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
@@ -92,9 +92,9 @@ class Merger:
         self._samples: dict[tuple[int, int], int] = {}
 
     def add(self, group: int, progress: Progress) -> list[Progress]:
-        """A group says where it is; returns what there is to show."""
+        """Take in the progress of a group; return what there is to show."""
         series, epoch, batch = self._series.get(group, (0, 0, 0))
-        if (progress.epoch, progress.batch) < (epoch, batch):  # it goes through its data once more
+        if (progress.epoch, progress.batch) < (epoch, batch):  # it iterates over its data again
             series += 1
         self._series[group] = (series, progress.epoch, progress.batch)
         key = (series, progress.epoch)
@@ -122,7 +122,7 @@ class Merger:
         metrics = {name: sum(p.weight * p.metrics[name] for p in counted) / weight for name in names}
         batch, num_batches = sum(p.batch for p in here), sum(p.num_batches for p in here)
         if len(here) < self._groups:
-            num_batches += 1  # somebody has yet to come: it is not over
+            num_batches += 1  # a group has yet to report: it is not over
         samples, self._samples[key] = self._samples[key], 0
         return Progress(here[0].epoch, here[0].num_epochs, batch, num_batches, samples, loss, metrics, weight)
 

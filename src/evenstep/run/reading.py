@@ -1,4 +1,4 @@
-"""Reading a checkpoint once for all workers: on other machines it need not be there."""
+"""Reading a checkpoint once for all workers: it need not exist on other machines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +15,9 @@ __all__ = ["read_for_all"]
 def read_for_all(
     group: Group, tag: str, read: Callable[[], tuple[dict[str, Any], dict[str, Tensor]]]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Let the first worker read a checkpoint for all: its facts, and its tensors, which the others get without values.
+    """Let the first worker read a checkpoint for all: the others get its facts, and its tensors without values.
 
-    All workers must call this alike, inside of an operation. What cannot be read is a fact called "failure".
+    All workers must call this alike, inside an operation. An error in reading becomes a fact called "failure".
     """
     facts: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}

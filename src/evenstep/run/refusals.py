@@ -36,7 +36,7 @@ WITH_SERVERS: Mapping[Feature, str] = {
         "of all parts are known; train without servers, or with Server(..., aggregate=True)"
     ),
 }
-"""Feature -> why it is refused, in every run with servers that says nothing else."""
+"""Why each feature is refused in a run with servers, unless the kind of run says otherwise."""
 
 
 def refuse(what: Feature, reasons: Mapping[Feature, str]) -> None:

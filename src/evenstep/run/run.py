@@ -60,8 +60,8 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741  # the type of the user's optimi
 class Run:
     """A training run whose result does not depend on the number of workers.
 
-    Making it joins the other workers, seeds torch, NumPy and `random`, and pins what the bits rest on. Use it as a
-    context manager: leaving it waits for all workers, prints the fingerprint and gives models and optimizers back as
+    Making it joins the other workers, seeds torch, NumPy and `random`, and pins what the bits depend on. Use it as a
+    context manager: leaving it waits for all workers, prints the fingerprint and returns models and optimizers to
     ordinary ones.
 
     Args:
@@ -74,21 +74,21 @@ class Run:
         quiet: No progress display and no closing fingerprint line.
         progress: Whether there is a progress display.
         on_nondeterminism: "error" raises where torch knows an operation to be non-deterministic, or where user code
-            changes what the bits rest on; "warn" only says so.
+            changes what the bits depend on; "warn" only warns.
         graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
             makes it an error where they cannot; False never does.
-        recheck: Compute one of so many steps twice before it commits, by different workers, to find a machine that
-            computes wrong; 0: none. See docs/wrong-machines.md. `evenstep run --recheck` goes before it.
+        recheck: Compute one in this many steps twice before it commits, by different workers, to find a machine that
+            computes wrong; 0: none. See docs/wrong-machines.md. `evenstep run --recheck` takes precedence.
         tolerate_wrong: How often a worker may be found to compute wrong before it is dismissed; such a step is done
             again in any case.
         image: On a GPU, after how many steps the state is copied to the host, where it outlives all workers; "auto": as
             often as costs at most 2 % of a step; 0: never, and a run that loses all workers goes on from a checkpoint.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor with AVX2; see
             docs/processors.md. Default: what `evenstep run --arithmetic` says, or "native".
-        server: The parameter server at which workers meet, as an `evenstep.Server`, or its address if the rest of that
-            is as by default. None: workers add up gradients among themselves.
-        page: Whether a page of this run is served on this machine: True, or at which port. `evenstep run --page` goes
-            before it. See docs/watching.md.
+        server: The parameter server at which workers meet, as an `evenstep.Server`, or its address if the defaults
+            suit. None: workers add up gradients among themselves.
+        page: Whether a page of this run is served on this machine: True, or at which port. `evenstep run --page` takes
+            precedence. See docs/watching.md.
 
     Attributes:
         worker: The number of this worker in its group, 0 for the first.
@@ -146,7 +146,7 @@ class Run:
             if apart or is_alone(env):
                 self._ledger = alone(self.config.timeout_s)
                 opened.callback(self._ledger.group.close)
-            else:  # another run of this process may go on in it
+            else:  # another run of this process may continue in it
                 self._ledger = join(env, self.config.timeout_s)
             self.worker = env.worker if apart else self._ledger.group.worker
             self._shows = not (apart and self.worker > 0)  # the progress of every group is shown, as one
@@ -205,7 +205,7 @@ class Run:
             self._release()
 
     def close(self) -> None:
-        """Finish: wait for all workers, print the fingerprint (worker 0, unless quiet), let go of everything."""
+        """Finish: wait for all workers, print the fingerprint (worker 0, unless quiet), release everything."""
         if self._operations.closed:
             return
         try:
@@ -263,8 +263,8 @@ class Run:
             model: The bare module, on any device.
             optimizer: Any optimizer of `torch.optim` over parameters of prepared models.
             sync_batchnorm: Convert `nn.BatchNorm*d` so that statistics span all shards; False leaves them per shard.
-            whole: The optimizer looks at all parameters at once, as Lamb's global norm does, so one worker steps all of
-                them. Otherwise every worker steps some.
+            whole: Whether the optimizer looks at all parameters at once, as Lamb's global norm does, so that one worker
+                must step all of them. Otherwise every worker steps some.
 
         Returns:
             The model, or (model, optimizer): the objects that were passed, except that a model that is itself a batch
@@ -299,13 +299,13 @@ class Run:
     ) -> Batches:
         """Global batches, of which this worker loads only the samples of its own shards.
 
-        Going through them goes on with the next epoch, every time. After `load`, what the checkpoint had seen is left
-        out, to the batch. `len` of them says how many there are.
+        Every iteration goes on with the next epoch. After `load`, what the checkpoint had seen is skipped, to the
+        batch. Their `len` is how many there are.
 
         Args:
             dataset: Any map-style data set. Randomness in its `__getitem__` is seeded by (seed, epoch, index). Or an
                 `evenstep.data.stream`, for data that can only be read in order.
-            batch_size: Samples of a global batch. None: the sampler gives whole batches, or the stream whole parts.
+            batch_size: Samples in a global batch. None: the sampler gives whole batches, or the stream whole parts.
             epochs: How often to go through the data.
             shuffle: A new order for every epoch, fixed by (seed, epoch). None: yes, unless there is a sampler.
             sampler: Which samples an epoch has, in which order: a sampler of `torch.utils.data` (such as
@@ -321,10 +321,10 @@ class Run:
             collate_fn: Makes a part from a list of samples; torch's `default_collate` if None.
             loaders: Loader processes of each worker; 0 loads inline.
             prefetch: Batches that each loader process holds ready.
-            train: False for batches that no step trains on, such as those for `collect`: they are no epochs of the run.
+            train: False for batches that no step trains on, such as those for `collect`: they do not count as epochs.
 
         Raises:
-            ConfigError: The arguments contradict each other, or the data set is no map-style one.
+            ConfigError: The arguments contradict each other, or the data set is not map-style.
             CheckpointError: What was loaded had global batches of another size, with `batch_per_worker`.
         """
         arrangement = Arrangement(batch_size, shuffle, sampler, drop_last, batch_per_worker, deal, train)
@@ -362,9 +362,9 @@ class Run:
             clip_value: Clip every element of the gradients to this magnitude.
             reduction: "sum" if the function returns the sum over the part's samples instead of the mean; the loss is
                 then the sum over all samples, and so are gradients.
-            scaler: For float16: the loss that backward begins from is multiplied by its scale, gradients are divided by
-                it, and where they are not finite the step changes no parameter, on any worker. Its scale moves as by
-                `scaler.update()`; the script calls none of its methods. After such a step `grad_norm` is infinite.
+            scaler: For float16: the loss is multiplied by its scale before backward, gradients are divided by it, and
+                if they are not finite the step changes no parameter, on any worker; `grad_norm` is then infinite. The
+                scale is updated as by `scaler.update()`; the script calls none of its methods.
 
         Returns:
             The mean loss over all samples, the same on every worker, as a tensor with one element; or (loss, metrics)
@@ -446,7 +446,7 @@ class Run:
     def collect(self, batch: Any, function: Callable[[Any], Any]) -> list[Any]:
         """What a function gives for every part of a batch, in the order of the parts; the same on every worker.
 
-        For evaluations that are no means and no rows, batch by batch. The prepared models are in eval mode meanwhile,
+        For evaluations that are neither means nor rows, batch by batch. The prepared models are in eval mode meanwhile,
         and no gradients are kept. All workers must call this alike.
 
         Args:
@@ -458,11 +458,11 @@ class Run:
         return collect(self._engine, self._operations.perform, batch, function)
 
     def once(self, function: Callable[[], Any]) -> Any:
-        """Let one worker do something for all, exactly once: write a file, look at a directory, ask the clock.
+        """Let one worker do something for all, exactly once: write a file, list a directory, read the clock.
 
         All workers must call this alike, between steps, and wait for it (`timeout_s` at most). A worker that replaces
-        another, and a run that is resumed, get what it gave then without doing it again. It begins again only if the
-        worker that does it dies in the middle of it.
+        another, and a run that is resumed, get the earlier result without doing it again. It is done again only if the
+        worker that does it dies in the middle.
 
         Args:
             function: Returns numbers, texts, tensors and arrays, in lists, tuples and dicts; or nothing.
@@ -474,16 +474,16 @@ class Run:
 
     @property
     def catching_up(self) -> bool:
-        """Whether the next call is one that others have done already: parameters are then newer than the script's."""
+        """Whether others have already done the next call: parameters are then newer than the script expects."""
         return self._ledger.catching_up
 
     def count_from(self, step: int) -> None:
-        """Go on as a run that has done so many steps: random numbers of a step are seeded by its number.
+        """Go on as a run that has done this many steps: the random numbers of a step are seeded by its number.
 
         For scripts that bring checkpoints of their own. All workers must call this alike, before the first step.
 
         Raises:
-            ConfigError: A step was done, or this is no number of steps.
+            ConfigError: A step was already done, or this is not a number of steps.
         """
         if self.version or step < 0:
             raise ConfigError(
@@ -502,11 +502,11 @@ class Run:
             self._engine.edit(function, derive("edit", self.config.seed, self.version))
 
     def carry(self, initial: Callable[[int], Any]) -> Carry:
-        """What a step function hands on to the next step, for each part by itself, such as the state of an LSTM.
+        """What a step function hands on to the next step, separately for each part, such as the state of an LSTM.
 
-        All workers must call this alike, before the steps that use it. Inside of a step function `carry.get()` gives
-        what the last step has set for the same part, and `carry.set(value)` hands something on; between steps,
-        `carry.reset()` begins anew. It is committed with the step, and saved in checkpoints. The parts of all batches
+        All workers must call this alike, before the steps that use it. Inside a step function `carry.get()` gives what
+        the last step has set for the same part, and `carry.set(value)` hands something on; between steps,
+        `carry.reset()` starts again. It is committed with the step, and saved in checkpoints. The parts of all batches
         must be equally large.
 
         Args:
@@ -518,14 +518,14 @@ class Run:
         return self._engine.holdings.carries.add(initial)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Inside of a step function: the rows of all shards, in their order, for losses over the whole batch.
+        """Inside a step function: the rows of all shards, in their order, for losses over the whole batch.
 
         Blocks until all shards have come; the step function must call it alike for every part. The gradient of what it
-        returns goes back to the shards that gave the rows, and is the same to the bit on every number of workers. Which
-        of the rows are this part's says `rows`, if there is one for each sample.
+        returns goes back to the shards that gave the rows, and is the same to the bit on any number of workers. `rows`
+        says which of the rows are this part's, if there is one for each sample.
 
         Args:
-            tensor: ``[samples of the part, ...]``; all but the first dimension, and the type, alike in every part.
+            tensor: ``[samples of the part, ...]``; all but the first dimension, and the type, the same in every part.
 
         Returns:
             ``[samples of the batch, ...]``.
@@ -534,10 +534,10 @@ class Run:
 
     @property
     def rows(self) -> range:
-        """Inside of a step function: which rows of the batch, as `gather` puts it together, its part has.
+        """Inside a step function: the rows of its part in the batch, as `gather` puts it together.
 
         Raises:
-            ConfigError: It is asked for elsewhere.
+            ConfigError: This is not inside a step function.
         """
         found: range | None = getattr(current(), "rows", None)
         if found is None:
@@ -548,9 +548,9 @@ class Run:
         """The one primitive: each shard offers a vector under a tag, all receive the tree sum.
 
         Args:
-            tag: What is exchanged; alike on all workers.
+            tag: What is exchanged; the same on all workers.
             rows: A function that gives the vector [n] of a shard; or [shards of this worker, n], one row for each, in
-                order. Only the function can be asked again when another worker has died and its shards come here.
+                order. Only a function can be called again when another worker has died and its shards come here.
 
         Returns:
             The sum over all shards in tree order, [n], the same bits on every worker.
@@ -559,25 +559,25 @@ class Run:
         return exchange(self._engine, self._operations.perform, tag, rows)
 
     def print(self, *values: object, sep: str = " ") -> None:
-        """As Python's `print`, once for the whole run: the first worker's, and no line twice if it is replaced.
+        """As Python's `print`, once for the whole run: by the first worker, and no line twice if it is replaced.
 
-        All workers must call this alike; it waits for nobody.
+        All workers must call this alike; it does not wait.
         """
         self._voice.print(sep.join(map(str, values)))
 
     def log(self, name: str, value: float | Tensor) -> None:
-        """Log a value of one's own, for `evenstep run --page`, `--log-json` and `--tensorboard`.
+        """Log a value of your own, for `evenstep run --page`, `--log-json` and `--tensorboard`.
 
         It comes with the next step, or with the last one if no other follows, as the mean over all calls on all workers
-        since the step before. All workers must call this alike, between steps, perhaps with different values; it waits
-        for nobody. Means over samples are metrics: return them from the step function.
+        since the step before. All workers must call this alike, between steps, perhaps with different values; it does
+        not wait. Means over samples are metrics: return them from the step function.
 
         Args:
-            name: Under which it is shown.
+            name: The name under which it is shown.
             value: A number, or a tensor with one element.
 
         Raises:
-            ConfigError: It is called inside of a step function, or with something else.
+            ConfigError: It is called inside a step function, or with something else.
         """
         self._operations.check_open()
         if current() is not None:
@@ -590,8 +590,8 @@ class Run:
     def fingerprint(self) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of parameters, buffers and optimizer state.
 
-        Any worker may call this between steps; it talks to nobody. With servers it waits for what is on its way, and
-        covers the optimizer's state only when the run is over: until then it is the servers'.
+        Any worker may call this between steps; it does not communicate. With servers it waits for what is on its way,
+        and covers the optimizer's state only when the run is over: until then the servers have it.
         """
         self._others.collect()
         return self._engine.state.fingerprint()
@@ -614,7 +614,7 @@ class Run:
         """Go on from a checkpoint, on any number of workers. All workers must call this alike, after `prepare`.
 
         Raises:
-            CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing
+            CheckpointError: It is missing, torn, altered, or of another model, seed or number of shards; nothing was
                 changed.
         """
         self._engine.updates.refuse("load")
@@ -624,7 +624,7 @@ class Run:
         """Write checkpoints from now on, in the background. All workers must call this alike, after `prepare`.
 
         A checkpoint holds everything: the script goes on from it as if it had never stopped, on any number of workers.
-        For that it is run from its beginning, and gets the results of what was done before from the checkpoint.
+        For that the script is run from its beginning, and gets the results of what was done from the checkpoint.
 
         Args:
             directory: Where they go, each into a folder of its own.

@@ -1,4 +1,4 @@
-"""What of a run is kept in checkpoints, and how it goes on from them."""
+"""What checkpoints keep of a run, and how it goes on from them."""
 
 import os
 import socket
@@ -36,12 +36,12 @@ class Saving:
 
     Args:
         engine: Holds the state.
-        others: Who else trains the model.
+        others: Others who train the model.
         perform: Does an operation on all workers.
-        job: Tells the job of a launcher from others; None: there is no launcher.
+        job: Identifies the launcher's job; None: there is no launcher.
 
     Attributes:
-        tracked: What else the user wants to be kept, by name.
+        tracked: What else the user wants to keep, by name.
         position: Where the loaded checkpoint was in the data.
         next: Where batches would go on after the current one.
     """
@@ -53,13 +53,13 @@ class Saving:
         self.tracked: dict[str, Any] = {}
         self.position: dict[str, int] | None = None
         self.next: dict[str, int] | None = None
-        self._data: list[list[int | None]] = []  # the sizes of what was gone through so far
-        self._past: list[list[int | None]] = []  # the same of the loaded checkpoint
+        self._data: list[list[int | None]] = []  # the sizes of the data used so far
+        self._past: list[list[int | None]] = []  # the same in the loaded checkpoint
         self._checkpoints: Checkpoints | None = None
         self._resumption: Resumption | None = None
         self._hold: Claim | None = None
         self._last: Snapshot | None = None
-        self._num_saved = 0  # how often the script has asked for it
+        self._num_saved = 0  # how often the script has called `save`
         self._fingerprints = self._group.board.fingerprints_asked
         self._run = job or f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -72,15 +72,15 @@ class Saving:
         self.tracked[name] = value
 
     def begin_data(self, num_samples: int | None, batch_size: int | None, num_workers: int | None) -> None:
-        """A data set is about to be gone through; see that the checkpoint we go on from went through the like of it.
+        """Note that a data set is about to be used; check that the checkpoint we resume from used one like it.
 
         Args:
-            num_samples: How many it has; None: nobody knows.
-            batch_size: Samples of a global batch, if they are equally many.
-            num_workers: Of which number of workers its global batches are a multiple, if that was asked for.
+            num_samples: How many samples it has; None: unknown.
+            batch_size: Samples in a global batch, if all have the same number.
+            num_workers: The number of workers that its global batches were scaled by, if any.
 
         Raises:
-            CheckpointError: It went through another.
+            CheckpointError: It used another.
         """
         sizes, number = [num_samples, batch_size], len(self._data)
         if self._resumption is not None:
@@ -99,7 +99,7 @@ class Saving:
 
         Args:
             path: Where.
-            writes: Whether it is for us to write, if we are the first worker.
+            writes: Whether the first worker of this group is to write it.
         """
         tag, self._num_saved = f"save {self._num_saved}", self._num_saved + 1
 
@@ -123,7 +123,7 @@ class Saving:
 
         def attempt() -> Entry:
             facts, tensors = read_for_all(self._group, "load", read)
-            if "failure" in facts:  # nobody has changed anything yet
+            if "failure" in facts:  # nothing has been changed yet
                 return Entry("load", facts)
             news, carried = self._engine.holdings.restore(tensors, facts["values"])
             return Entry("load", {**facts, "news": news, "carried": carried})
@@ -193,7 +193,7 @@ class Saving:
         self._perform("checkpoint", attempt, adopt)
 
     def _check_home(self) -> None:
-        """See that this worker, the first, is on the machine where files are.
+        """Check that this worker, the first, is on the machine where files are.
 
         Raises:
             CheckpointError: It is not: all workers of that machine are lost at the moment.
@@ -202,20 +202,20 @@ class Saving:
             raise CheckpointError("no worker is left on the machine that reads and writes files; try again when one is")
 
     def _claim(self, directory: Path, run: str) -> None:
-        """Every worker of the machine that writes files may come to do so: so each has a hold on the directory."""
+        """Claim the directory for each worker of the machine that writes files: any of them may come to write."""
         if self._hold is None and self._group.at_home:
             hold = Claim(directory, run)
             hold.take()
             self._hold = hold
 
     def say_if_none(self) -> None:
-        """The run is to go on from a checkpoint and is about to do its first step: say so if there is none."""
+        """Before the first step of a run that is to be resumed: say so if it has no checkpoints."""
         fresh = self._checkpoints is None and not self._engine.version and not self._ledger.catching_up
         if fresh and self._group.rank == 0:
             say("--resume, but the script has not called run.checkpoint(directory, every=...): starting anew")
 
     def heed(self) -> None:
-        """After a step: write a checkpoint if one is due, say a fingerprint or stop if we are asked to."""
+        """After a step: write a checkpoint if one is due; report a fingerprint or stop if asked to."""
         if not self._ledger.took_part:
             return
         if self._group.rank == 0 and (wanted := self._group.board.fingerprints_asked) != self._fingerprints:
@@ -254,12 +254,12 @@ class Saving:
         }
 
     def _identity(self) -> dict[str, Any]:
-        """What must be alike for a checkpoint to fit."""
+        """What must be the same for a checkpoint to fit."""
         said = {name: getattr(self._config, name) for name in ("shards", "seed", "arithmetic")}
         return {**said, "optimizers": len(self._engine.optimizers)}
 
     def close(self) -> None:
-        """Write what is still missing, for a bounded time, and let others have the directory."""
+        """Write what is still missing, for a bounded time, and release the directory."""
         self._engine.state.saved = None
         if self._checkpoints is not None:
             last, self._last = self._last, None

@@ -1,10 +1,10 @@
-"""Training through a parameter server, each worker for itself: every batch is an update.
+"""Training through a parameter server, each worker on its own: every batch is an update.
 
 A worker computes its share of the shards of every batch, as in any run. What happens then depends:
 
 - synchronous (`staleness=0`): it sends the tree nodes that cover its shards. The server adds up all workers' nodes in
   the fixed tree, as an owner does in a run without a server, and steps: the parameters are equal to the bit.
-- else: it sends the mean gradient over its own samples, and goes on with what the server has then.
+- otherwise it sends the mean gradient over its own samples, and goes on with the server's parameters.
 
 Either way losses and metrics travel with the update, as its note.
 """
@@ -37,10 +37,10 @@ __all__ = ["ServedUpdates"]
 
 
 class ServedUpdates:
-    """Those of a worker that sends every update to a server by itself; see `Updates`.
+    """The updates of a worker that sends each one to a server on its own; see `Updates`.
 
     Args:
-        holdings: Of a group of one.
+        holdings: What a group of one holds.
         apart: The worker.
     """
 
@@ -64,7 +64,7 @@ class ServedUpdates:
         self._apart.admit(model)
 
     def lay_out(self, prepared: PreparedOptimizer, spans: Sequence[Span]) -> tuple[Summing, Delivery]:
-        """Nodes are added up by the server if it has those of all workers, else here."""
+        """See `Updates`. The server adds up nodes if it gets those of all workers, otherwise this worker does."""
         return prepared.alone(self._apart.shards, self._holdings.config.shards, add=not self._synchronous)
 
     def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
@@ -87,11 +87,11 @@ class ServedUpdates:
         """Send the gradients with the report; the server waits for all who take part."""
         if any(result.weighted for result in report.results.values()):
             self.refuse("weighted loss")
-        self._apart.last = report.results or self._apart.last  # it may have no sample of a short batch
+        self._apart.last = report.results or self._apart.last  # of a short batch it may have no sample
         if not self._synchronous:
             report = replace(report, results=self._apart.last)
         note = replace(report, worker=self._apart.worker).pack()
-        kept = self._holdings.models.take_buffers()  # those of the run's first shard come back from the server
+        kept = self._holdings.models.take_buffers()  # the server returns those of the run's first shard
         buffers = bare(kept) if self._apart.shards[0] == 0 else {}
         update, more = self._synchronously(work) if self._synchronous else self._asynchronously(work)
         if (options := options_for_server(work.prepared.optimizers[0])) != self._options:
@@ -103,20 +103,20 @@ class ServedUpdates:
         return [Report.unpack(theirs) for theirs in reply["notes"]]
 
     def _synchronously(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The sums over this worker's tree nodes, and what the server must know of them."""
+        """The sums over this worker's tree nodes, and what the server must know about them."""
         names, nodes = bare_names(work.prepared.names), work.prepared.optimizers[0].gradients.nodes()
         update = {f"{first}-{end}/{names[i]}": tensor for (first, end), held in nodes for i, tensor in held.items()}
         spans = [list(span) for span, _ in nodes]
         return update, {"shards": self._holdings.config.shards, "spans": spans, "base": self._apart.client.version}
 
     def _asynchronously(self, work: Work) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The mean over this worker's samples, and how many these are."""
+        """The mean over this worker's samples, and their number."""
         names, sums = bare_names(work.prepared.names), work.prepared.gradients.finish()
         update = {names[i]: total for i, total in sums.items() if total is not None}
         return update, {"samples": sum(work.sizes)}
 
     def update(self, work: Work, sums: dict[int, Tensor | None]) -> News:
-        """Take over what the server made of it."""
+        """Take over the server's result."""
         self._apart.take_over(self._apart.client.get_parameters(min_version=self._made))
         return []
 
@@ -127,17 +127,17 @@ class ServedUpdates:
             self._apart.leave_out()
 
     def edited(self) -> None:
-        """Edits are refused."""
+        """Nothing to do: edits are refused."""
 
     def abandon(self) -> None:
-        """The server knows what it has."""
+        """Nothing to do: the server knows what it has."""
 
     def recovery(self) -> AbstractContextManager[None]:
         """See `Updates`."""
         return nullcontext()
 
     def finish(self) -> None:
-        """The parameters are here, and the optimizer's state stays with the server."""
+        """Nothing to do: the parameters are here, and the optimizer's state stays with the server."""
 
     def close(self) -> None:
         """Leave the server."""

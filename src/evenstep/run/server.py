@@ -1,4 +1,4 @@
-"""The server that a run goes through, and how: all that a script says of it, as one value."""
+"""The parameter server of a run: everything that a script says about it, as one value."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,12 +17,12 @@ class Server:
 
     Args:
         address: Where it is, such as "http://127.0.0.1:7000".
-        staleness: What the server was started with. With 0 the result is that of a run without a server, to the bit.
-        update_every: Batches between two updates, or "epoch". With more than one batch each worker trains by itself in
-            between, with the optimizer that it prepares, and sends what that changed; the server needs none then.
-        token: For the server.
+        staleness: The staleness of the server. With 0 the result is that of a run without a server, to the bit.
+        update_every: Batches between two updates, or "epoch". With more than one batch each worker trains on its own in
+            between, with the optimizer that it prepares, and sends what that changed; the server then needs none.
+        token: The server's token.
         aggregate: Whether the workers of this machine add up their gradients and send one update, so that they are one
-            worker to the server. None: if `staleness` is 0 and every batch is an update: then it changes no bit.
+            worker to the server. None: only if `staleness` is 0 and every batch is an update, when it changes no bit.
 
     Raises:
         ConfigError: An argument makes no sense.
@@ -45,7 +45,7 @@ class Server:
 
     @staticmethod
     def of(said: "Server | str | None") -> "Server | None":
-        """What a script says: a server, or the address of one with the defaults.
+        """The server that a script names, by value or by address.
 
         Raises:
             ConfigError: It is something else.
@@ -66,7 +66,7 @@ class Server:
 
         Raises:
             ConfigError: It has another staleness.
-            UnreachableError: Nobody is there.
+            UnreachableError: No server is there.
         """
         client = connect(self.address, worker=worker, token=self.token, timeout_s=timeout_s)
         if client.staleness != self.staleness:
@@ -79,6 +79,6 @@ class Server:
 
 
 def options_for_server(prepared: PreparedOptimizer) -> list[dict[str, Any]]:
-    """The options that an optimizer steps with, without what schedulers note beside them."""
+    """The options that an optimizer steps with, without those that schedulers add."""
     known = prepared.optimizer.defaults
     return [{key: value for key, value in group.items() if key in known} for group in prepared.hyperparameters()]

@@ -21,15 +21,15 @@ __all__ = ["Servers"]
 
 
 class Servers:
-    """Where every bundle is.
+    """Knows where every bundle is, and the connections to the servers.
 
     Args:
-        standing: Where the group stands.
+        standing: The position of the group among others.
         bundles: The names of each bundle's parameters.
         server_of: Which server of a group has each bundle.
         buffers: The names of all buffers; the first server of a group has them.
         timeout_s: How long any wait may take.
-        look: Called from time to time by who waits for other groups; raises if waiting has become useless.
+        look: Called from time to time while waiting for other groups; raises if waiting has become pointless.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Servers:
     def send(
         self, bundle: int, version: int, update: Mapping[str, Tensor], options: list[dict[str, Any]] | None
     ) -> None:
-        """Send the update of a bundle: a gradient with the optimizer's options, or without any a change to subtract."""
+        """Send the update of a bundle: a gradient with the optimizer's options, or else a change to subtract."""
         tensors = bare(update)
         if options is None:
             self._client(bundle).update_parameters(tensors, kind="delta", timeout_s=self._timeout_s)
@@ -95,7 +95,7 @@ class Servers:
         return connect_whole(url, worker=name, token=self._standing.token, timeout_s=self._timeout_s, register=register)
 
     def put(self, state: Mapping[str, Tensor], recipe: Recipe | None) -> None:
-        """Give every server of every server group its bundles, unless it has them."""
+        """Give every server of every server group its bundles, unless it already has them."""
         if recipe is not None:
             groups = [{**group, "names": bare_names(group["names"])} for group in recipe["groups"]]
             recipe = {**recipe, "groups": groups}
@@ -135,20 +135,20 @@ class Servers:
                 client.update_parameters(named, kind="peer", buffers=list(named))  # by the server, lock or not
 
     def flush(self) -> None:
-        """Have the servers of this group tell all others of their updates."""
+        """Make the servers of this group tell all others their updates."""
         if len(self._standing.servers) > 1:
             for server in range(len(self._standing.servers[self._standing.server_group])):
                 with self._reader(self._standing.server_group, server) as client:
                     flush(client, self._timeout_s)
 
     def meet(self, tag: str, value: Any = None) -> dict[str, Any]:
-        """Wait for all groups; return what each left."""
+        """Wait for all groups; return the value of each."""
         if self._hub is None:
             self._hub = self._reader(0, 0)
         return meet(self._hub, tag, value, self._standing.groups, self._timeout_s, self._look)
 
     def compare_models(self, state: Mapping[str, Tensor]) -> None:
-        """Wait for all groups, and see that they have the same model.
+        """Wait for all groups, and check that they have the same model.
 
         Raises:
             MismatchError: They do not.

@@ -1,4 +1,4 @@
-"""Operations that change no state: what one does for all, what all compute of a batch, and sums over shards."""
+"""Operations that change no state: what one does for all, what all compute for a batch, and sums over shards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +54,7 @@ def collect(engine: Engine, perform: Perform, batch: Batch, function: Callable[[
 
 
 def _compare(engine: Engine, batch: Batch) -> None:
-    """See that all workers have come with the same batch.
+    """Check that all workers have the same batch.
 
     Raises:
         MismatchError: They have not.

@@ -11,16 +11,16 @@ __all__ = ["Summed"]
 
 
 class Summed:
-    """A step function whose loss is a sum, as one whose loss is weighted: the weights of all parts make 1.
+    """Turns a step function whose loss is a sum into one whose loss is weighted, with weights that add up to 1.
 
     Args:
         function: Returns the sum over its part, or (sum, metrics).
-        num_samples: Of the batch.
+        num_samples: Samples in the batch.
     """
 
     def __init__(self, function: Callable[[Any], Any], num_samples: int) -> None:
         self._function, self._num_samples = function, num_samples
-        self.__code__ = getattr(function, "__code__", None)  # it is known by the code of what it stands for
+        self.__code__ = getattr(function, "__code__", None)  # identifies it by the function that it wraps
 
     def __call__(self, part: Any) -> Any:
         """The loss of a part, with its weight, and metrics."""

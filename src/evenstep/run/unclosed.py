@@ -1,4 +1,4 @@
-"""A run that nobody closes shows no fingerprint, so when the process ends it says so."""
+"""A run that is never closed shows no fingerprint, so a hint is printed when the process ends."""
 
 import atexit
 import os
@@ -11,22 +11,22 @@ _HINT = (
     "the run was never closed, so it has no fingerprint to show, and its last checkpoint may be missing; use "
     "`with evenstep.Run(...) as run`, or call run.close() at the end"
 )
-_open: dict[int, tuple[int, Callable[[str], None]]] = {}  # by the id of a run: whose it is, and how to say something
+_open: dict[int, tuple[int, Callable[[str], None]]] = {}  # by the id of a run: its process, and how to print the hint
 
 
 def opened(run: object, say: Callable[[str], None]) -> None:
-    """A run begins. When the process comes to its end before it is closed, `say` is called with a hint."""
+    """Note that a run begins. If the process ends before it is closed, `say` is called with a hint."""
     _register()
     _open[id(run)] = (os.getpid(), say)
 
 
 def closed(run: object) -> None:
-    """A run is over, or has failed."""
+    """Note that a run is over, or has failed."""
     _open.pop(id(run), None)
 
 
 def forget() -> None:
-    """The script has failed: there is no need to say that its runs were not closed."""
+    """Drop all hints: the script has failed, so it is obvious why its runs were not closed."""
     _open.clear()
 
 

@@ -17,14 +17,14 @@ _LENGTH_BYTES = 8
 
 
 def pack(value: Any, whose: str) -> bytes:
-    """A value as bytes that say how long its description is.
+    """A value as bytes that begin with the length of its description.
 
     Args:
         value: Numbers, texts, None, tensors and arrays, in lists, tuples and mappings.
         whose: Where it comes from, for the error.
 
     Raises:
-        ConfigError: There is something else in it.
+        ConfigError: It contains something else.
     """
     blobs: list[bytes] = []
     text = json.dumps(_describe(value, blobs, whose)).encode()

@@ -1,4 +1,4 @@
-"""What a run shows in its own name: sentences of ours and lines of the script's, each once, however many workers."""
+"""What a run prints in its own name: our messages and the script's lines, each once, however many workers."""
 
 from evenstep.core.env import Environment
 from evenstep.core.events import send
@@ -9,12 +9,12 @@ __all__ = ["Voice"]
 
 
 class Voice:
-    """Speaks for a run: through the launcher if there is one, else by itself.
+    """Speaks for a run: through the launcher if there is one, otherwise directly.
 
     Args:
-        env: What surrounds the run.
-        ledger: Of the workers.
-        speaks: Whether this process may ever speak for the run; else only others do.
+        env: The environment of the run.
+        ledger: The workers' ledger.
+        speaks: Whether this process may ever speak for the run; otherwise only others do.
     """
 
     def __init__(self, env: Environment, ledger: Ledger, *, speaks: bool) -> None:
@@ -22,17 +22,17 @@ class Voice:
         self._last = (-1, 0)  # after how many operations the last line came, and its number among those there
 
     def say(self, sentence: str) -> None:
-        """Say something of our own on standard error."""
+        """Print a message of ours on standard error."""
         if self._events_fd is None:
             say(sentence)
         else:
             send(self._events_fd, {"says": sentence})
 
     def print(self, text: str) -> None:
-        """Show lines of the script's on standard output.
+        """Print lines of the script on standard output.
 
-        Whoever catches up sends them once more, in case the one that was to send them died before: the launcher knows
-        by the place in the script which it has shown.
+        A worker that catches up sends them again, in case the one that was to send them died before: the launcher knows
+        by their place in the script which it has shown.
         """
         done, number = self._ledger.done, 0
         if self._last[0] == done:

@@ -1,12 +1,12 @@
 """The bridge of a machine: what its workers post goes to the other machines, what theirs post comes into its slots.
 
-So an exchange does not know how many machines there are: every worker of the run has its slot on every machine, written
-by the worker itself on its own and by the bridge on the others. Beside that the bridge puts ranges of this segment at
-the same place of the others' (tree nodes of gradients, state). Each generation has a bridge of its own, in a process of
-its own; when the generation is over it is killed, and nothing of it is left.
+So an exchange need not know how many machines there are: every worker of the run has its slot on every machine, written
+by the worker itself on its own machine and by the bridge on the others. The bridge also puts ranges of this segment at
+the same place of the others' (tree nodes of gradients, state). Each generation has its own bridge, in its own process;
+when the generation is over it is killed, and nothing of it remains.
 
-What workers of one machine post in one exchange goes as one message to each other machine. Bridges *beat* where they
-have nothing to say: the way between two machines may be cut though both reach the head.
+What workers of one machine post in one exchange goes to each other machine as one message. Bridges with nothing else to
+send *beat*: the way between two machines may be cut though both reach the head.
 """
 
 import ctypes
@@ -33,16 +33,16 @@ from evenstep.transport.silence import Silence
 
 __all__ = ["Bridge", "Bridging", "serve"]
 
-_FIRST_BYTES = 4096  # what comes at once; only what does not fit into it needs a second message
+_FIRST_BYTES = 4096  # the size of a first message; only what does not fit into it needs a second one
 _HEAD = struct.Struct("<QQ")  # of a message: bytes in all, number of posts
 _POST = struct.Struct(f"<QQQ{core.ES_TAG_BYTES}s")  # of a post: worker, sequence number, bytes, tag
 _SLOT_HEAD = struct.Struct(f"<QQQQQ{core.ES_TAG_BYTES}s")  # as it lies before the data of a slot (core.c)
-_FAILURE_BYTES = 3500  # of the end of what is said of a failure; all of it is one message
+_FAILURE_BYTES = 3500  # how much of the end of a failure's text is sent, so that it is one message
 _LOOK_S = 0.05
 _ANY_PORT = 9
 _PROBE_S = 1.0  # how long a machine may take to answer at all
 _NOBODY = -1
-_UnderWay: TypeAlias = "tuple[int, Link, Tensor]"  # to which machine, and what, which must stay until it has left
+_UnderWay: TypeAlias = "tuple[int, Link, Tensor]"  # to which machine, and what; must stay alive until it has left
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Bridging:
         machine: Which of them this is, counted in this generation.
         workers: The workers of each.
         store: Where their bridges find each other.
-        addresses: Under which address the others reach each; None: not known.
-        backend: By what bytes move.
-        silence_s: How long a bridge may say nothing before its machine is lost; None: for ever.
+        addresses: The address at which the others reach each; None: not known.
+        backend: The backend that moves bytes.
+        silence_s: How long a bridge may be silent before its machine counts as lost; None: forever.
     """
 
     machine: int
@@ -93,17 +93,17 @@ class Bridge:
         self._arrivals = Mark(segment, ARRIVED)
         self._posts: dict[int, list[int]] = {}  # by sequence number: who has posted
         self._silence = None if silence_s is None else Silence(self._others, silence_s, time.monotonic())
-        # what is sent for each request, with its worker (-1: nobody's) and number
+        # what is being sent for each request, with its worker (-1: none) and number
         self._under_way: queue.SimpleQueue[tuple[list[_UnderWay], int, int] | None] = queue.SimpleQueue()
-        self._told = False  # the other machines of a failure
-        self._last_words: list[_UnderWay] = []  # in which that was done: gloo drops what nobody holds
+        self._told = False  # whether the other machines know of a failure
+        self._last_words: list[_UnderWay] = []  # the messages that told them: gloo drops what nobody holds
         self._stopped = threading.Event()
         self._failure: tuple[int, BaseException] | None = None
 
     def run(self) -> tuple[int, BaseException] | None:
-        """Carry on until `stop` is called, or a machine is lost: then which one, and why.
+        """Carry messages until `stop` is called, or a machine is lost: return which one, and why.
 
-        The workers of this machine do not wait for those of a machine that is lost.
+        The workers of this machine then no longer wait for those of the lost one.
         """
         threads = [
             threading.Thread(target=self._receive, args=(take, machine), name=f"evenstep-bridge-{machine}", daemon=True)
@@ -131,7 +131,7 @@ class Bridge:
         return self._failure
 
     def stop(self) -> None:
-        """Let `run` return. Those who wait for another machine are daemons, and stay."""
+        """Make `run` return. Threads that wait for another machine are daemons, and stay."""
         self._stopped.set()
 
     # ---- out ----
@@ -170,7 +170,7 @@ class Bridge:
         return _POST.pack(worker, seq, num_bytes, tag) + self._whole[place : place + num_bytes]
 
     def _pass_on_failure(self) -> None:
-        """When the workers of this machine have failed, tell the others once."""
+        """Once the workers of this machine have failed, tell the other machines, once."""
         found = core.aborted(self._segment.base)
         if found is None or self._told:
             return
@@ -183,7 +183,7 @@ class Bridge:
             self._last_words += self._send(machine, WORDS, data)
 
     def _beat(self) -> None:
-        """Let the others hear something, and find out who says nothing."""
+        """Send the others something, and find out who is silent."""
         if self._silence is None:
             return
         now = time.monotonic()
@@ -204,7 +204,7 @@ class Bridge:
             return []
 
     def _finish_sending(self) -> None:
-        """Tell workers what of theirs has left, in the order in which they asked for it."""
+        """Tell workers which of their requests have left, in the order in which they were made."""
         while (item := self._under_way.get()) is not None:
             under_way, worker, number = item
             for machine, link, _ in under_way:
@@ -262,8 +262,8 @@ class Bridge:
         self._arrivals.bump()
 
     def _abort(self, culprit: int, text: str) -> None:
-        """Let nobody on this machine wait any longer."""
-        self._told = True  # whoever has to know knows, or is lost
+        """Stop all waits on this machine."""
+        self._told = True  # everyone who has to know knows, or is lost
         core.abort_all(self._segment.base, self._segment.num_workers, culprit, text)
 
     def _lose(self, machine: int, error: BaseException) -> None:
@@ -273,7 +273,7 @@ class Bridge:
 
 
 def serve(segment: Segment, generation: int, plan: Bridging, timeout_s: float) -> tuple[int, BaseException] | None:
-    """Be the bridge of a machine in one generation, in a process of one's own. Returns when a machine is lost.
+    """Run the bridge of a machine for one generation, in its own process. Returns when a machine is lost.
 
     Args:
         segment: Of this machine.
@@ -282,7 +282,7 @@ def serve(segment: Segment, generation: int, plan: Bridging, timeout_s: float) -
         timeout_s: How long the others may take to come.
 
     Returns:
-        Which machine was lost, and why; this one if it is not known which.
+        The machine that was lost, and why; this one if it is not known which.
     """
     torch.set_num_threads(1)
     links = _meet(generation, plan, timeout_s)
@@ -296,9 +296,9 @@ def serve(segment: Segment, generation: int, plan: Bridging, timeout_s: float) -
 
 
 def _meet(generation: int, plan: Bridging, timeout_s: float) -> Links | tuple[int, BaseException]:
-    """Find the others; or which machine cannot be reached, and why.
+    """Connect to the others; or return which machine cannot be reached, and why.
 
-    Connecting cannot be interrupted, so it has a thread of its own, which ends with this process.
+    Connecting cannot be interrupted, so it happens in a thread of its own, which ends with this process.
     """
     outcome: queue.SimpleQueue[Links | RuntimeError] = queue.SimpleQueue()
 
@@ -325,7 +325,7 @@ def _meet(generation: int, plan: Bridging, timeout_s: float) -> Links | tuple[in
 
 
 def _is_cut(address: str | None) -> bool:
-    """Whether nothing comes back from an address: not even that nobody listens at a port."""
+    """Whether nothing comes back from an address, not even that nobody listens at a port."""
     if address is None:
         return False
     try:

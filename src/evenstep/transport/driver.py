@@ -1,4 +1,4 @@
-"""The few functions of the CUDA driver that torch does not give: memory for other processes, and what a graph does."""
+"""The few functions of the CUDA driver that torch lacks: memory for other processes, and what a graph does."""
 
 import ctypes
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """The few functions of the CUDA driver that torch does not give."""
+    """The few functions of the CUDA driver that torch lacks."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -50,13 +50,13 @@ class Driver:
             raise EvenstepError(f"the CUDA driver does not let us: {name} says {(text.value or b'?').decode()}")
 
     def allocate(self, num_bytes: int) -> int:
-        """Take device memory that can be shared; return its address."""
+        """Allocate device memory that can be shared; return its address."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         return address.value
 
     def free(self, address: int) -> None:
-        """Give it back."""
+        """Free it."""
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def handle(self, address: int) -> bytes:

@@ -1,7 +1,7 @@
-"""The kernel by which GPUs of one machine meet: each writes into memory that all can read, and waits for the others.
+"""The kernel in which GPUs of one machine meet: each writes into memory that all can read, and waits for the others.
 
-Several programs share the rows; each meets the same one of every peer. What is written before `_fence` is there, for
-all devices and the host, before what is written after it.
+Several programs share the rows; each meets the same program of every peer. All devices and the host see what is written
+before `_fence` before they see what is written after it.
 """
 
 import triton
@@ -48,15 +48,15 @@ def meet(
     Args:
         rows: This worker's words.
         out: Everyone's, in order.
-        state: For each program: how often it has met; what went wrong (1: a peer did not come, 2: to something else).
-        own: The address of our window: for each program, how often it came, and to what in even and odd rounds; then
+        state: For each program: how often it has met; what went wrong (1: a peer did not come, 2: its tag differed).
+        own: The address of our window: for each program, how often it came, and its tags in even and odd rounds; then
             two slots.
-        stop: The address of a word that is set when nobody is to wait any more.
+        stop: The address of a word that is set when nobody is to wait any longer.
         peers: For each of the others: the address of its window, how many words it gives, and their place.
         num_mine: How many words we give.
         place: Where they go.
         num_peers: How many others there are.
-        tag: To what we come.
+        tag: What we meet for.
         limit: How often to look for a peer.
         HEAD: Words before the slots.
         SLOT: Words in a slot.

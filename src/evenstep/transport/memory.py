@@ -1,6 +1,6 @@
 """Where the state of a run and its scratch lie: the host memory that the workers of a machine share, or a GPU's own.
 
-Ranges are reserved from front to back, by everyone around a memory in the same order (a pure function of what was
+Ranges are reserved from front to back, in the same order by everyone around a memory (a pure function of what was
 prepared and trained), so nobody has to agree on where they are, and a worker that joins later finds them too.
 """
 
@@ -50,19 +50,19 @@ class Memory(Protocol):
         """Take the next range of the state. All workers around the memory must call this alike."""
 
     def scratch(self, num_bytes: int) -> Region:
-        """Take the next range of what lasts as long as the workers stay the same. They must call this alike."""
+        """Take the next range of memory that lasts as long as the workers stay the same. They must call this alike."""
 
     def clear_scratch(self) -> None:
         """Lay out scratch anew. All workers must call this alike."""
 
     def words(self, count: int) -> Tensor:
-        """So many 64-bit words, 0 at first, on the host, for all around this memory. They must call this alike."""
+        """64-bit words, initially 0, on the host, shared by all around this memory. They must call this alike."""
 
     def fence(self) -> None:
-        """What was written before this is there before what is written after it, for whoever can see both."""
+        """Everyone who can see both sees what was written before this before what is written after it."""
 
     def at_work(self) -> AbstractContextManager[None]:
-        """While this is open, what is launched is launched where steps are; what was launched before it comes first."""
+        """While this is open, launch work where steps run, after what was launched before it."""
 
 
 class HostMemory:
@@ -71,8 +71,8 @@ class HostMemory:
     Args:
         fd: The segment's file.
         state: Where the area of the state begins.
-        scratch: Where that of scratch begins.
-        across: Where that of scratch begins that several machines lay out alike.
+        scratch: Where the area of scratch begins.
+        across: Where the area of scratch begins that several machines lay out alike.
     """
 
     device = torch.device("cpu")
@@ -96,7 +96,7 @@ class HostMemory:
         self._scratch, self._across = (_Area(self._fd, begin) for begin in self._begins)
 
     def across(self, num_bytes: int) -> Region:
-        """As `scratch`, but alike on all machines, and so at the same place of each."""
+        """As `scratch`, but laid out alike on all machines, and so at the same place of each."""
         return self._across.reserve(num_bytes)
 
     def words(self, count: int) -> Tensor:
@@ -104,7 +104,7 @@ class HostMemory:
         return self.reserve(8 * count).tensor(torch.Size([count]), torch.int64)
 
     def fence(self) -> None:
-        """Nothing to do: marks are stored by `core.store`, which comes after all that was written before."""
+        """Nothing to do: marks are stored by `core.store`, which is ordered after all earlier writes."""
 
     def locate(self, tensor: Tensor) -> int:
         """Where in the segment a tensor of a region begins: the same on every machine."""
@@ -112,15 +112,15 @@ class HostMemory:
             place = area.locate(tensor.data_ptr())
             if place is not None:
                 return place
-        raise AssertionError("the tensor lies in this memory")
+        raise AssertionError("the tensor does not lie in this memory")
 
     def at_work(self) -> AbstractContextManager[None]:
-        """Nothing to do: what is called is done."""
+        """Nothing to do: the host does work at once."""
         return nullcontext()
 
 
 class DeviceMemory:
-    """Memory of a GPU, which this process alone uses: what is written on its stream comes in its order.
+    """Memory of a GPU that only this process uses: writes happen in the order of its stream.
 
     Args:
         device: Which GPU.
@@ -130,12 +130,12 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # The default stream is everybody's, and cannot be captured.
+        # The default stream is shared by everything, and cannot be captured.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """See `Memory`; what is launched afterwards elsewhere comes after what was launched inside."""
+        """See `Memory`; work launched elsewhere afterwards comes after what was launched inside."""
         if self._stream is None:
             yield
             return
@@ -152,14 +152,14 @@ class DeviceMemory:
     scratch = reserve
 
     def clear_scratch(self) -> None:
-        """Nothing to do: what nobody holds any more is free."""
+        """Nothing to do: tensors are freed when nobody holds them."""
 
     def words(self, count: int) -> Tensor:
         """See `Memory`."""
         return torch.zeros(count, dtype=torch.int64)
 
     def fence(self) -> None:
-        """Nothing to do: nobody sees the words but this process, whose stream has its order."""
+        """Nothing to do: only this process sees the words, and its stream is ordered."""
 
 
 class _Mapped:
@@ -178,7 +178,7 @@ class _Mapped:
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._used)
-        assert self._used + count * flat.element_size() <= self._end, "the region is full"
+        assert self._used + count * flat.element_size() <= self._end, "a tensor fits into what is left of its region"
         self._used += aligned(count * flat.element_size())
         return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
@@ -213,10 +213,10 @@ class FlatRegion:
 
     Args:
         device: Where.
-        num_bytes: How much there is room for, in either piece.
+        num_bytes: The size of either piece.
 
     Attributes:
-        flats: The pieces, as bytes, as far as they are used.
+        flats: The used part of each piece, as bytes.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -238,14 +238,14 @@ class FlatRegion:
             self._pieces[device] = torch.empty(self._num_bytes, dtype=torch.uint8, device=device), 0
         piece, used = self._pieces[device]
         end = used + shape.numel() * dtype.itemsize
-        assert end <= self._num_bytes, "the region is full"
+        assert end <= self._num_bytes, "a tensor fits into what is left of its region"
         self._pieces[device] = piece, aligned(end)
         flat = own_storage(piece[used:end]).view(dtype)
         return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
 
 def own_storage(piece: Tensor) -> Tensor:
-    """The same memory with a storage, and a count of changes, of its own.
+    """The same memory with its own storage, and so its own count of changes.
 
     Args:
         piece: Bytes [n].
@@ -256,12 +256,12 @@ def own_storage(piece: Tensor) -> Tensor:
 
 
 class DeviceBytes:
-    """Device memory at an address, as torch can take it over without a copy.
+    """Device memory at an address, in a form that torch takes over without a copy.
 
     Args:
         address: Where it begins.
-        num_bytes: How much it is.
-        owner: What has to live as long as it is used.
+        num_bytes: Its size.
+        owner: An object to keep alive as long as the memory is used.
     """
 
     def __init__(self, address: int, num_bytes: int, owner: object = None) -> None:

@@ -1,8 +1,8 @@
-"""What the workers of a machine have for other machines: requests in shared memory, which its bridge carries out.
+"""Requests of the workers of a machine to its bridge, in shared memory: what is to go to other machines.
 
-A worker asks for two things: that what it has posted in its slot be posted on the other machines too, and that a range
-of the segment be *put* at the same place of another machine's, and a word be set there when it is whole. Each worker
-has a ring of its own, which it alone writes; it waits for nobody unless the ring is full.
+A worker can ask for two things: that what it has posted in its slot be posted on the other machines too, and that a
+range of the segment be *put* at the same place of another machine's, and a word be set there once it is complete. Each
+worker has its own ring, which only it writes; it waits only when the ring is full.
 """
 
 import mmap
@@ -34,14 +34,14 @@ class Request(NamedTuple):
 
     Attributes:
         kind: POST or PUT.
-        generation: In which it was asked for; later ones do not know it.
+        generation: The generation that made it; later ones ignore it.
         target: Which machine, or EVERYONE.
-        offset: Of a put: where the range begins, in the segment.
-        num_bytes: How many it is, or was posted.
-        word: Of a put: the offset of the word to set; 0: none.
+        offset: For a put: where the range begins in the segment.
+        num_bytes: The size of the range, or of the post.
+        word: For a put: the offset of the word to set; 0: none.
         value: What to set it to.
-        seq: Of a post: which one.
-        local: Of a post: how many workers of this machine take part in the exchange; they go together.
+        seq: For a post: its sequence number.
+        local: For a post: how many workers of this machine take part in the exchange; their posts go together.
     """
 
     kind: int
@@ -55,7 +55,7 @@ class Request(NamedTuple):
     local: int = 1
 
     def pack(self) -> tuple[int, ...]:
-        """As the 8 words of an entry."""
+        """The request as the 8 words of an entry."""
         head = self.kind | self.local << 8 | self.generation << 24
         return (head, self.target, self.offset, self.num_bytes, self.word, self.value, self.seq, 0)
 
@@ -70,8 +70,8 @@ class Mark:
     """A number in the segment that grows, and that can be waited for.
 
     Args:
-        segment: Whose.
-        number: 0: something was asked for; 1: something has arrived from another machine.
+        segment: The segment it is in.
+        number: 0: a request was made; 1: something has arrived from another machine.
     """
 
     def __init__(self, segment: Segment, number: int) -> None:
@@ -79,15 +79,15 @@ class Mark:
         self._address = torch.frombuffer(self._window, dtype=torch.uint8).data_ptr() + 64 * number
 
     def bump(self) -> None:
-        """Let it grow, and wake whoever waits."""
+        """Increase it, and wake whoever waits."""
         core.mark_bump(self._address)
 
     def seen(self) -> int:
-        """What it is now."""
+        """Its present value."""
         return core.mark_seen(self._address)
 
     def wait(self, seen: int, timeout_s: float, base: int = 0) -> None:
-        """Wait until it is more than that, the time is over, or the group around `base` has failed."""
+        """Wait until it exceeds `seen`, the time is up, or the group around `base` has failed."""
         core.mark_wait(self._address, seen, base, 0, int(timeout_s * 1e9))
 
 
@@ -115,7 +115,7 @@ class Outbox:
         self._count = core.load(self._ring.pushed)  # another worker may have been in this place
 
     def push(self, request: Request) -> None:
-        """Ask for something. Blocks while the ring is full, unless the group has failed: then nobody wants it."""
+        """Make a request. Blocks while the ring is full, unless the group has failed: then it is dropped."""
         while self._count - core.load(self._ring.taken) >= _ENTRIES:
             if core.aborted(self._base) is not None:
                 return
@@ -126,17 +126,17 @@ class Outbox:
         self._mark.bump()
 
     def is_empty(self) -> bool:
-        """Whether everything that was asked for has left this machine: its memory may be changed then."""
+        """Whether all requests have left this machine, so that their memory may be changed."""
         return core.load(self._ring.sent) >= self._count
 
 
 class Requests:
-    """The bridge's side. Its `mark` grows whenever something is asked for.
+    """The bridge's side. Its `mark` grows with every request.
 
     Args:
         segment: Of this machine.
         workers: The workers of this machine.
-        generation: What was asked for in another one is dropped.
+        generation: Requests of other generations are dropped.
     """
 
     def __init__(self, segment: Segment, workers: Iterable[int], generation: int) -> None:
@@ -146,7 +146,7 @@ class Requests:
         self._taken = {worker: core.load(ring.taken) for worker, ring in self._rings.items()}
 
     def take(self) -> Iterator[tuple[int, int, Request]]:
-        """Take what is there, each with the worker that asked for it and its number, in the order of each worker."""
+        """Take all requests, each with its worker and number, in each worker's order."""
         for worker, ring in self._rings.items():
             end = core.load(ring.pushed)
             for number in range(self._taken[worker], end):
@@ -159,5 +159,5 @@ class Requests:
             core.store(ring.taken, end)
 
     def is_sent(self, worker: int, number: int) -> None:
-        """A request has left, and so have all before it."""
+        """Note that a request has left, and all before it."""
         core.store(self._rings[worker].sent, number + 1)

@@ -1,4 +1,4 @@
-"""Pinned memory of the host that stays for good: what CUDA graphs may read whenever they are replayed."""
+"""Pinned host memory that is never freed: CUDA graphs may read it whenever they are replayed."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,12 @@ from torch import Tensor
 __all__ = ["holds", "make_room", "take"]
 
 _WORDS = 1 << 17
-_chunks: list[Tensor] = []  # whatever was captured may be replayed at any time, so none is ever freed
+_chunks: list[Tensor] = []  # a captured graph may be replayed at any time, so none is ever freed
 _used = 0
 
 
 def make_room() -> None:
-    """See that there is some to take; outside of captures, where memory can be had."""
+    """Make sure that there is some left to take. Call it outside captures, where memory can be allocated."""
     global _used
     if not _chunks or 2 * _used > _WORDS:
         _chunks.append(torch.empty(_WORDS, dtype=torch.int64, pin_memory=True))
@@ -19,7 +19,7 @@ def make_room() -> None:
 
 
 def take(table: Tensor) -> Tensor:
-    """A copy of some 64-bit words that will stay.
+    """A permanent copy of some 64-bit words.
 
     Raises:
         RuntimeError: There is no room left in this capture.

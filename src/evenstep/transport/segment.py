@@ -1,13 +1,13 @@
 """One shared segment per run: a memfd that all workers map.
 
-It has no name, so nothing is left behind however the run ends: the memory goes when the last process that maps it does.
+It has no name, so nothing is left behind however the run ends: the memory is freed with the last process that maps it.
 It is sparse: reserving costs nothing until a page is written. It has these parts:
 
-- the control part of the C core, and behind it the *board*: a few words for every worker and for the supervisor;
-- the area of the *state* and that of *scratch*, which are a `Memory`;
+- the control part of the C core, followed by the *board*: a few words for every worker and for the supervisor;
+- the areas of the *state* and of *scratch*, which are a `Memory`;
 - the *journal*, written and read as a file;
 - the *outbox*: what the workers of this machine have for others (`outbox.py`);
-- the *trails*: what each of them did when, if somebody wants to know (`trail.py`).
+- the *trails*: what each of them did when, if the run is traced (`trail.py`).
 """
 
 import mmap
@@ -37,7 +37,7 @@ class Segment:
 
     Attributes:
         num_workers: How many workers there is room for.
-        slot_bytes: What one post may carry.
+        slot_bytes: The most that one post may carry.
         base: Where the control part is mapped.
         memory: The areas of state and scratch.
     """
@@ -45,10 +45,10 @@ class Segment:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         try:
-            header = mmap.mmap(fd, _PAGE)  # a name of its own: the mapping must outlive the look at it
+            header = mmap.mmap(fd, _PAGE)  # named, so that the mapping outlives the look at it
             described = core.describe(_address(header))
         except (OSError, ValueError):
-            described = None  # it is no file that could be mapped
+            described = None  # not a file that can be mapped
         if described is None:
             raise ConfigError(
                 f"file descriptor {fd} is no evenstep segment of this build; start all workers with one version, and "
@@ -62,10 +62,10 @@ class Segment:
 
     @classmethod
     def create(cls, num_workers: int, slot_bytes: int = _SLOT_BYTES) -> "Segment":
-        """Make a segment for so many workers. Its descriptor is inherited by forked children only.
+        """Make a segment with room for this many workers. Only forked children inherit its descriptor.
 
         Raises:
-            ConfigError: The system does not let us; the message says why.
+            ConfigError: The system refuses; the message says why.
         """
         try:
             fd = os.memfd_create("evenstep", os.MFD_CLOEXEC)

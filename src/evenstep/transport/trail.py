@@ -1,6 +1,6 @@
-"""What a worker leaves behind of what it does: bytes in the shared segment, which outlive it.
+"""A worker's record of what it does: bytes in the shared segment, which outlive it.
 
-Each worker has a ring of its own, which it alone writes and one process of the machine reads. The worker never waits:
+Each worker has its own ring, which only it writes and one process of the machine reads. The worker never waits:
 what finds no room is dropped and counted.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["ROOM_BYTES", "Trail"]
 
 _PAGE = mmap.PAGESIZE
 ROOM_BYTES = 1 << 20
-"""What a worker can leave before somebody has to have read it."""
+"""How many unread bytes fit into a worker's ring."""
 
 
 class Trail:
@@ -33,7 +33,7 @@ class Trail:
         self._read, self._dropped = self._written + 64, self._written + 128
 
     def write(self, data: bytes) -> None:
-        """Leave bytes: all of them, or none if there is no room. For the worker alone."""
+        """Write bytes: all of them, or none if there is no room. For the worker alone."""
         written = core.load(self._written)
         if written + len(data) - core.load(self._read) > ROOM_BYTES:
             core.store(self._dropped, core.load(self._dropped) + 1)
@@ -43,10 +43,10 @@ class Trail:
         self._window[_PAGE + begin : _PAGE + begin + len(head)] = head
         if len(head) < len(data):
             self._window[_PAGE : _PAGE + len(data) - len(head)] = data[len(head) :]
-        core.store(self._written, written + len(data))  # last: whoever is killed before that has written nothing
+        core.store(self._written, written + len(data))  # last: a worker killed before this has written nothing
 
     def read(self) -> bytes:
-        """What was left since this was called last. For the reader alone."""
+        """What was written since the last call. For the reader alone."""
         read, written = core.load(self._read), core.load(self._written)
         begin, count = read % ROOM_BYTES, written - read
         found = self._window[_PAGE + begin : _PAGE + min(begin + count, ROOM_BYTES)]

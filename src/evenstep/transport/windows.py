@@ -1,7 +1,7 @@
 """Memory of one worker that the others can read: how tree nodes of gradients move between sites of one machine.
 
-Every worker has a window with some slots. It alone writes them; the others read, when an exchange has told them that
-what they want is there. On GPUs a window is device memory that is opened through CUDA IPC, else a range of the segment.
+Every worker has a window with some slots. Only it writes them; the others read once an exchange has told them that what
+they want is there. On GPUs a window is device memory opened through CUDA IPC, otherwise a range of the segment.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,23 +20,23 @@ class Windows(Protocol):
     """The windows of some workers."""
 
     def write(self, slot: int, offset: int, data: Tensor) -> None:
-        """Put bytes [n] into a slot of one's own. Does not wait."""
+        """Put bytes [n] into one of this worker's slots. Does not wait."""
 
     def flush(self) -> None:
-        """Wait until what was written is there for everyone."""
+        """Wait until everyone can see what was written."""
 
     def read(self, rank: int, slot: int, offset: int, num_bytes: int) -> Tensor:
-        """Bytes [n] of a slot of any worker's, on this one's device; perhaps the slot itself. Does not wait."""
+        """Bytes [n] of a slot of any worker, on this worker's device; may be the slot itself. Does not wait."""
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
 
 
 class HostWindows:
     """Windows in the segment.
 
     Args:
-        memory: Of the segment. Takes scratch, so all workers must make theirs alike.
+        memory: The segment's. Scratch is taken from it, so all workers must make theirs alike.
         device: Where what is read is needed.
         rank: Which worker this is.
         num_slots: How many slots each worker has.
@@ -75,10 +75,10 @@ class PeerWindows:
         rank: Which worker this is.
         num_slots: How many slots each worker has.
         slot_bytes: The size of a slot.
-        swap: Gives every worker's handle for this one's.
+        swap: Given this worker's handle, returns every worker's.
 
     Raises:
-        EvenstepError: The driver does not let us.
+        EvenstepError: The driver refuses.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """How a layer is cut into parts: which features each part has, what it takes of the input, how outputs become one.
 
-A part is an ordinary layer of torch with fewer features. Of the input it takes all (then the gradients of the input are
-added up) or a slice; outputs are concatenated, or added up. Cutting talks to nobody and draws no random numbers.
+A part is an ordinary layer of torch with fewer features. It takes the whole input (then the gradients of the input are
+added up) or a slice of it; outputs are concatenated, or added up. Cutting does not communicate and draws no random
+numbers.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ __all__ = ["Cut", "Kind", "Memo", "Place", "check", "dims_of", "features_of", "m
 Kind = Literal["feature", "input-feature"]
 Span = tuple[int, int]
 Place = tuple[nn.Module, str]
-"""Where a parameter hangs."""
+"""Where a parameter is: its module and its name there."""
 Made: TypeAlias = "tuple[Cut, list[nn.Module]]"
 Memo = dict[tuple[int, int], list[nn.Parameter]]
-"""The parts of what has been cut already, by the id of the whole and the dimension: tied parameters stay tied."""
+"""The parts of parameters cut so far, by the id of the whole and the dimension: tied parameters stay tied."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BETWEEN = (
@@ -32,19 +33,19 @@ _BETWEEN = (
     *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.LogSigmoid),
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
 )
-"""What treats every feature alone, without parameters and without randomness."""
+"""Layers that treat every feature alone, without parameters and without randomness."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a layer was cut. Its parts themselves are modules whose parameters have the names that they had in the layer.
+    """How a layer was cut. The parts themselves are modules whose parameters have the names they had in the layer.
 
     Attributes:
         dims: Along which dimension each parameter was cut, by name.
         input_dim: Along which dimension the input is sliced.
         takes: The slice that each part takes; None: each takes the whole input.
         output_dim: Along which dimension outputs are concatenated.
-        gives: Where in there the output of each part is; None: outputs have one shape and are added up.
+        gives: Where in the output that of each part is; None: outputs have one shape and are added up.
         bias: The name of what is added to a sum, once; None if nothing is.
         bias_dims: How many dimensions of the output follow that of the bias.
     """
@@ -66,7 +67,7 @@ class Cut:
         return tree.reduce(outputs, torch.add) if self.gives is None else torch.cat(list(outputs), self.output_dim)
 
     def slice_back(self, gradient: Tensor, part: int) -> Tensor:
-        """What of the output's gradient concerns a part."""
+        """A part's share of the output's gradient."""
         return _narrow(gradient, self.output_dim, self.gives, part)
 
     def join_back(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -88,7 +89,7 @@ class _Rows(nn.Embedding):
     num_all = 0  # rows of all parts together
 
     def forward(self, input: Tensor) -> Tensor:
-        """Look up what is here. An index that is nowhere stays one, for torch to refuse."""
+        """Look up the rows that are here. An index out of range is left for torch to refuse."""
         rows = input - self.first
         mine = (rows >= 0) & (rows < self.num_embeddings)
         elsewhere = ~mine & (input >= 0) & (input < self.num_all)
@@ -132,7 +133,7 @@ def features_of(layer: nn.Module, kind: Kind) -> int:
 
 
 def check(name: str, layer: nn.Module, kind: Kind) -> None:
-    """See whether a layer can be cut so.
+    """Check whether a layer can be cut this way.
 
     Raises:
         UnsupportedError: It cannot.
@@ -191,7 +192,7 @@ def dims_of(layer: nn.Module, kind: Kind) -> dict[str, int]:
 
 
 def make_cut(layer: nn.Module, kind: Kind, num_parts: int, memo: Memo) -> tuple[Cut, list[nn.Module]]:
-    """Cut a layer that `check` has let through; return how, and its parts.
+    """Cut a layer that passed `check`; return how, and its parts.
 
     Args:
         layer: It is left as it is.

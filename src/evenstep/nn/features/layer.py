@@ -1,8 +1,8 @@
 """A layer in parts. How many parts there are belongs to the model, not to the machines.
 
 Inside a step of a run the workers share the parts out among themselves (`spread`); everywhere else, and in eval mode,
-whoever calls the layer computes them all. Each part of each shard is computed alone and combined in a fixed order, so
-the bits are the same either way.
+the caller computes them all. Each part of each shard is computed alone and combined in a fixed order, so the bits are
+the same either way.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ __all__ = ["Partitioned"]
 class Partitioned(nn.Module):
     """A layer cut into parts; `evenstep.nn.partition` makes it.
 
-    State dicts hold whole tensors under the names that they had before, and load from there: they fit the layer as it
-    was, and any other number of parts.
+    State dicts hold whole tensors under their original names, and load from these: they fit the original layer, and any
+    number of parts.
 
     Args:
         layer: What was cut.
@@ -104,7 +104,7 @@ class Partitioned(nn.Module):
     ) -> None:
         """Cut whole tensors before the parts load theirs.
 
-        Where one is missing or does not fit, that is said of the whole tensor, and the parts keep what they have.
+        If one is missing or does not fit, the error names the whole tensor, and the parts keep what they have.
         """
         for name, dim in self.cut.dims.items():
             pieces = [part.get_parameter(name).detach() for part in self.parts]

@@ -24,10 +24,10 @@ def partition(
     parts: int | None = None,
     mesh: over_mesh.DeviceMesh | None = None,
 ) -> nn.Module:
-    """Cut marked layers by their features. Call it before the optimizer is made: parameters become others.
+    """Cut marked layers by their features. Call it before the optimizer is made: it replaces parameters.
 
     Layers are `nn.Linear`, `nn.Embedding`, `nn.Conv1d`, `2d`, `3d`, or an `nn.Sequential` of two of them with
-    activations or pooling in between, which is cut between the two, so that nothing is put together there.
+    activations or pooling in between, which is cut between the two, so that nothing is joined there.
 
     Args:
         model: The model; marked layers are replaced in place.
@@ -46,7 +46,7 @@ def partition(
     Raises:
         ConfigError: A mark fits no layer, there are more parts than features, or neither or both of parts and mesh are
             given. Nothing has been changed.
-        UnsupportedError: A marked layer cannot be cut so. Nothing has been changed.
+        UnsupportedError: A marked layer cannot be cut this way. Nothing has been changed.
     """
     count = parts if mesh is None else over_mesh.size_of(mesh)
     if count is None or (parts is not None and mesh is not None):
@@ -75,7 +75,7 @@ def partition(
 
 
 def _resolve(model: nn.Module, marks: Mapping[str, Mark]) -> dict[str, Kind]:
-    """The names of the layers to cut. A layer with several names is there once, by the first."""
+    """The names of the layers to cut. A layer with several names is listed once, by the first."""
     names: dict[int, str] = {}
     found: dict[str, Mark] = {}
     named = list(model.named_modules(remove_duplicate=False))
@@ -112,10 +112,10 @@ def _check(name: str, layer: nn.Module, kind: Kind, count: int) -> None:
 
 
 def _check_shared(model: nn.Module, found: Mapping[str, Kind]) -> None:
-    """A chain is replaced as a whole: whoever calls one of its layers from elsewhere would call the old one.
+    """Check that no layer of a chain is used elsewhere: the chain is replaced, and others would call the old layer.
 
     Raises:
-        UnsupportedError: Somebody does.
+        UnsupportedError: One is.
     """
     hung = Counter(id(child) for module in model.modules() for child in module._modules.values())
     for name in found:
@@ -128,10 +128,10 @@ def _check_shared(model: nn.Module, found: Mapping[str, Kind]) -> None:
 
 
 def _check_ties(model: nn.Module, found: Mapping[str, Kind]) -> list[list[Place]]:
-    """The places of parameters that hang in several and are cut alike in all of them.
+    """The places of each parameter that is in several and is cut alike in all of them.
 
     Raises:
-        UnsupportedError: One is cut in one place, and not or otherwise in another.
+        UnsupportedError: One is cut in one place, but not, or differently, in another.
     """
     cuts: dict[tuple[int, str], int] = {}
     for name, kind in found.items():

@@ -1,8 +1,8 @@
-"""Layers shared by the ranks of a mesh: torch's tensor parallelism, and convolutions in the same manner.
+"""Layers shared by the ranks of a mesh: torch's tensor parallelism, extended to convolutions.
 
 Linear layers and embeddings go through `parallelize_module` with torch's own styles. Torch has none for convolutions
-over channels, so there is one here: parameters are DTensors as in the others, and so are the exchanges; the convolution
-itself is of local tensors.
+over channels, so there is one here: as in the others, parameters are DTensors, which do the exchanges; the convolution
+itself works on local tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def size_of(mesh: DeviceMesh) -> int:
 
 
 def check_mesh(name: str, layer: nn.Module, kind: Kind, num_ranks: int) -> None:
-    """See whether torch can share a layer among so many ranks.
+    """Check whether torch can share a layer among this many ranks.
 
     Raises:
         UnsupportedError: A rank would have no channels of a convolution, or part of a group; or torch cannot
@@ -71,7 +71,7 @@ def distribute(
         model: It is changed in place.
         kinds: How each layer is cut, by its name.
         mesh: The ranks.
-        tied: The places of parameters that hang in several.
+        tied: The places of each parameter that is in several.
     """
     for name, kind in kinds.items():
         layer = model.get_submodule(name)
@@ -100,7 +100,7 @@ def _style(layer: nn.Module, kind: Kind, *, inner: bool) -> ParallelStyle:
         return Channelwise(kind, inner=inner)
     if kind == "input-feature":
         return RowwiseParallel(input_layouts=None if inner else Replicate())
-    # a part may be smaller than the others, which a local tensor between the two layers would not tell
+    # a part may be smaller than the others, which a local tensor between the two layers would not show
     return ColwiseParallel(output_layouts=None if inner else Replicate(), use_local_output=not inner)
 
 

@@ -1,7 +1,7 @@
 """A partitioned layer in a step of a run: every worker computes some parts, for the shards of all workers.
 
-Inputs go to everyone, each worker computes its parts of every shard, outputs come back; backward is the same the other
-way round. A part of a shard is computed alone, at its own shape, wherever that happens. The gradients of a part's
+Inputs go to everyone, each worker computes its parts of every shard, outputs come back; backward is the same in
+reverse. A part of a shard is computed alone, at its own shape, wherever that happens. The gradients of a part's
 parameters are added up over shards where the part is, in the order of the tree over shards; those of an input over
 parts, in the order of the tree over parts. So no bit depends on who computes what.
 

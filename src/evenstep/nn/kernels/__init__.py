@@ -1,4 +1,4 @@
-"""The passes of batch norm as Triton kernels. `gpu` launches them; nobody else imports this module, which needs Triton.
+"""The passes of batch norm as Triton kernels. Only `gpu` imports this module, which needs Triton, and launches them.
 
 All passes walk the data in the same way. A tile is ``[BA, BC]``: BA positions of BC channels.
 
@@ -7,8 +7,8 @@ All passes walk the data in the same way. A tile is ``[BA, BC]``: BA positions o
 - *Rows*, ``[M, C]`` (channels-last): a tile is BA rows. A program walks over such blocks of rows.
 - *Flat* planes, too small for that: a whole sample is one plane, and its positions know their channels.
 
-So every program has *iterations* with one tile each; of a position's channels and of all but the last rows it is known
-beforehand whether they exist. The ``splits`` programs of one place take iterations in turn, so that a launch goes
+So every program has *iterations* with one tile each; whether a position's channels and all but the last rows exist is
+known beforehand. The ``splits`` programs of one place take iterations in turn, so that a launch goes
 through memory from one end to the other; a pass that reads again what the pass before it read does so in reverse order,
 because what was read last is still in the cache. Several iterations are asked for before the first is used.
 

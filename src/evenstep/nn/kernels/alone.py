@@ -1,6 +1,6 @@
 """The kernels of a layer that is alone: a whole direction is one launch; see the package.
 
-All programs run at once. How they get from the parts of a sum to what they need of the whole is said by MEETINGS:
+All programs run at once. MEETINGS says how they get from the parts of a sum to what they need of the whole:
 
 - 0: A program walks over everything of its channels and meets nobody.
 - 1: The programs meet once, and then each merges the parts of its channels: for sums of few parts. They all find the

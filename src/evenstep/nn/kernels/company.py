@@ -134,7 +134,7 @@ def coefs_kernel(
     BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Coefs from vectors that somebody else made."""
+    """Coefs from vectors that were made elsewhere."""
     follow(EARLY)
     c = tl.program_id(0) * BF + tl.arange(0, BF)
     exists = c < channels

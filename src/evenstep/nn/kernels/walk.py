@@ -33,7 +33,7 @@ def follow(EARLY: tl.constexpr):
 
 @triton.jit
 def address(table, field: tl.constexpr, TYPE: tl.constexpr):
-    """A tensor of this program's shard; the launcher sees to it that it begins at a multiple of 16 bytes."""
+    """A tensor of this program's shard; the launcher makes sure that it begins at a multiple of 16 bytes."""
     return tl.multiple_of(tl.load(table + field).to(tl.pointer_type(TYPE)), 16)
 
 
@@ -41,8 +41,8 @@ def address(table, field: tl.constexpr, TYPE: tl.constexpr):
 def meet(counter, programs):
     """Wait for all programs of a launch, all of which run at once; what each wrote before, all read afterwards.
 
-    ``counter`` counts arrivals for ever, so nobody has to set it back; it belongs to launches of as many programs that
-    follow one another. Who arrives when changes no result.
+    ``counter`` counts arrivals forever, so nobody has to reset it; it belongs to consecutive launches with the same
+    number of programs. The order of arrival changes no result.
     """
     tl.debug_barrier()
     ticket = tl.atomic_add(counter, 1, sem="acq_rel")
@@ -71,7 +71,7 @@ def tile(
 
     Returns:
         The number of the part along the walk, of the part of the sum, the channels, whether each is one, the offset of
-        the first tile, the step to the next, the offsets inside of a tile, and the positions that exist.
+        the first tile, the step to the next, the offsets inside a tile, and the positions that exist.
     """
     positions = tl.arange(0, BA)[:, None]
     if ROWS:
@@ -178,7 +178,7 @@ def double(bits):
 def part_counts(
     p, outer, splits, units, ROWS: tl.constexpr, FLAT: tl.constexpr, ALIGN: tl.constexpr, BA: tl.constexpr, channels
 ):
-    """How many elements of a channel the parts of a sum have; 0 beyond the last."""
+    """How many elements of a channel each part of a sum has; 0 beyond the last."""
     if ROWS:
         tiles = tl.cdiv(outer, BA)
         walked = tl.where(p < splits, (tiles - p + splits - 1) // splits, 0)
