@@ -40,8 +40,7 @@ pictures: setup browser
 	env -u MAKEFLAGS -u MAKELEVEL $(BIN)/python tools/terminal.py docs/pictures/demo.svg make demo
 	$(BIN)/python tools/screenshot.py docs/pictures/page.png
 
-# The manual, into build/manual: warnings are errors, and nothing comes from a network. To read it, with its search box:
-# python3 -m http.server --directory build/manual
+# The manual, into build/manual, to be read from that folder: warnings are errors, and nothing comes from a network.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
@@ -70,7 +69,7 @@ test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/engine/test_on_cuda.py tests/nn/test_on_gpu.py
 
 # Every benchmark that needs no GPU, each into its own file, and the page that is made of them. One of them: make bench-recovery.
-BENCHMARKS := engine portable recovery memory distributed server clusters recheck watching batchnorm
+BENCHMARKS := engine portable recovery memory machines distributed server clusters recheck watching batchnorm
 BENCHMARK_engine := engine.py
 BENCHMARK_portable := engine.py --rows mlp-portable,resnet-portable,transformer-portable --clock processor
 bench: $(addprefix bench-,$(BENCHMARKS))

@@ -215,7 +215,7 @@ def loss_rows() -> Iterator[list[str]]:
     """From the moment at which a machine is lost to the next step that is committed without it."""
     with tempfile.TemporaryDirectory() as folder, Network(2) as network:
         running = Running(network, Path(folder), 1_000_000)
-        for what, times in (("its power goes", 6), ("its link is cut (2 s of silence)", 3)):
+        for what, times in (("its power goes", 5), ("its link is cut (2 s of silence)", 2)):
             found = []
             for _ in range(times):
                 other = running.join()

@@ -70,6 +70,8 @@ def test_what_every_worker_did_is_there_also_of_one_that_was_killed(script, tmp_
     assert {name for _, _, kind, name in first if kind == "exchange"} >= {"1 call 0 forward", "result"}
     for found in spans.values():
         assert_they_nest(found)
+    untraced = cli_run("run", "-n", "1", "train.py", "5")
+    assert re.findall("fingerprint .+", untraced.stdout) == re.findall("fingerprint .+", done.stdout) != []
 
     shown = cli_run("trace", "trace.json")
     assert shown.code == 0, shown.stderr
@@ -103,7 +105,7 @@ def test_the_file_is_whole_even_if_the_supervisor_is_killed(script, tmp_path):
 
 def test_machines_are_on_one_clock_and_on_one_page(script, tmp_path):
     (tmp_path / "killed").touch()
-    several = ("--listen", "127.0.0.1:0", "--machines", "2", "--weights", "1")
+    several = ("--listen", "127.0.0.1:0", "--machines", "2", "--weights", "1", "--silence", "30")
     with Cli("run", "-n", "1", *several, "--page", "--trace", "trace.json", "train.py", "100000") as cli:
         assert processes.until(lambda: "evenstep join" in cli.stderr and "token" in cli.stderr, 30.0)
         page, address = (re.search(rf"{word} ([^\s,]+)", cli.stderr)[1] for word in ("page", "evenstep join"))

@@ -12,7 +12,7 @@ from evenstep.page import serving
 
 
 def test_it_sleeps_when_nobody_looks_and_wakes_when_somebody_comes(new_segment, monkeypatch):
-    monkeypatch.setattr(serving, "_IDLE_S", 0.2)
+    monkeypatch.setattr(serving, "_IDLE_S", 1.0)
     monkeypatch.setattr(serving, "_LOOK_S", 0.02)
     segment, control = new_segment(1), Control()
     listener = socket.create_server(("127.0.0.1", 0))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import evenstep
-from bridged_machines import run_machine_outcomes, run_machines
+from bridged_machines import counters, run_machine_outcomes, run_machines
 from evenstep.exchange.generations import Generation
 from workers import run_workers
 
@@ -209,3 +209,26 @@ def test_what_bridged_machines_cannot_do_is_refused():
     for outcome in run_machine_outcomes([1, 1], body):
         assert outcome.kind == "UnsupportedError"
         assert "start each machine's workers by themselves" in outcome.text
+
+
+def words_of_a_step(layers, counts):
+    """How many messages the first machine sends in a step of a model with so many batch norms."""
+    words = counters(len(counts))
+
+    def body(_):
+        with evenstep.Run(shards=8, seed=3) as run:
+            model = nn.Sequential(*(nn.BatchNorm1d(6) for _ in range(layers)), nn.Linear(6, 3))
+            model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            seen = []
+            for batch in run.batches(DATA, batch_size=14, epochs=3):  # every shard has samples in every step
+                run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]))
+                seen.append(int(words[0]))
+            return seen
+
+    seen = run_machines(counts, body, words=words)[0]
+    return round((seen[-1] - seen[1]) / (len(seen) - 2))  # the last message of a step may be counted in the next
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [3, 1]])
+def test_a_batch_norm_is_one_message_each_way_whatever_the_number_of_workers(counts):
+    assert words_of_a_step(3, counts) - words_of_a_step(1, counts) == 2 * 2

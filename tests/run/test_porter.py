@@ -31,11 +31,12 @@ def steps(run, count, **checkpoints):
 
 
 def test_under_plain_python_there_is_a_page_with_the_figures_of_status(capsys):
+    before = processes.descendants()
     with evenstep.Run(shards=4, quiet=True, page=True) as run:
         for _ in steps(run, 4):
             pass
         url = re.fullmatch(r"evenstep: page (\S+), its buttons need the token \S+\n", capsys.readouterr().err)[1]
-        (page,) = processes.descendants()
+        (page,) = processes.descendants().keys() - before.keys()
         asked = ask({"status": True}, os.getpid())
         with urllib.request.urlopen(f"{url}/status", timeout=60) as reply:
             shown = json.loads(reply.read())

@@ -106,6 +106,7 @@ def test_it_is_found_within_twice_as_many_steps_as_lie_between_two_rechecks(trai
 def test_the_only_worker_is_named_too_and_the_run_stops(trained):
     found = trained("--recheck", "1", faults=[Fault("flip", "gradient", visit=9, bit=3)], workers=1)
     assert found.code == 12
+    assert "the only worker computes steps twice by itself, which finds" in found.stderr
     assert "worker 0 (machine" in found.stderr
     assert "train without that machine" in found.stderr
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from evenstep.core.checksum import checksums
 from evenstep.core.errors import WrongError
-from evenstep.core.output import say
 from evenstep.engine.elements import first_difference
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.place import place_of
@@ -179,13 +178,7 @@ class Custody:
         who = f"worker {self._group.members[rank]} ({places[rank]})"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         step = where.removesuffix(": ")
-        self._tell(f"at {step} {who} holds a wrong '{names[0]}'{more}: {element}; {remedy}")
-
-    def _tell(self, text: str) -> None:
-        if self._group.elastic:
-            self._group.tell({"says": text})
-        else:
-            say(text)
+        self._group.say(f"at {step} {who} holds a wrong '{names[0]}'{more}: {element}; {remedy}")
 
 
 def _alike(copies: Mapping[str, Tensor | None], wanted: Mapping[str, int]) -> dict[str, Tensor] | None:

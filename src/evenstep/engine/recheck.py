@@ -64,6 +64,7 @@ class Recheck:
         self._group, self._config = holdings.group, holdings.config
         self._custody = Custody(holdings)
         self._forgiven: dict[int, int] = {}  # how often each worker was wrong so far
+        self._said_alone = False
 
     def is_due(self, version: int) -> bool:
         """Whether a step is computed twice: one in every `recheck` steps, chosen by the seed."""
@@ -87,6 +88,7 @@ class Recheck:
             WrongError: A worker computes wrong, and it is not known which, or no other is left.
             PeerError: A worker computes wrong; the supervisor says who goes on.
         """
+        self._say_alone()
         changed = 0
         while True:
             self._look(trial)
@@ -108,6 +110,16 @@ class Recheck:
             else:
                 self._act(self._find_out(trial, [first, second]))
             self._clear()
+
+    def _say_alone(self) -> None:
+        """Say, once, what the only worker cannot find."""
+        if self._group.num_workers > 1 or self._said_alone or self._config.quiet:
+            return
+        self._said_alone = True
+        self._group.say(
+            "recheck: the only worker computes steps twice by itself, which finds code that is not deterministic and a "
+            "machine that is wrong now and then, but not one that is always wrong alike; use several workers for that"
+        )
 
     def _look(self, trial: Trial) -> bool:
         """Check that the state is unchanged: computations from different values would differ rightly."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core import points
+from evenstep.core.output import say
 from evenstep.exchange.board import Board
 from evenstep.exchange.bridged import Bridged, Puts
 from evenstep.exchange.generations import Generation
@@ -145,6 +146,13 @@ class Group:
     def waited_s(self) -> float:
         """How long this worker has waited for others altogether."""
         return self._rounds.waited_s
+
+    def say(self, text: str) -> None:
+        """Say something to the user, through the supervisor where there is one. One worker's."""
+        if self.elastic:
+            self.tell({"says": text})
+        else:
+            say(text)
 
     def enter(self) -> None:
         """Wait until the supervisor has said who the workers are from now on, and become one of them.

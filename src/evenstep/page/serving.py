@@ -49,8 +49,8 @@ def serve(segment: Segment, supervisor: int, listener: socket.socket, token: str
     """
     source = _Source(segment, supervisor)
     while over not in select.select([over, listener.fileno()], [], [])[0]:
-        source.asked_s = time.monotonic()
         server = WebServer(_routes(source, token), listener.dup(), _LIMITS)
+        source.asked_s = time.monotonic()
         try:
             while time.monotonic() - source.asked_s < _IDLE_S:
                 if select.select([over], [], [], _LOOK_S)[0]:

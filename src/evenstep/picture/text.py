@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from evenstep.plan.crowd import Crowd
 from evenstep.plan.layout import Layout
 from evenstep.plan.planner import Plan
+from evenstep.plan.steps import StepPrediction
 from evenstep.plan.topology import Link, LinkKind, Topology
 
-__all__ = ["counts", "matrix", "pairs", "plans", "quantity", "shard_words", "tree"]
+__all__ = ["counts", "matrix", "pairs", "plans", "quantity", "shard_words", "step", "tree"]
 
 _SHOWN = 32
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "\u00b5"))
@@ -133,3 +134,16 @@ def plans(found: Sequence[Plan]) -> str:
         seconds, slow = quantity(plan.prediction.seconds, "s"), quantity(plan.prediction.slow_bytes, "B")
         lines.append(f"{plan.name:<{width}}  {seconds:>10}  {slow:>15}  {'yes' if plan.exact else 'no'}")
     return "\n".join(lines)
+
+
+def step(found: StepPrediction) -> str:
+    """What a step of a run is predicted to take, and of what that is made."""
+    parts = ", ".join(
+        f"{quantity(seconds, 's')} {what}"
+        for seconds, what in (
+            (found.compute_s, "computing"),
+            (found.gradients_s, "for gradients that computing does not hide"),
+            (found.meetings_s, "in meetings"),
+        )
+    )
+    return f"a step of a run: {quantity(found.seconds, 's')} ({parts})"

@@ -145,8 +145,8 @@ def page(path: Path, *, locked: bool) -> Response:
         locked: Whether it must ask for a token before it shows anything.
     """
     text = path.read_text()
-    for part in ("page.css", "page.js"):  # what all pages share
-        text = text.replace(f"/* {part} */", (_HERE / part).read_text(), 1)
+    for mark in ("<!-- page_head.html -->\n", "/* page.css */\n", "/* page.js */\n"):  # what all pages share
+        text = text.replace(mark, (_HERE / mark.split()[1]).read_text(), 1)
     if locked:
         text = text.replace('<html lang="en">', '<html lang="en" data-guarded="yes">', 1)
     return HTMLResponse(text, headers={"Content-Security-Policy": _policy(text), **_PAGE_HEADERS})
