@@ -32,7 +32,7 @@ TRAININGS = (("mlp", 2), ("mlp", 8), ("resnet", 8), ("transformer", 8))
 SHARDS = 8
 GIGABIT_BYTES_PER_S = 0.94e9 / 8  # without the heads of packets
 STATE_BYTES = 100_000_000
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 class Failed(Exception):
