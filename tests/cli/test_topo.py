@@ -49,6 +49,22 @@ def test_plans_are_compared(machines, capsys):
     assert out.count("tree") == 3
 
 
+def test_a_step_of_a_run_is_predicted_from_what_a_shard_takes(tmp_path, capsys):
+    path = tmp_path / "many.json"
+    network = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-3}
+    machines = [{"name": "n", "count": 1000, "devices": [{"name": "a"}]}]
+    path.write_text(json.dumps({"format": 1, "links": {"network": network}, "machines": machines}))
+    assert main(["topo", "--simulate", str(path), "--shard-seconds", "0.3", "--bytes", "1G"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "a step of a run: 2.5 s "
+        "(300 ms computing, 1.8 s for gradients that computing does not hide, 404 ms in meetings)"
+    )
+    assert main(["topo", "--shard-seconds", "1"]) == 2
+    assert "give it with --simulate FILE" in capsys.readouterr().err
+    assert main(["topo", "--simulate", str(path), "--shard-seconds", "-1"]) == 2
+    assert "--shard-seconds -1.0, expected a number from 0 on" in capsys.readouterr().err
+
+
 def test_the_text_of_nvidia_smi_comes_through_a_pipe(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("GPU0 GPU1 CPU Affinity\nGPU0 X NV2 0\nGPU1 NV2 X 0\n"))
     assert main(["topo", "--from", "-"]) == 0

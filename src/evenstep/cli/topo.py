@@ -12,6 +12,7 @@ from evenstep.picture import text
 from evenstep.plan import planner
 from evenstep.plan.layout import Layout
 from evenstep.plan.pairing import pair_devices
+from evenstep.plan.steps import StepCosts, predict_step
 from evenstep.plan.topology import Topology
 from evenstep.topology import from_text, read_file, read_machine, to_json
 
@@ -52,6 +53,18 @@ def add_parser(commands: "Commands") -> None:
     parser.add_argument(
         "--bytes", metavar="N", default="100M", help="size of the gradients, such as 250M or 2G (default: 100M)"
     )
+    parser.add_argument(
+        "--shard-seconds",
+        metavar="S",
+        type=float,
+        help="with --simulate: how long a shard takes; predicts a whole step",
+    )
+    parser.add_argument(
+        "--meetings", metavar="N", type=int, default=4, help="how often all meet in a step (default: 4; 2 a batch norm)"
+    )
+    parser.add_argument(
+        "--message-seconds", metavar="S", type=float, default=1e-4, help="what a message costs (default: 1e-4)"
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, help="also write FILE.svg or FILE.json")
     parser.set_defaults(command=_topo)
 
@@ -62,6 +75,8 @@ def _topo(options: argparse.Namespace) -> int:
         raise ConfigError(f"--out {options.out}, expected a name that ends in .svg or .json")
     if options.shards is not None and not 1 <= options.shards <= _MOST_SHARDS:
         raise ConfigError(f"--shards {options.shards}, expected a whole number from 1 to {_MOST_SHARDS}")
+    if options.shard_seconds is not None and options.simulate is None:
+        raise ConfigError("--shard-seconds predicts a step on the machines of a file: give it with --simulate FILE")
     topology = _read(options)
     devices = _devices(topology, options.devices)
     num_shards = max(DEFAULT_SHARDS, len(devices)) if options.shards is None else options.shards
@@ -70,6 +85,8 @@ def _topo(options: argparse.Namespace) -> int:
             raise ConfigError("--simulate compares plans over all devices; leave out --devices")
         print(f"{text.counts(topology)}, {num_shards} shards, {text.quantity(num_bytes, 'B')} of gradients\n")
         print(text.plans(planner.compare(topology, num_shards, num_bytes)))
+        if options.shard_seconds is not None:
+            print("\n" + text.step(predict_step(topology, num_shards, num_bytes, _costs(options))))
         if options.out is None:
             return 0
     layout = planner.lay(topology, num_shards, devices, num_bytes)
@@ -80,6 +97,13 @@ def _topo(options: argparse.Namespace) -> int:
     if options.out is not None:
         _write(options.out, topology, layout)
     return 0
+
+
+def _costs(options: argparse.Namespace) -> StepCosts:
+    for name in ("shard_seconds", "message_seconds", "meetings"):
+        if not 0 <= getattr(options, name) < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}, expected a number from 0 on")
+    return StepCosts(options.shard_seconds, options.meetings, options.message_seconds)
 
 
 def _read(options: argparse.Namespace) -> Topology:

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from evenstep.plan.crowd import Crowd
 from evenstep.plan.layout import Layout
 from evenstep.plan.planner import Plan
+from evenstep.plan.steps import StepPrediction
 from evenstep.plan.topology import Link, LinkKind, Topology
 
-__all__ = ["counts", "matrix", "pairs", "plans", "quantity", "shard_words", "tree"]
+__all__ = ["counts", "matrix", "pairs", "plans", "quantity", "shard_words", "step", "tree"]
 
 _SHOWN = 32
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "\u00b5"))
@@ -27,7 +28,7 @@ def counts(topology: Topology) -> str:
 
 
 def matrix(topology: Topology) -> str:
-    """What is between each two devices; of large topologies the machines only. Then what links of each kind can do."""
+    """The links between all devices, or only the machines of a large topology; then the speeds of each kind of link."""
     names = topology.names
     lines = [counts(topology)]
     if topology.num_devices <= _SHOWN:
@@ -48,7 +49,7 @@ def _links(topology: Topology) -> Iterator[str]:
 
 
 def _used(topology: Topology) -> dict[LinkKind, set[Link]]:
-    """The links that are there, by kind."""
+    """The links that exist, by kind."""
     found: dict[LinkKind, set[Link]] = {}
     seen = set()
     for machine in topology.machines:
@@ -100,8 +101,8 @@ def _branch(
         layout: Where the shards lie.
         node: Which node.
         above: The device of the node above it.
-        head: What leads its own line.
-        rest: What leads the lines below.
+        head: The beginning of its own line.
+        rest: The beginning of the lines below.
     """
     first, end = node
     device = layout.holder(first)
@@ -133,3 +134,16 @@ def plans(found: Sequence[Plan]) -> str:
         seconds, slow = quantity(plan.prediction.seconds, "s"), quantity(plan.prediction.slow_bytes, "B")
         lines.append(f"{plan.name:<{width}}  {seconds:>10}  {slow:>15}  {'yes' if plan.exact else 'no'}")
     return "\n".join(lines)
+
+
+def step(found: StepPrediction) -> str:
+    """What a step of a run is predicted to take, and of what that is made."""
+    parts = ", ".join(
+        f"{quantity(seconds, 's')} {what}"
+        for seconds, what in (
+            (found.compute_s, "computing"),
+            (found.gradients_s, "for gradients that computing does not hide"),
+            (found.meetings_s, "in meetings"),
+        )
+    )
+    return f"a step of a run: {quantity(found.seconds, 's')} ({parts})"
