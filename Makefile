@@ -69,7 +69,7 @@ test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/engine/test_on_cuda.py tests/nn/test_on_gpu.py
 
 # Every benchmark that needs no GPU, each into its own file, and the page that is made of them. One of them: make bench-recovery.
-BENCHMARKS := engine portable recovery memory distributed server clusters recheck watching batchnorm
+BENCHMARKS := engine portable recovery memory machines distributed server clusters recheck watching batchnorm
 BENCHMARK_engine := engine.py
 BENCHMARK_portable := engine.py --rows mlp-portable,resnet-portable,transformer-portable --clock processor
 bench: $(addprefix bench-,$(BENCHMARKS))

@@ -2,7 +2,8 @@
 
 ``python benchmarks/performance.py`` writes them, with ``--check`` it only says whether they are what it would write.
 The words around the tables are in ``performance.md`` beside this file: there, a line ``@engine`` stands for all that
-``results/engine.json`` has. So no figure of the page lacks the command that prints it, its date and its machine.
+``results/engine.json`` has, ``@engine?`` if it is there at all. So no figure of the page lacks the command that prints
+it, its date and its machine.
 """
 
 import argparse
@@ -26,9 +27,12 @@ def pages(words: str, results: Path) -> dict[str, str]:
     found = {path.stem: Record.load(path) for path in sorted(results.glob("*.json"))}
     lines, drawn, used = [], {}, set()
     for line in words.splitlines():
-        name = line.removeprefix("@")
-        if name == line:
+        name = line.removeprefix("@").removesuffix("?")
+        if not line.startswith("@"):
             lines.append(line)
+            continue
+        if line.endswith("?") and name not in found:
+            lines.append(f"Not measured yet: `make bench-{name}` does it.")
             continue
         if name not in found:
             raise ValueError(f"{line}: there is no {name}.json in {results}; run its benchmark with --json")

@@ -77,6 +77,7 @@ def test_words_that_name_no_record_or_leave_one_out_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match=r"@none: there is no none\.json"):
         performance.pages("# Title\n@none\n", tmp_path)
+    assert "Not measured yet: `make bench-none`" in performance.pages("@none?\n", tmp_path)["performance.md"]
     (tmp_path / "left.json").write_text((ROOT / "benchmarks/results/memory.json").read_text())
     with pytest.raises(ValueError, match="leaves out left; it needs a line @left"):
         performance.pages("# Title\n", tmp_path)

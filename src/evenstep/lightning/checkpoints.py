@@ -1,7 +1,7 @@
-"""Lightning's checkpoints in a run: read once for all workers, so that whoever comes later begins from the same one.
+"""Lightning's checkpoints in a run: read once for all workers, so that one that comes later begins from the same one.
 
-A worker that replaces another runs the script from its beginning, when the file may be gone or another: `last.ckpt` is
-overwritten while training goes on. It needs no weights any more, for these are the run's, but all else: progress,
+A worker that replaces another runs the script from its beginning, when the file may be gone or different: `last.ckpt`
+is overwritten while training goes on. It no longer needs the weights, which the run has, but everything else: progress,
 callbacks, schedulers. So this goes into the journal.
 """
 
@@ -20,7 +20,7 @@ from evenstep.run.values import pack
 __all__ = ["OURS", "about", "begin_of", "is_without_weights", "read"]
 
 OURS = "evenstep"
-"""Under which key a checkpoint has what the run wants to know of it."""
+"""The key of what the run stores in a checkpoint."""
 
 Checkpoint = dict[str, Any]
 
@@ -30,7 +30,7 @@ def read(run: Run, path: str | Path, load: Callable[[], Checkpoint]) -> Checkpoi
 
     Args:
         run: The run.
-        path: Where it lies.
+        path: Where it is.
         load: Reads it.
 
     Raises:
@@ -50,12 +50,12 @@ def read(run: Run, path: str | Path, load: Callable[[], Checkpoint]) -> Checkpoi
 
 
 def is_without_weights(checkpoint: Checkpoint) -> bool:
-    """Whether it is one that has changed, as whoever catches up gets it."""
+    """Whether it came from the journal, because the file has changed: a worker that catches up gets it so."""
     return any(value.is_meta for value in checkpoint["state_dict"].values() if isinstance(value, torch.Tensor))
 
 
 def about(run: Run, steps: int) -> dict[str, int]:
-    """What a checkpoint says of the run that wrote it, after so many steps."""
+    """What a checkpoint says of the run that wrote it, after this many steps."""
     return {"steps": steps, "shards": run.shards, "seed": run.config.seed}
 
 
@@ -76,7 +76,7 @@ def begin_of(checkpoint: Checkpoint, run: Run) -> int:
 
 
 def _checksum(path: str | Path) -> str | None:
-    """Of a local file; None for anything else, which is taken to stay what it is."""
+    """The checksum of a local file; None for anything else, which is assumed not to change."""
     try:
         with Path(path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -99,7 +99,7 @@ def _without_weights(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _can_be_kept(value: Any) -> bool:
-    """Whether the journal can have it; hyperparameters may be anything, but nobody needs them to go on."""
+    """Whether the journal can hold it; hyperparameters may be anything, but are not needed to go on."""
     try:
         pack(value, "a checkpoint")
     except ConfigError:

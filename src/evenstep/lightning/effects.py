@@ -1,4 +1,4 @@
-"""What all parts of a batch have done beside computing (`records.py`), carried out once, alike on every worker."""
+"""The side effects of all parts of a batch (`records.py`), carried out once, alike on every worker."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +17,13 @@ __all__ = ["carry_out", "join", "mean"]
 
 
 def carry_out(module: LightningModule, hook: str, records: Sequence[Packed], sizes: Sequence[int]) -> None:
-    """Do what the parts of a batch have recorded.
+    """Carry out what the parts of a batch have recorded.
 
     Args:
         module: The user's module.
         hook: Which of its methods was called.
         records: One for each part, in order.
-        sizes: How many samples each has.
+        sizes: The number of samples of each.
 
     Raises:
         UnsupportedError: The parts have done different things, or a metric cannot be merged.
@@ -48,7 +48,7 @@ def _on(module: LightningModule, items: list[Any]) -> list[Any]:
 
 
 def _merge(name: str, metric: Metric, count: int, states: dict[str, Any]) -> None:
-    """Add what a part has put into a metric to what is in it."""
+    """Merge what a part has put into a metric with what it holds."""
     for key, theirs in states.items():
         ours, reduction = getattr(metric, key), metric._reductions[key]
         if isinstance(ours, list):
@@ -71,7 +71,7 @@ def _merge(name: str, metric: Metric, count: int, states: dict[str, Any]) -> Non
 
 
 def _log(module: LightningModule, hook: str, records: Sequence[Packed], sizes: Sequence[int]) -> None:
-    """Log every value once: the mean over all samples, or what its `reduce_fx` says."""
+    """Log every value once: the mean over all samples, or as its `reduce_fx` says."""
     for record in records:
         if record["form"] != records[0]["form"]:
             here, there = ([name for name, *_ in r["form"]] for r in (record, records[0]))
@@ -109,13 +109,13 @@ def mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
 
 
 def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """What the parts of a batch returned, as if the batch had not been cut.
+    """The values that the parts of a batch returned, joined as if the batch had not been cut.
 
     Rows are put together, as tensors or as lists with an item for each sample, numbers are averaged by samples; and so
     is what is in dicts, tuples and other lists.
 
     Raises:
-        ValueError: It cannot be told how.
+        ValueError: It is unclear how to join them.
     """
     first = values[0]
     if all(value is None for value in values):

@@ -13,14 +13,14 @@ __all__ = ["Launcher", "Runs"]
 
 
 class Runs(Protocol):
-    """Whoever makes runs."""
+    """Something that makes runs."""
 
     def within(self, trainer: Trainer, function: Callable[[], Any]) -> Any:
         """Call a function within a run of its own."""
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Starts the script once more for every further worker, if nobody else has, and makes every entry point a run.
+    """Starts the script again for every further worker, if nobody else has, and makes every entry point a run.
 
     Args:
         strategy: Makes runs.
@@ -37,12 +37,12 @@ class Launcher(_SubprocessScriptLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether a notebook can do this: it is no script that could be started once more."""
+        """Whether a notebook can do this: no, since it is not a script that could be started again."""
         return self._launched or self.num_processes == 1
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """See `_Launcher`."""
-        assert trainer is not None, "entry points are a trainer's"
+        assert trainer is not None, "entry points belong to a trainer"
         if not self._launched and self.num_processes > 1:
             if not self.cluster_environment.creates_processes_externally:
                 self._call_children_scripts()

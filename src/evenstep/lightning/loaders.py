@@ -1,4 +1,4 @@
-"""Loaders as Lightning's loops go through them, which give batches of a run."""
+"""Loaders for Lightning's loops that give batches of a run."""
 
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ __all__ = ["EndlessLoader", "SealedBatch", "loader_of"]
 
 
 class SealedBatch:
-    """A batch on its way through Lightning's loops and hooks, which must not look into it: its parts lie elsewhere.
+    """A batch on its way through Lightning's loops and hooks, which must not look into it: its parts are elsewhere.
 
     Attributes:
         batch: The batch.
@@ -42,7 +42,7 @@ class SealedBatch:
 
 
 class EndlessLoader:
-    """Goes through the batches of a loader, epoch by epoch, and can go on in the middle of one.
+    """Iterates over the batches of a loader, epoch by epoch, and can resume in the middle of one.
 
     Args:
         batches: Its batches.
@@ -56,11 +56,11 @@ class EndlessLoader:
 
     @property
     def sampler(self) -> "EndlessLoader":
-        """What Lightning tells the epoch."""
+        """The object that Lightning tells the epoch."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch to go through next."""
+        """Set the epoch to iterate over next."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -79,15 +79,15 @@ class EndlessLoader:
         return {"batch": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Leave out as many batches when it is gone through next."""
+        """Skip as many batches in the next iteration."""
         self._first = self._given = state["batch"]
 
 
 def loader_of(run: Run, source: Any, *, train: bool) -> Any:
-    """What Lightning goes through in the place of a user's loader; the loader itself where it gives whole batches.
+    """What Lightning iterates over instead of a user's loader; the loader itself if it gives whole batches.
 
     Raises:
-        UnsupportedError: It wants something of loader processes that they cannot do.
+        UnsupportedError: It asks of loader processes what they cannot do.
     """
     batches = batches_of(run, source, train=train)
     if batches is None:

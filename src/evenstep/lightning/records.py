@@ -1,8 +1,8 @@
-"""What the user's module does in one part beside computing: values it logs, metrics it updates, lists it lets grow.
+"""What the user's module does in one part besides computing: values it logs, metrics it updates, lists it appends to.
 
-A part is computed by one worker, but all of them must come to have done the same. So nothing of this touches what
-Lightning and the module hold while parts are computed: it is recorded, part by part, and carried out afterwards on
-every worker with what all parts have recorded (`effects.py`).
+A part is computed by one worker, but in the end all of them must have done the same. So none of this touches what
+Lightning and the module hold while parts are computed: it is recorded, part by part, and carried out afterwards, on
+every worker, for all parts (`effects.py`).
 """
 
 import threading
@@ -22,9 +22,9 @@ __all__ = ["Forms", "Packed", "PartRecord", "PartRecorder", "metrics_of"]
 Packed = dict[str, Any]
 """A record as plain values and tensors."""
 
-_HELD = ("_update_count", "_computed", "_forward_cache")  # what a metric keeps beside its states
-_LOOKED_AT = 64  # items of a dict: more are not a setting but data
-_FORMS = 64  # that are known: names that change in every step are none
+_HELD = ("_update_count", "_computed", "_forward_cache")  # what a metric keeps besides its states
+_LOOKED_AT = 64  # a dict with more items is data, not a setting
+_FORMS = 64  # how many forms to remember: names that change in every step are not worth it
 
 
 class PartRecord:
@@ -44,7 +44,7 @@ class PartRecord:
 
     @contextmanager
     def own(self, name: str, metric: Metric) -> Iterator[None]:
-        """While this is open, a metric has what this part has put into it, and nothing else."""
+        """While this is open, a metric holds what this part has put into it, and nothing else."""
         everyones = _state_of(metric)
         vars(metric).update(self._states.get(name) or _pristine(metric))
         try:
@@ -63,9 +63,9 @@ class PartRecord:
 
 
 class Forms:
-    """The forms of records that all workers know already, so that the notes of further steps need not repeat them.
+    """The forms of records that all workers already know, so that the notes of further steps need not repeat them.
 
-    Whoever comes later goes through the same notes in the same order, and so knows them too.
+    A worker that comes later reads the same notes in the same order, and so knows them too.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Forms:
         return {**packed, "form": self._known.index(form) if form in self._known else form}
 
     def restore(self, records: list[Packed]) -> list[Packed]:
-        """The records of a step with their forms, which are known from now on."""
+        """The records of a step with their forms, which are remembered from now on."""
         for record in records:
             if isinstance(record["form"], int):
                 record["form"] = self._known[record["form"]]
@@ -148,7 +148,7 @@ class PartRecorder:
                     vars(self._module)[name] = _Growing(name, value, lambda: self._record, self._hook)
             self._before = _look(self._module)
             yield
-        connector._current_fx = hook_before  # what is logged for all parts decides what is reset
+        connector._current_fx = hook_before  # the values logged for all parts decide what is reset
 
     @contextmanager
     def part(self) -> Iterator[PartRecord]:
@@ -175,7 +175,7 @@ class PartRecorder:
 
     @contextmanager
     def _owned(self, name: str, metric: Metric) -> Iterator[None]:
-        """Let what is called of a metric concern the part that calls it."""
+        """Make calls of a metric affect only the part that makes them."""
         inside = threading.local()
 
         def owning(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +205,7 @@ class PartRecorder:
 
 
 class _Log:
-    """Stands where Lightning collects what is logged; see `_ResultCollection.log`."""
+    """Takes the place of Lightning's collection of logged values; see `_ResultCollection.log`."""
 
     batch: Any = None
     batch_size: int | None = None
@@ -223,11 +223,11 @@ class _Log:
         record.values.append(float(value.detach()) if is_number else None)
 
     def reset(self, *_: Any, **__: Any) -> None:
-        """What all parts have logged will be logged once more, and decides then."""
+        """Nothing to do: logging the values of all parts later decides this."""
 
 
 class _Unreachable:
-    """Stands for the loggers while parts are computed: what is written to them would be of one worker's parts only."""
+    """Replaces the loggers while parts are computed: they would get only one worker's parts."""
 
     def __init__(self, hook: str) -> None:
         self._hook = hook
@@ -270,7 +270,7 @@ _LIGHTNINGS = frozenset(vars(LightningModule()))
 
 
 def _look(module: LightningModule) -> dict[str, Any]:
-    """The plain attributes that a user's module has, and which tensors it holds beside parameters and buffers."""
+    """The plain attributes of a user's module, and the tensors it holds besides parameters and buffers."""
     return {
         name: seen
         for name, value in vars(module).items()

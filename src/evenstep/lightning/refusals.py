@@ -1,4 +1,4 @@
-"""What of Lightning cannot be had exactly: found before anything is trained, and refused with a sentence."""
+"""Features of Lightning that cannot be exact: found before anything is trained, and refused with a sentence."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ _INSIDE = {
     "backward": "return the loss that backward shall begin from",
     "optimizer_zero_grad": "nothing: gradients are those of the step",
 }
-"""Hooks inside of a step, which is one transaction of all workers; and what to do instead."""
+"""Hooks inside a step, which is one transaction of all workers; and what to do instead."""
 
 _CALLBACKS: dict[type[Callback], str] = {
     StochasticWeightAveraging: "it changes parameters between steps; prepare an AveragedModel by "
@@ -43,7 +43,7 @@ _CALLBACKS: dict[type[Callback], str] = {
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
-    """See that what is about to run can be had exactly.
+    """Check that what is about to run can be exact.
 
     Raises:
         UnsupportedError: It cannot.

@@ -39,11 +39,11 @@ class Steps:
         run: Its run.
         trainer: Its trainer.
         module: The user's module.
-        precision: Converts what goes into it.
+        precision: Converts its inputs.
         device: Where this worker computes.
 
     Attributes:
-        dataloader_idx: From which of several loaders the batch is.
+        dataloader_idx: Which of several loaders the batch is from.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Steps:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this is asked by the module while it computes a part."""
+        """Whether the module is computing a part in this thread."""
         return self._recording is not None and self._recording.is_inside
 
     def train(self, call: Call, optimizers: Sequence[Optimizer], batch: Any, *rest: Any) -> dict[str, Any]:
@@ -67,10 +67,10 @@ class Steps:
             call: Calls `training_step`.
             optimizers: All optimizers; they step on one loss, unless `training_step` takes an `optimizer_idx`.
             batch: The batch.
-            rest: What `training_step` gets beside it.
+            rest: The other arguments of `training_step`.
 
         Returns:
-            What `on_train_batch_end` gets: the loss of the last step, and what else was returned.
+            What `on_train_batch_end` gets: the loss of the last step, and the rest of what was returned.
         """
         if not self._one_loss_each:
             return self._step(call, optimizers, batch, *rest)
@@ -113,10 +113,10 @@ class Steps:
         """Validate, test or predict on a batch; returns what all parts returned, as one.
 
         Args:
-            hook: What is called.
+            hook: The method to call.
             call: Calls it.
             batch: The batch.
-            rest: What it gets beside it.
+            rest: Its other arguments.
         """
         samples = self._cut(batch)
 
@@ -145,7 +145,7 @@ class Steps:
             ) from error
 
     def _is_wanted(self, hook: str) -> bool:
-        """Whether anybody but Lightning itself, which does not look at it, gets what a step returns."""
+        """Whether anything besides Lightning itself, which ignores it, gets what a step returns."""
         theirs = [each for each in self._trainer.callbacks if not type(each).__module__.startswith("lightning.")]
         return is_overridden(f"on_{hook}", self._module) or any(
             is_overridden(f"on_{hook}", c, Callback) for c in theirs
@@ -171,7 +171,7 @@ class Steps:
         return self._run.cut(batch)
 
     def _of_part(self, batch: Any, part: Any) -> Any:
-        """A part as the module gets it. A whole batch has been through the hooks already."""
+        """A part as the module gets it. A whole batch has already been through the hooks."""
         if not isinstance(batch, SealedBatch):
             return part
         part = self._precision.convert_input(part)
@@ -180,7 +180,7 @@ class Steps:
 
 
 class _Elsewhere:
-    """Stands for something that a part returned beside its loss, which stays on the worker that computed the part."""
+    """Replaces something that a part returned besides its loss, which stays on the worker that computed the part."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -193,7 +193,7 @@ class _Elsewhere:
 
 
 def _split(output: Any) -> tuple[Any, dict[str, Any]]:
-    """The loss that `training_step` returned, and all else."""
+    """The loss that `training_step` returned, and the rest."""
     others = {key: value for key, value in output.items() if key != "loss"} if isinstance(output, dict) else {}
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor | Loss):
@@ -213,7 +213,7 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def _sendable(output: Any) -> Any:
-    """What a part returned, if others can have it."""
+    """What a part returned, if it can be sent to others."""
     try:
         pack(output, "what was returned")
     except ConfigError:

@@ -39,8 +39,8 @@ __all__ = ["Exact"]
 class Exact(Strategy):
     """Trains with the same weights, bit for bit, on any number of workers, whichever of them die.
 
-    `Trainer(strategy=Exact(shards=8))`. Every batch is cut into shards; `training_step` and its fellows are called once
-    for each. Every entry point (fit, validate, test, predict) is a run of its own.
+    `Trainer(strategy=Exact(shards=8))`. Every batch is cut into shards; `training_step` and the like are called once
+    for each. Every entry point (fit, validate, test, predict) is a separate run.
 
     Args:
         shards: K; see `evenstep.Run`.
@@ -76,7 +76,7 @@ class Exact(Strategy):
         self._run: Run | None = None
         self._set_rank(self._place.worker)
         self._steps: Steps | None = None
-        self._begins_at = 0  # after how many steps fit begins: of an earlier fit, or of a checkpoint
+        self._begins_at = 0  # how many steps came before fit: in an earlier fit, or in a checkpoint
         self._stepping = self._lacks_weights = False
 
     def _set_rank(self, worker: int) -> None:
@@ -90,15 +90,15 @@ class Exact(Strategy):
         """The run of the entry point that is being called.
 
         Raises:
-            ConfigError: None is.
+            ConfigError: There is none.
         """
         if self._run is None:
             raise ConfigError("there is no run; expected inside of trainer.fit, validate, test or predict")
         return self._run
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None, "the Trainer has set it"
-        assert self.parallel_devices is not None, "the Trainer has set them"
+        assert self.cluster_environment is not None, "the Trainer sets the environment first"
+        assert self.parallel_devices is not None, "the Trainer sets the devices first"
         if self.num_nodes != 1:
             raise UnsupportedError(f"Trainer(num_nodes={self.num_nodes}); expected 1: use `evenstep run`")
         launched = self._place.segment_fd is not None or self._place.torchrun
@@ -140,7 +140,7 @@ class Exact(Strategy):
 
     def model_to_device(self) -> None:
         """Move the model to the device."""
-        assert self.model is not None, "the Trainer has connected it"
+        assert self.model is not None, "the Trainer connects the model first"
         self.model.to(self.root_device)
 
     def barrier(self, name: str | None = None) -> None:
@@ -150,25 +150,25 @@ class Exact(Strategy):
             self._run.once(lambda: None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What the first worker has, for all of them."""
+        """Give all workers what the first one has."""
         del src
         if self._run is None:
             return obj
         return self._run.once(lambda: str(obj) if isinstance(obj, Path) else obj)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """What the first worker decides, for all of them."""
+        """Give all workers the first one's decision."""
         del all
         return bool(self.broadcast(bool(decision)))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Nothing to do: outside of the parts of a batch all workers have the same."""
+        """Nothing to do: outside the parts of a batch all workers have the same."""
         del group, reduce_op
         self._refuse_inside("reduce")
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Nothing to do: outside of the parts of a batch all workers have the same."""
+        """Nothing to do: outside the parts of a batch all workers have the same."""
         del group, sync_grads
         self._refuse_inside("all_gather")
         return tensor
@@ -211,22 +211,22 @@ class Exact(Strategy):
         self.optimizers, self.lr_scheduler_configs = optimizers, configs
 
     def teardown(self) -> None:
-        """Let go; the model is an ordinary one when the run ends."""
+        """Release everything; the model is an ordinary one when the run ends."""
         if self.lightning_module is not None:
             self.lightning_module.__dict__.pop("_on_before_batch_transfer", None)
         self.precision_plugin.teardown()
-        assert self.accelerator is not None, "the Trainer has set it"
+        assert self.accelerator is not None, "the Trainer sets the accelerator first"
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
     # ---- batches ----
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let a loader give batches of the run."""
+        """Make a loader give batches of the run."""
         return loader_of(self.run, dataloader, train=bool(self.lightning_module.trainer.training))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a whole batch; the parts of one of the run are moved when they are computed."""
+        """Move a whole batch; the parts of a batch of the run are moved when they are computed."""
         if not isinstance(batch, SealedBatch):
             return super().batch_to_device(batch, device, dataloader_idx)
         self._in_steps.dataloader_idx = dataloader_idx
@@ -247,7 +247,7 @@ class Exact(Strategy):
         return self._in_steps.train(partial(Strategy.training_step, self), self.optimizers, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Train on the batch of the closure, which does all there is to do."""
+        """Train on the batch of the closure, which does everything."""
         del optimizer, model, kwargs
         self._stepping = True
         try:
@@ -284,7 +284,7 @@ class Exact(Strategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights, unless the run has newer ones already."""
+        """Load weights, unless the run already has newer ones."""
         if not self._lacks_weights:
             super().load_model_state_dict(checkpoint, strict=strict)
 
@@ -307,7 +307,7 @@ class Exact(Strategy):
         elif not self.lightning_module.trainer.interrupted:  # by the script, after fit
             with self._open(quiet=True) as run:
                 write_for_all(run)
-        elif self.is_global_zero:  # the run has failed, and the others with it
+        elif self.is_global_zero:  # the run has failed on all workers
             write()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -319,11 +319,11 @@ class Exact(Strategy):
 
 
 def _make_ready(module: LightningModule) -> None:
-    """Let a module be called for parts of batches."""
+    """Prepare a module to be called for parts of batches."""
     for child in module.modules():
         if isinstance(child, MetricCollection) and child._enable_compute_groups:
-            # metrics of a group share their states, which is found out by the first update: but whoever comes later
-            # has not seen it
+            # metrics of a group share states, which their first update finds out: but a worker that comes later has
+            # not seen it
             if child._groups_checked:
                 child._compute_groups_create_state_ref(copy=True)
             child._enable_compute_groups, child._groups_checked, child._groups = False, False, {}

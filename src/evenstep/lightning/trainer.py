@@ -1,4 +1,4 @@
-"""What a Trainer does otherwise while a run is open, so that all workers, and whoever comes later, do the same."""
+"""What a Trainer does differently while a run is open, so that all workers, even those that come later, do the same."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,9 +14,9 @@ __all__ = ["adapted"]
 
 @contextmanager
 def adapted(trainer: Trainer, run: Run) -> Iterator[None]:
-    """While this is open, what depends on the files that there are is asked once for all, and batches have a size."""
+    """While this is open, what depends on existing files is asked once for all workers, and batches have a size."""
     for logger in trainer.loggers:
-        if getattr(logger, "_version", "") is None:  # the next that is free
+        if getattr(logger, "_version", "") is None:  # the next free one
             logger._version = run.once(_version_of(logger))
     checkpoints, logging = trainer._checkpoint_connector, trainer._logger_connector
     select, begin = checkpoints._select_ckpt_path, logging.on_batch_start
@@ -35,7 +35,7 @@ def adapted(trainer: Trainer, run: Run) -> Iterator[None]:
             trainer._results.batch_size = len(batch)
 
     changes: list[tuple[Any, str, Callable[..., Any]]] = [
-        (callback, "file_exists", _exists_once(run, callback))  # else the first worker is asked, which may be gone
+        (callback, "file_exists", _exists_once(run, callback))  # otherwise the first worker is asked, which may be gone
         for callback in trainer.checkpoint_callbacks
         if hasattr(callback, "file_exists")
     ]

@@ -86,6 +86,7 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "evenstep.native.arithmetic", NULL, -1, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {
+    .m_base = PyModuleDef_HEAD_INIT, .m_name = "evenstep.native.arithmetic", .m_size = -1, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit_arithmetic(void) { return PyModule_Create(&module); }

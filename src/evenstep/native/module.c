@@ -392,7 +392,8 @@ static PyMethodDef methods[] = {
     {"keep_memory", keep_memory, METH_NOARGS, NULL},      {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "evenstep.native.core", NULL, -1, methods};
+static struct PyModuleDef module = {
+    .m_base = PyModuleDef_HEAD_INIT, .m_name = "evenstep.native.core", .m_size = -1, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit_core(void) {
     PyObject *m = PyModule_Create(&module);

@@ -1,4 +1,4 @@
-"""Where the boxes of a graph go: layer by layer from top to bottom, with few crossings and straight ways.
+"""Laying out the boxes of a graph: layer by layer from top to bottom, with few crossings and straight edges.
 
 The usual four steps: a layer for every node, stand-ins where an edge passes a layer, an order in every layer by the
 mean place of the neighbours, and places as close to the neighbours as the boxes allow.
@@ -52,7 +52,7 @@ class _Grid:
 
 
 def _layers(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """One below the lowest that a node takes from; what takes from nobody goes right above its first taker."""
+    """The layer below all inputs of a node; a node without inputs goes right above its first user."""
     layer = [0] * count
     for a, b in sorted(edges, key=lambda edge: edge[1]):  # nodes come in an order in which they can be computed
         layer[b] = max(layer[b], layer[a] + 1)
@@ -107,7 +107,7 @@ def _past(x: float, y: float, height: float) -> list[Point]:
 
 
 def _order(grid: _Grid) -> None:
-    """Sort each layer by the mean place of what is above, then below, and so on; keep what crosses least."""
+    """Sort each layer by the mean place of its neighbours above, then below, and so on; keep the fewest crossings."""
     best, fewest = [list(layer) for layer in grid.layers], _crossings(grid)
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
@@ -156,7 +156,7 @@ def _straighten(grid: _Grid, widths: Sequence[float], gap: float) -> list[float]
 def _settle(
     layer: Sequence[int], wanted: Sequence[float], xs: list[float], widths: Sequence[float], gap: float
 ) -> None:
-    """The places closest to those wanted (in squares) that keep the order and the gaps.
+    """The places closest to the wanted ones (in least squares) that keep the order and the gaps.
 
     Neighbours that push each other share the mean of what they want.
     """

@@ -54,7 +54,7 @@ def draw_topology(topology: Topology, layout: Layout) -> str:
 
 
 def _draw_frames(canvas: Canvas, topology: Topology, layout: Layout, xs: dict[int, float], y: float) -> None:
-    """Around neighbours of one machine, and inside of it of one NUMA node."""
+    """Draw frames around neighbours of one machine, and inside it of one NUMA node."""
     for members in _runs(layout, lambda device: topology.places[device][0]):
         left, right = xs[members[0]] - _PITCH / 2 + 1, xs[members[-1]] + _PITCH / 2 - 1
         machine = topology.machine_of(members[0])
@@ -74,7 +74,7 @@ def _runs(layout: Layout, key: Callable[[int], int]) -> Iterator[list[int]]:
 
 
 def _draw_tree(canvas: Canvas, topology: Topology, layout: Layout, xs: dict[int, float], bottom: float) -> None:
-    """Each sum that moves joins what lies left of it, one level higher."""
+    """Draw the tree: each sum that moves joins its left neighbour, one level higher."""
     tops = {device: (xs[device], bottom) for device in layout.order}
     level = 0
     dots: list[tuple[float, float, int, str]] = []

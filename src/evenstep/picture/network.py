@@ -1,4 +1,4 @@
-"""A network and its partition as a value: what computes what from what, which worker has which shards, who owns what.
+"""A network and its partition as a value: the flow of data, which worker has which shards, who owns what.
 
 `to_json` gives the node-link form that networkx loads: `networkx.node_link_graph(json.load(file), edges="edges")`.
 """
@@ -40,11 +40,11 @@ class Node:
         id: Unique in the network.
         label: The path of the module, or the name of the function.
         kind: The class of the module; "input", "output", "function", or "connector" before and after layers in parts.
-        detail: What the module says of itself.
-        shape: The shape of what it gives, if an example input was there to tell.
-        parameters: The names of those it uses.
+        detail: The module's own description.
+        shape: The shape of its output, if an example input was given.
+        parameters: The names of the parameters it uses.
         meets: Whether all shards meet here, as in batch norm.
-        worker: Who computes this for all shards, as a part of a partitioned layer; None: who has the shard.
+        worker: The worker that computes it for all shards, as a part of a partitioned layer; None: each shard's own.
     """
 
     id: str
@@ -104,10 +104,10 @@ class Network:
     Attributes:
         name: The class of the model.
         nodes: In an order in which they can be computed.
-        edges: (id, id): what the first gives, the second takes.
+        edges: (id, id): the output of the first is an input of the second.
         partition: Shards, workers and owners.
-        source: How this was found out: "fx", "export" or "modules".
-        note: What could not be found out, and why; empty if all is well.
+        source: How it was traced: "fx", "export" or "modules".
+        note: What could not be traced, and why; empty if nothing.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Layers in parts, as a picture shows them: what hands the input to the parts, the parts, and what makes them one."""
+"""Layers in parts, as a picture shows them: what hands the input to the parts, the parts, and what joins them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -39,11 +39,11 @@ def expand(
     """Replace nodes of layers in parts by what they consist of; all other nodes and edges stay.
 
     Args:
-        nodes: Of the network.
-        edges: Of the network.
-        layers: Those in parts, by the id of the node that calls them.
+        nodes: The nodes of the network.
+        edges: The edges of the network.
+        layers: The layers in parts, by the id of the node that calls them.
         names: The name of every parameter, by its id.
-        num_workers: Among whom the parts are shared out.
+        num_workers: The number of workers that share out the parts.
     """
     found: list[Node] = []
     ways: list[tuple[str, str]] = [(a, _first(b, layers)) for a, b in edges]

@@ -148,7 +148,7 @@ def _draw_node(
 
 
 def _owner(parameter: Parameter) -> tuple[str, str]:
-    """The colour of the owner of a parameter, and all about it in words."""
+    """The colour of a parameter's owner, and a description of the parameter."""
     owner = "frozen" if parameter.owner is None else f"worker {parameter.owner}"
     shade = "#9aa5b1" if parameter.owner is None else colour(parameter.owner)
     return shade, f"{parameter.name} {_shape(parameter.shape)}, {quantity(parameter.num_bytes, 'B')}, {owner}"

@@ -1,4 +1,4 @@
-"""A canvas that writes SVG: shapes in, one text out, nothing from elsewhere. And the colours of all our pictures."""
+"""A canvas that writes self-contained SVG, and the colours of all our pictures."""
 
 from collections.abc import Sequence
 from html import escape
@@ -20,7 +20,7 @@ _PALETTE = (
     "#6b6ecf",
 )
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-_LETTER = 0.56  # the width of a letter in parts of its height
+_LETTER = 0.56  # the width of a letter as a fraction of its height
 
 
 def colour(number: int) -> str:

@@ -28,7 +28,7 @@ def counts(topology: Topology) -> str:
 
 
 def matrix(topology: Topology) -> str:
-    """What is between each two devices; of large topologies the machines only. Then what links of each kind can do."""
+    """The links between all devices, or only the machines of a large topology; then the speeds of each kind of link."""
     names = topology.names
     lines = [counts(topology)]
     if topology.num_devices <= _SHOWN:
@@ -49,7 +49,7 @@ def _links(topology: Topology) -> Iterator[str]:
 
 
 def _used(topology: Topology) -> dict[LinkKind, set[Link]]:
-    """The links that are there, by kind."""
+    """The links that exist, by kind."""
     found: dict[LinkKind, set[Link]] = {}
     seen = set()
     for machine in topology.machines:
@@ -101,8 +101,8 @@ def _branch(
         layout: Where the shards lie.
         node: Which node.
         above: The device of the node above it.
-        head: What leads its own line.
-        rest: What leads the lines below.
+        head: The beginning of its own line.
+        rest: The beginning of the lines below.
     """
     first, end = node
     device = layout.holder(first)

@@ -1,6 +1,6 @@
-"""What a trace holds beside the flow of data: sizes, arguments that nobody gives, results that nobody takes.
+"""What a trace holds besides the flow of data: sizes, arguments that are not given, results that are not used.
 
-A picture leaves them out. Whatever may have an effect of its own (modules, operations in place) stays.
+A picture leaves them out. Anything that may have an effect of its own (modules, operations in place) stays.
 """
 
 import inspect
@@ -18,7 +18,7 @@ _METHODS = ("size", "dim", "numel", "stride", "get_device", "is_contiguous", "is
 
 
 def defaults(forward: Callable[..., Any], num_given: int) -> dict[str, Any]:
-    """The arguments of a forward that have plain defaults and are not given: a trace takes them as they are."""
+    """The arguments of a forward that have plain defaults and are not given: a trace uses the defaults."""
     parameters = list(inspect.signature(forward).parameters.values())
     return {
         parameter.name: parameter.default
@@ -28,7 +28,7 @@ def defaults(forward: Callable[..., Any], num_given: int) -> dict[str, Any]:
 
 
 def left_out(graph: fx.Graph, not_given: dict[str, Any]) -> set[fx.Node]:
-    """The nodes of a graph that are no part of the flow of data."""
+    """The nodes of a graph that are not part of the flow of data."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_fact(node) or (_is_arithmetic(node) and node.all_input_nodes and found.issuperset(node.all_input_nodes)):

@@ -1,7 +1,6 @@
 """Where the time of a run's steps went, and who waited for whom, from a trace: pure arithmetic over its spans.
 
-Of spans of one worker that lie inside of each other, the innermost has the time. A wait inside of an exchange inside of
-a backward is a wait.
+Time in nested spans of one worker belongs to the innermost. A wait inside an exchange inside a backward is a wait.
 """
 
 from collections import defaultdict
@@ -23,21 +22,21 @@ class _Span:
     phase: str
     name: str
     args: Mapping[str, Any]
-    inner: float = 0.0  # of its time, what spans inside of it have
+    inner: float = 0.0  # how much of its time belongs to spans inside it
 
 
 @dataclass
 class Timeline:
-    """What a trace comes to. Times are microseconds, summed up over committed steps.
+    """A summary of a trace. Times are microseconds, summed over committed steps.
 
     Attributes:
         steps: How many steps each worker took part in.
         spent: By worker and phase; "outside" is between its steps.
-        waited: By worker and whom it waited for; text where that is no worker.
-        tags: By what was exchanged: how often, and how long it was waited for in it.
-        again: Attempts at steps that came to nothing, by worker.
+        waited: By worker and what it waited for: another worker, or a text.
+        tags: For each exchange, by tag: how often, and how long workers waited in it.
+        again: Failed attempts at steps, by worker.
         lost: What workers were doing when they ended: worker, when, step.
-        recoveries: When somebody recovered, and how long that took.
+        recoveries: When a worker recovered, and how long that took.
     """
 
     steps: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -50,10 +49,10 @@ class Timeline:
 
 
 def read(events: Iterable[Mapping[str, Any]]) -> Timeline:
-    """Go through the events of a trace.
+    """Summarise the events of a trace.
 
     Raises:
-        KeyError: They are none of ours.
+        KeyError: They are not ours.
     """
     workers: dict[tuple[int, int], int] = {}
     spans: dict[tuple[int, int], list[_Span]] = defaultdict(list)
@@ -116,7 +115,7 @@ def _close(found: Timeline, worker: int, open_: list[_Span]) -> None:
 
 
 def render(found: Timeline) -> str:
-    """As tables, in milliseconds of a step."""
+    """The summary as tables, in milliseconds per step."""
     workers = sorted(found.steps)
     if not workers:
         return "no step was committed while it was traced"

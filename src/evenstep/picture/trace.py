@@ -1,7 +1,7 @@
-"""From a torch module to a `Network`: by fx where it can be traced, else by torch.export, else its tree of modules.
+"""From a torch module to a `Network`: by fx if that can trace it, or by torch.export, or as its tree of modules.
 
 fx needs no input and keeps modules whole, which is what a person wants to see. torch.export follows more models, but
-wants an example input. Neither changes the model: what is run, is run on a copy.
+needs an example input. Neither changes the model: everything runs on a copy.
 """
 
 import copy
@@ -23,11 +23,11 @@ from evenstep.picture.tidy import defaults, left_out
 __all__ = ["trace"]
 
 Found = tuple[list[Node], list[tuple[str, str]]]
-_WHOLE = (InParts, nn.MultiheadAttention)  # have children, and are one thing to who looks at them
+_WHOLE = (InParts, nn.MultiheadAttention)  # have children, but are shown as one thing
 
 
 def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequence[Tensor] = ()) -> Network:
-    """Look at a model.
+    """Trace a model.
 
     Args:
         model: The model, on any device.
@@ -66,7 +66,7 @@ def trace(model: nn.Module, num_shards: int, num_workers: int, examples: Sequenc
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what tracers print and log of what they cannot follow: the note says it in a line."""
+    """Suppress what tracers print and log when they fail: the note says it in one line."""
     level = logging.root.manager.disable
     logging.disable()
     try:
@@ -77,7 +77,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _try_out(model: nn.Module, examples: Sequence[Tensor]) -> None:
-    """See that the examples fit, before tracers that say it less plainly fail on them."""
+    """Check that the examples fit, before tracers fail on them with a less clear message."""
     try:
         with torch.no_grad():
             copy.deepcopy(model).cpu().eval()(*examples)
@@ -96,7 +96,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _about(path: str, module: nn.Module, names: dict[int, str]) -> dict[str, Any]:
-    """What a node says of a module that is not looked into."""
+    """The fields of a node for a module that is not looked into."""
     return {
         "label": path,
         "kind": type(module).__name__,
@@ -147,7 +147,7 @@ def _by_fx(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -> Fo
 
 
 def _plain(node: fx.Node) -> dict[str, Any]:
-    """What a node says of what is no module."""
+    """The fields of a node that is not a module."""
     if node.op in ("placeholder", "output"):
         kind = "input" if node.op == "placeholder" else "output"
         return {"label": node.name, "kind": kind}
@@ -200,7 +200,7 @@ def _by_export(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -
         inputs = [n for n in each.all_input_nodes if n.op != "get_attr"]
         used = [canonical[held[n.name]] for n in inputs if held.get(n.name) in canonical]
         found[name]["parameters"] = tuple(dict.fromkeys((*found[name]["parameters"], *used)))
-        given = _shape(each.meta.get("val")) if each.users else None  # what nobody takes is not the result
+        given = _shape(each.meta.get("val")) if each.users else None  # an output that nothing uses is not the result
         found[name]["shape"] = given or found[name].get("shape")
         before = [group[n.name] for n in inputs if n.name in group]
         edges.update({(source, name): None for source in before if source != name})
@@ -209,7 +209,7 @@ def _by_export(model: nn.Module, examples: Sequence[Tensor], num_workers: int) -
 
 
 def _innermost(node: fx.Node, model: nn.Module) -> tuple[str, str]:
-    """Which call of which module a node belongs to; the path is empty for the model itself.
+    """The call and the module that a node belongs to; the path is empty for the model itself.
 
     A layer in parts and an attention of torch are not looked into.
     """

@@ -1,4 +1,4 @@
-"""Chaos: trainings under hundreds of random faults and resizes, which must end on the fingerprint of a quiet one.
+"""Chaos: trainings under hundreds of random faults and resizes, which must end on an undisturbed one's fingerprint.
 
 A seed fixes the whole plan: which faults, where, in which order. Run it by `make chaos`, or
 
@@ -27,17 +27,17 @@ from evenstep.testing.faults import Fault
 __all__ = ["Result", "fingerprint_of", "main", "plan", "run", "under"]
 
 _KINDS = {"kill": 10, "kill all": 1, "stop": 1, "slow": 3, "raise": 3, "exit": 2, "scale": 4}
-_RARE = ("join", "recover")  # points that nobody comes by unless somebody else has died or come
+_RARE = ("join", "recover")  # points that are reached only after another worker has died or joined
 _INSIDE = [p for p in POINTS if p not in _RARE]
 _STEPS_PER_FAULT = 5
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a chaos run came to.
+    """The result of a chaos run.
 
     Attributes:
-        same: Whether it ended on the fingerprint of the quiet run.
+        same: Whether it ended on the fingerprint of the undisturbed run.
         struck: How many faults of each kind struck.
         recoveries_s: From each death to the next committed step.
         seconds: How long it took.
@@ -52,7 +52,7 @@ class Result:
 
 
 def plan(seed: int, num_faults: int) -> list[Fault]:
-    """Random faults in order. A script that fails by itself twice in one step fails the run, so that is left out."""
+    """Random faults in order, without a script that raises twice in one step, which would fail the run."""
     dice = random.Random(seed)
     found: list[Fault] = []
     while len(found) < num_faults:
@@ -70,14 +70,14 @@ def plan(seed: int, num_faults: int) -> list[Fault]:
 
 
 def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, timeout_s: float = 600.0) -> Result:
-    """Run a training under faults in order, and once in peace.
+    """Run a training under faults in order, and once undisturbed.
 
     Args:
         planned: The faults.
         name: Which of `TRAININGS`.
         steps: How many steps it takes.
         directory: An empty one, for the plan.
-        timeout_s: What the run may take.
+        timeout_s: How long the run may take.
     """
     script = [training.__file__, name, "--steps", str(steps)]
     quiet = run([sys.executable, *script], {}, timeout_s)
@@ -95,7 +95,7 @@ def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, time
 
 
 def run(command: Sequence[str], variables: dict[str, str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
-    """Run a command with these variables in addition; whatever it starts is gone when this returns."""
+    """Run a command with these variables added; everything it started is gone when this returns."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -110,7 +110,7 @@ def run(command: Sequence[str], variables: dict[str, str], timeout_s: float) -> 
 
 
 def fingerprint_of(done: "subprocess.CompletedProcess[str]") -> str:
-    """The fingerprint that a command has printed last, or why there is none."""
+    """The last fingerprint that a command printed, or why there is none."""
     lines = [line for line in done.stdout.splitlines() if line.startswith("fingerprint ")]
     return lines[-1] if lines else f"none, exit code {done.returncode}"
 

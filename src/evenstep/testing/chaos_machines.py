@@ -1,4 +1,4 @@
-"""Chaos over several machines: workers, machines and links are lost, and the fingerprint is that of a quiet run.
+"""Chaos over several machines: workers, machines and links are lost, and the fingerprint is that of an undisturbed run.
 
 Machines are network namespaces, so it needs root. Run it by `make chaos MACHINES=3`, or
 
@@ -27,7 +27,7 @@ __all__ = ["Chaos", "main", "recoveries"]
 _KINDS = {"worker": 10, "machine": 3, "two machines": 1, "link": 3, "stop": 2, "scale": 2}
 _PORT = 7777
 _STEPS = 400
-_PATIENCE_S = 120.0  # within which a step must be committed, whatever was lost
+_PATIENCE_S = 120.0  # a step must be committed within this time, whatever was lost
 
 
 class Chaos:
@@ -37,19 +37,19 @@ class Chaos:
         network: Its machines; the first is the head, which stays.
         directory: For logs.
         name: Which of `TRAININGS`.
-        dice: What decides.
+        dice: The source of randomness.
     """
 
     def __init__(self, network: Network, directory: Path, name: str, dice: random.Random) -> None:
         self._network, self._directory, self._name, self._dice = network, directory, name, dice
         self._log = directory / "head.log"
         self._agents: dict[int, subprocess.Popen[str]] = {}
-        self._mend_at: dict[int, float] = {}  # links that are cut, and machines that are stopped
+        self._mend_at: dict[int, float] = {}  # when to mend links that are cut and machines that are stopped
         self.struck: Counter[str] = Counter()
         self.said = ""
 
     def run(self, steps: int) -> bool:
-        """Strike until the run is over; whether it ended well."""
+        """Strike until the run is over; return whether it ended well."""
         self._start(steps)
         for machine in range(1, self._network.count):
             self._join(machine)
@@ -91,7 +91,7 @@ class Chaos:
             self._agents[machine] = self._network.evenstep(machine, "join", where, *options, stdout=log, stderr=log)
 
     def _progress(self) -> int:
-        """Grows with the steps."""
+        """A number that grows with the steps."""
         return len(re.findall(r"steps  loss|is committed", self._log.read_text()))
 
     # ---- faults ----
@@ -157,7 +157,7 @@ def _fingerprint(text: str) -> str | None:
 
 
 def recoveries(said: str) -> tuple[list[float], list[float]]:
-    """How long the next committed step took, by what a head has said: after one loss, and after several in a row.
+    """How long until the next committed step, according to the head's log: after one loss, and after several in a row.
 
     Several add up: a machine that is cut off while another loss is being dealt with is noticed by its silence alone.
     """
@@ -176,12 +176,12 @@ def _worst(times: list[float]) -> str:
 
 
 def main() -> int:
-    """Run chaos until so many faults have struck; print what struck and how long recovery took."""
+    """Run chaos until enough faults have struck; print what struck and how long recovery took."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--machines", type=int, default=3, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--faults", type=int, default=300, help="at least so many in all")
-    parser.add_argument("--steps", type=int, default=_STEPS, help="of each run")
+    parser.add_argument("--faults", type=int, default=300, help="at least this many in all")
+    parser.add_argument("--steps", type=int, default=_STEPS, help="steps of each run")
     options = parser.parse_args()
     if (why := missing()) is not None:
         print(f"evenstep: no chaos over machines: {why}", file=sys.stderr)

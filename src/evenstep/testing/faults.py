@@ -1,7 +1,7 @@
-"""Faults that strike workers at named points of the code, once each, whichever process comes by first.
+"""Faults that strike workers at named points of the code, once each, whichever process gets there first.
 
-A plan is a list of faults in a file; `plant` writes it and gives the environment variables that hand it to a job. Every
-fault that strikes is claimed by making a file beside it: that survives the process that it kills.
+A plan is a list of faults in a file; `plant` writes it and returns the environment variables that hand it to a job. A
+fault that strikes is claimed by creating a file beside it, which survives the killed process.
 """
 
 import json
@@ -32,17 +32,17 @@ class Fault:
     """Something that happens to a worker.
 
     Attributes:
-        kind: "kill" (SIGKILL), "kill all" (that for every worker), "stop" (SIGSTOP), "slow" (sleeps), "raise" (an
-            exception), "exit" (exit code 3), "scale" (asks the supervisor for another number of workers) or "flip" (one
-            bit of a tensor that passes by is another one then).
+        kind: "kill" (SIGKILL), "kill all" (the same for every worker), "stop" (SIGSTOP), "slow" (sleeps), "raise" (an
+            exception), "exit" (exit code 3), "scale" (asks the supervisor for another number of workers) or "flip"
+            (flips one bit of a tensor shown at the point).
         point: Where; one of `POINTS`, and for "flip" one of `DATA`.
-        visit: At which visit of this point by the worker's process, counted from 1; in a plan that is in order, from
-            the fault before.
-        worker: To whom, of a "node" the number of the machine that it comes to; None: whoever comes first.
+        visit: At which visit of this point by the worker's process, counted from 1; in an ordered plan, since the
+            previous fault.
+        worker: Which worker, or for a "node" which machine; None: whichever gets there first.
         seconds: How long "slow" sleeps.
         workers: How many "scale" asks for.
-        bit: Which bit "flip" turns over, counted through the tensor's bytes; beyond its end, from the beginning again.
-        lasting: Whether "flip" does so at every visit from then on, in the process that it has struck.
+        bit: The bit that "flip" flips, counted through the tensor's bytes, modulo its size.
+        lasting: Whether "flip" strikes again at every later visit, in the same process.
     """
 
     kind: Kind
@@ -61,10 +61,10 @@ def plant(faults: Sequence[Fault], directory: Path, *, in_order: bool = False) -
     Args:
         faults: What is to happen.
         directory: Where the plan goes, and the files that say which fault has struck.
-        in_order: Whether a fault can strike only when the one before has.
+        in_order: Whether a fault can strike only after the previous one.
 
     Raises:
-        ConfigError: A fault names a point that there is not.
+        ConfigError: A fault names a point that does not exist.
     """
     for fault in faults:
         known = points.DATA if fault.kind == "flip" else points.POINTS
@@ -81,7 +81,7 @@ def struck(directory: Path) -> list[int]:
 
 
 def arm(directory: Path, worker: int) -> None:
-    """Let the faults of a plan strike in this process."""
+    """Make the faults of a plan strike in this process."""
     planted = _Planted(directory, worker)
     points.arm(planted.visit, planted.visit)
 
@@ -94,11 +94,11 @@ class _Planted:
         self._in_order, plan = json.loads((directory / "plan.json").read_text())
         self._faults = [Fault(**fault) for fault in plan]
         self._visits: dict[str, int] = {}
-        self._behind = 0  # in order: how many have struck
+        self._behind = 0  # of an ordered plan: how many have struck
         self._lasting: list[Fault] = []
 
     def visit(self, point: str, tensor: Any = None) -> None:
-        """The process comes by a point, perhaps with a tensor."""
+        """Note that the process reaches a point, perhaps with a tensor."""
         if point in points.DATA and (tensor is None or not tensor.numel()):
             return
         for fault in self._lasting:
@@ -133,11 +133,11 @@ class _Planted:
 
 
 def flip(tensor: Any, bit: int) -> None:
-    """Turn over one bit of a tensor, wherever it is; beyond its end, counted from the beginning again."""
-    import torch  # here: who plants faults need not have it
+    """Flip one bit of a tensor on any device, counted modulo its size."""
+    import torch  # here: planting faults does not need it
 
     number, within = divmod(bit % (8 * tensor.numel() * tensor.element_size()), 8 * tensor.element_size())
-    data = tensor.data  # torch does not count this as a change, and neither does a machine
+    data = tensor.data  # uncounted by torch, as a change by a faulty machine would be
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(number), data.shape)) if data.ndim else ()
     element = data[index].cpu().reshape(1).clone()
     element.view(torch.uint8)[within // 8] ^= 1 << within % 8

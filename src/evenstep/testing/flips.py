@@ -1,4 +1,4 @@
-"""Bits that flip: trainings on a machine that computes wrong now and then, each time found and named, with one result.
+"""Bit flips: trainings on a machine that now and then computes wrong, which must be found and named, with one result.
 
 A seed fixes which worker is wrong, in what, and when. Run it by `make chaos RECHECK=1`, or
 
@@ -28,12 +28,12 @@ _NAMED = re.compile(r"worker (\d+) \(machine \S+, process \d+, core \d+\) comput
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training under flips came to.
+    """The result of a training under flips.
 
     Attributes:
         same: Whether it ended on the fingerprint of the healthy one.
-        struck: Who was wrong, in order.
-        named: Who was named, in order.
+        struck: The workers that were wrong, in order.
+        named: The workers that were named, in order.
         points: How many flips there were of each kind.
         errors: What it wrote to standard error.
     """
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether everything was found, named rightly, and made good, and nobody else accused."""
+        """Whether everything was found, named rightly and repaired, and nobody else accused."""
         return self.same and self.struck == self.named
 
 
@@ -62,14 +62,14 @@ def plan(seed: int, num_flips: int, name: str) -> list[Fault]:
 
 
 def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, timeout_s: float = 1800.0) -> Outcome:
-    """Run a training under flips in order, every step of it computed twice, and once in health.
+    """Run a training under flips in order, with every step computed twice, and once without flips.
 
     Args:
         planned: The flips.
         name: Which of `TRAININGS`.
         steps: How many steps it takes.
         directory: An empty one, for the plan.
-        timeout_s: What the run may take.
+        timeout_s: How long the run may take.
     """
     script = [training.__file__, name, "--steps", str(steps)]
     healthy = run([sys.executable, *script], {}, timeout_s)
@@ -87,11 +87,11 @@ def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, time
 
 
 def main() -> int:
-    """Flip bits in all trainings, then run them in health; print what was found."""
+    """Flip bits in all trainings, then run them without flips; print what was found."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="which plan")
     parser.add_argument("--flips", type=int, default=150, help="flips in each training")
-    parser.add_argument("--healthy", type=int, default=0, help="steps in health of each training, for false alarms")
+    parser.add_argument("--healthy", type=int, default=0, help="steps of each training without flips (false alarms)")
     options = parser.parse_args()
     print(f"{'training':<12} {'seed':>4} {'steps':>6} {'flips':>6} {'named':>6}  result    what was spoiled")
     good = True

@@ -1,4 +1,4 @@
-"""Machines on this machine: network namespaces around a bridge, with links that can be cut, shaped and counted.
+"""Simulated machines: network namespaces around a bridge, with links that can be cut, shaped and counted.
 
 Needs root and the `ip` command; `tc` to limit rates. Everything is gone when a `Network` is closed.
 """
@@ -21,7 +21,7 @@ __all__ = ["Network", "descendants", "missing"]
 
 
 def missing() -> str | None:
-    """Why there can be no network here, if that is so."""
+    """Why there can be no such network here; None if there can."""
     if os.getuid() != 0:
         return "network namespaces need root"
     name = f"es-probe-{os.getpid()}"
@@ -36,7 +36,7 @@ def missing() -> str | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all that descend from it and live."""
+    """A process and all its living descendants."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -52,15 +52,15 @@ def descendants(pid: int) -> list[int]:
 
 
 class Network:
-    """So many machines that reach each other. A context manager.
+    """Several machines that reach each other. A context manager.
 
     Args:
         count: How many.
-        delay_s: How long what a machine other than the first sends or is sent takes, in each direction.
-        loss: Which part of that is lost; see `relay.missing` for where it cannot be had.
+        delay_s: How long traffic of every machine but the first takes, in each direction.
+        loss: The share of that traffic that is lost; see `relay.missing` for where this is not possible.
 
     Attributes:
-        addresses: Of each machine.
+        addresses: The address of each machine.
     """
 
     def __init__(self, count: int, *, delay_s: float = 0.0, loss: float = 0.0) -> None:
@@ -121,7 +121,7 @@ class Network:
             self._ip("link", "del", self._bridge)
 
     def _name_hosts(self, space: str) -> None:
-        """Names are known from files: asking a name server that cannot be reached takes seconds."""
+        """Take host names from a file: asking an unreachable name server takes seconds."""
         folder = Path(f"/etc/netns/{space}")
         folder.mkdir(parents=True)
         hosts = [f"{address} machine{machine}" for machine, address in enumerate(self.addresses)]
@@ -167,25 +167,25 @@ class Network:
         return self.start(machine, sys.executable, "-m", "evenstep", *argv, env=environment, **options)
 
     def closing(self, close: Callable[[], None]) -> None:
-        """Have something called before the network is gone."""
+        """Register something to call before the network is gone."""
         self._closing.append(close)
 
     def cut(self, machine: int) -> None:
-        """Take the link of a machine down: nothing comes or goes any more, and nobody is told."""
+        """Take the link of a machine down: nothing gets through, and nobody is told."""
         self._ip("link", "set", self.link(machine), "down")
 
     def mend(self, machine: int) -> None:
-        """Bring the link up again, and let it reach everybody."""
+        """Bring the link up again, so that it reaches everybody."""
         self._ip("link", "set", self.link(machine), "up")
         self._ip("link", "set", "dev", self.link(machine), "type", "bridge_slave", "isolated", "off")
 
     def part(self, *machines: int) -> None:
-        """Let these machines reach the others, but not each other."""
+        """Make these machines reach the others, but not each other."""
         for machine in machines:
             self._ip("link", "set", "dev", self.link(machine), "type", "bridge_slave", "isolated", "on")
 
     def limit(self, rate: str) -> None:
-        """Limit what every machine sends, such as to "1gbit"."""
+        """Limit the rate at which every machine sends, such as to "1gbit"."""
         for machine in range(self.count):
             for where, dev in ((["-n", self.space(machine)], "eth0"), ([], self.link(machine))):
                 shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]

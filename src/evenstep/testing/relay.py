@@ -1,4 +1,4 @@
-"""A link that is slow to deliver and loses some of what it carries, for kernels that cannot do that themselves.
+"""A link with delay and packet loss, for kernels that cannot do that themselves.
 
 The ends of the link are tap devices; a process reads what is sent into one and, a while later, writes it to the other.
 """
@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 16
 
 
 def missing() -> str | None:
-    """Why there can be no relay here, if that is so; the device is made where it can be."""
+    """Why there can be no relay here; None if there can. Creates the device if possible."""
     try:
         if not _DEVICE.exists():
             _DEVICE.parent.mkdir(exist_ok=True)
@@ -41,7 +41,7 @@ def relay(ends: tuple[str, str], delay_s: float, loss: float) -> Child:
     Args:
         ends: The names of the devices; they may be moved to other namespaces.
         delay_s: How long everything takes, in each direction.
-        loss: Which part of the packets is lost, in each direction.
+        loss: The share of packets that is lost, in each direction.
     """
     fds = [_open(name) for name in ends]
     try:
@@ -71,5 +71,5 @@ def _carry(fds: list[int], delay_s: float, loss: float) -> int:
                         under_way.append((time.monotonic() + delay_s, other[fd], packet))
         while under_way and under_way[0][0] <= time.monotonic():
             _, fd, packet = under_way.popleft()
-            with suppress(OSError):  # that end is down: the packet is lost, as on a cable that is cut
+            with suppress(OSError):  # that end is down: the packet is lost, as on a cut cable
                 os.write(fd, packet)

@@ -1,12 +1,12 @@
-"""What is connected to what: the value itself, and how to read it from this machine, a text or a file.
+"""How machines are connected: the value itself, and how to read it from this machine, a text or a file.
 
     from evenstep.topology import lay, read_file, read_machine
 
     topology = read_file(Path("machines.json"))
     layout = lay(topology, num_shards=64)
 
-The value and everything that is decided about it are `evenstep.plan`'s; here is what reads. Measuring links
-(`evenstep.topology.measure`) brings torch and is not imported with the rest.
+The value and all decisions about it are in `evenstep.plan`; this package reads it. Measuring links
+(`evenstep.topology.measure`) needs torch and is not imported with the rest.
 """
 
 from evenstep.plan.layout import Layout

@@ -6,9 +6,9 @@
                    "devices": [{"name": "gpu0", "numa": 0, "switch": "a", "speed": 1.0}, ...],
                    "links": [{"between": ["gpu0", "gpu1", ...], "kind": "nvlink"}]}]}
 
-`count` repeats a machine, `rack_size` puts so many of them into a rack; `between` joins each of its devices with each
-other. Everything but names has a default. A "plan" beside the machines is what was written with them, and is passed
-over. A mistake is one sentence that says where it is.
+`count` repeats a machine, `rack_size` puts that many of them into a rack; `between` links every pair of its devices.
+Everything but names has a default. A "plan" beside the machines was written with them, and is ignored. A mistake is
+reported in one sentence that says where it is.
 """
 
 import json
@@ -26,7 +26,7 @@ __all__ = ["from_json", "from_text", "read_file", "to_json"]
 
 _FORMAT = 1
 _MOST = 1_000_000  # machines of one kind
-_LARGEST = 1e30  # what a figure may be, so that sums of them stay numbers
+_LARGEST = 1e30  # the largest figure, so that sums of them stay finite
 _DEVICE = {field.name: field.default for field in fields(Device)}
 
 
@@ -50,7 +50,7 @@ def from_text(text: str, name: str) -> Topology:
     Raises:
         ConfigError: What is in it makes no sense.
     """
-    text = text.removeprefix("\ufeff")  # what some editors begin a file with
+    text = text.removeprefix("\ufeff")  # some editors begin a file with it
     try:
         if text.lstrip().startswith("{"):
             return from_json(json.loads(text))
@@ -115,7 +115,7 @@ def from_json(value: Any) -> Topology:
 
 
 class _Object:
-    """A JSON object that knows where it stands, so that a mistake can be named."""
+    """A JSON object that knows its place in the file, so that an error can name it."""
 
     def __init__(self, value: Any, where: str, known: tuple[str, ...]) -> None:
         if not isinstance(value, dict):
@@ -127,7 +127,7 @@ class _Object:
         self.where = where
 
     def at(self, key: str) -> str:
-        """Where a value of this object stands."""
+        """The place of a value of this object."""
         return key if self.where == "the file" else f"{self.where}.{key}"
 
     def inner(self, key: str, known: tuple[str, ...]) -> "_Object":

@@ -1,7 +1,7 @@
-"""This machine as a topology: sockets, NUMA nodes and PCI from sysfs, NVLink and boards from NVML where it is there.
+"""This machine as a topology: sockets, NUMA nodes and PCI from sysfs, NVLink and boards from NVML if available.
 
-Devices are the GPUs if there are any, else the cores that this process may use. NVML is asked through `nvidia-ml-py`
-(`pip install nvidia-ml-py`), if that is installed and finds a driver; without it, sysfs says what it can.
+Devices are the GPUs if there are any, otherwise the cores that this process may use. NVML is asked through
+`nvidia-ml-py` (`pip install nvidia-ml-py`), if that is installed and finds a driver; otherwise sysfs has to do.
 """
 
 import importlib
@@ -85,14 +85,14 @@ def _numa_nodes(sysfs: Path) -> dict[int, int]:
 
 
 def _numbers(text: str) -> Iterable[int]:
-    """What a list such as 0-3,8 names."""
+    """The numbers in a list such as 0-3,8."""
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
 
 
 def _gpus(sysfs: Path) -> dict[str, Device]:
-    """The GPUs by PCI address, in the order of addresses. One switch is what hangs on one port of a host bridge."""
+    """The GPUs by PCI address, in the order of addresses. Everything on one port of a host bridge is one switch."""
     sockets, nodes = _sockets(sysfs), _numa_nodes(sysfs)
     socket_of_node = {node: sockets.get(core, 0) for core, node in nodes.items()}
     found: dict[str, Device] = {}

@@ -1,8 +1,8 @@
-"""Links as they are: pairs of workers exchange messages, as a run does, and a clock says what came of it.
+"""Measuring links: pairs of workers exchange messages, as a run does, and a clock times them.
 
-Workers are forked, one for each core that this process may use and pinned to it, around a segment of their own. While
-two of them exchange, the others sleep. What is measured is therefore the way that gradients take between processes of
-one machine: through shared memory, with waits and copies.
+Workers are forked, one for each core that this process may use and pinned to it, around their own segment. While two of
+them exchange, the others sleep. So this measures the path that gradients take between processes of one machine: through
+shared memory, with waits and copies.
 """
 
 import json
@@ -26,12 +26,12 @@ __all__ = ["measure"]
 _SMALL_BYTES = 64
 _SMALL_TIMES = 200
 _REPEATS = 3
-_PATIENCE_S = 20.0  # of a worker for another
-_PAIR_S = 10.0  # what a pair may take at most
+_PATIENCE_S = 20.0  # how long a worker waits for another
+_PAIR_S = 10.0  # how long a pair may take
 
 
 def measure(num_bytes: int = 8 << 20, topology: Topology | None = None) -> Topology:
-    """Measure the links between the cores that this process may use; blocks for a fraction of a second for each pair.
+    """Measure the links between the cores that this process may use; blocks for a fraction of a second per pair.
 
     Call it from a process with one thread, which can be forked.
 
@@ -73,7 +73,7 @@ def measure(num_bytes: int = 8 << 20, topology: Topology | None = None) -> Topol
 
 
 def _listen(pipe: int, timeout_s: float) -> list[tuple[int, int, float, float]]:
-    """What worker 0 writes before it ends."""
+    """The measurements that worker 0 writes before it ends."""
     text, deadline = b"", time.monotonic() + timeout_s
     while True:
         if not select.select([pipe], [], [], max(deadline - time.monotonic(), 0.0))[0]:
@@ -92,7 +92,7 @@ def _listen(pipe: int, timeout_s: float) -> list[tuple[int, int, float, float]]:
 
 
 def _be_worker(segment: Segment, worker: int, core_number: int, num_bytes: int, pipe: int) -> None:
-    """The life of one worker; does not return."""
+    """Run as one worker; does not return."""
     try:
         core.die_with_parent()
         os.sched_setaffinity(0, {core_number})

@@ -10,7 +10,7 @@ from evenstep.plan.topology import LINKS, Device, Link, LinkKind, Machine, Topol
 __all__ = ["NVLINK_BYTES_PER_S", "from_smi"]
 
 NVLINK_BYTES_PER_S = 25e9
-"""What one NVLink carries in each direction, from its second generation to the fourth. The text tells no generation."""
+"""What one NVLink carries in each direction, from its second generation to the fourth; the text does not say which."""
 
 _USUAL = {link.kind: link for link in LINKS}
 _CODES = {
@@ -22,11 +22,11 @@ _CODES = {
     "SYS": LinkKind.SOCKET,
     "SOC": LinkKind.SOCKET,
 }
-_ESCAPES = re.compile(r"\x1b?\[[0-9;]*m")  # what is copied from a terminal may have lost the first character
+_ESCAPES = re.compile(r"\x1b?\[[0-9;]*m")  # text copied from a terminal may have lost the first character
 
 
 def from_smi(text: str, name: str = "machine") -> Topology:
-    """Read the first matrix of a text; what is not about GPUs (network cards, the legend) is passed over.
+    """Read the first matrix of a text; what is not about GPUs (network cards, the legend) is ignored.
 
     Raises:
         ConfigError: There is no matrix, or a code in it is unknown.
@@ -66,7 +66,7 @@ def _link(code: str, a: str, b: str) -> Link:
 
 
 def _numa_nodes(rests: Sequence[list[str]], header: list[str]) -> list[int] | None:
-    """What the column `NUMA Affinity` says, or else the column `CPU Affinity`; None if neither is there for every GPU.
+    """The column `NUMA Affinity`, or otherwise the column `CPU Affinity`; None if neither is there for every GPU.
 
     Counted from the right: a job that may not use the cores next to a GPU finds the column `CPU Affinity` empty.
     """

@@ -1,7 +1,7 @@
-"""Checkpoints of transformers in a run: whoever comes later begins from the same one, also if it is gone by then.
+"""Checkpoints of transformers in a run: a worker that comes later begins from the same one, even if it is gone by then.
 
-A worker that replaces another runs the script from its beginning, when the folder may have been rotated away. It needs
-no weights any more, for these are the run's, but all else. So the small files go into the journal.
+A worker that replaces another runs the script from its beginning, when the folder may have been rotated away. It no
+longer needs the weights, which the run has, but everything else. So the small files go into the journal.
 """
 
 import json
@@ -24,7 +24,7 @@ _SMALL = ("trainer_state.json", "scheduler.pt", "rng_state.pth", _OURS)
 
 @contextmanager
 def available(run: Run, folder: str) -> Iterator[tuple[str, bool]]:
-    """A folder to go on from, and whether it has weights and the optimizer's state.
+    """A folder to resume from, and whether it has weights and the optimizer's state.
 
     Args:
         run: The run.
@@ -51,12 +51,12 @@ def _read(folder: Path) -> dict[str, np.ndarray]:
 
 
 def describe(folder: Path, run: Run) -> None:
-    """Write down which run a checkpoint is of."""
+    """Write into a checkpoint which run it belongs to."""
     (folder / _OURS).write_text(json.dumps(_about(run)))
 
 
 def compare(folder: Path, run: Run) -> None:
-    """Warn if a checkpoint is of a run with other arithmetic; one of plain transformers says nothing about it."""
+    """Warn if a checkpoint comes from a run with other arithmetic; one of plain transformers says nothing about it."""
     if not (folder / _OURS).is_file():
         return
     said = json.loads((folder / _OURS).read_text())

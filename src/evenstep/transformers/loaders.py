@@ -1,4 +1,4 @@
-"""Loaders as the loops of transformers go through them, which give batches of a run."""
+"""Loaders for the loops of transformers that give batches of a run."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -16,11 +16,11 @@ __all__ = ["Deferred", "EpochLoader", "HeldBatch", "loader_of"]
 
 
 class HeldBatch:
-    """A batch on its way through the loops, which must not look into it: its parts lie on different workers.
+    """A batch on its way through the loops, which must not look into it: its parts are on different workers.
 
     Attributes:
         batch: The batch.
-        known: What of it has been gathered from all parts, by name.
+        known: What has been gathered from all its parts, by name.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -32,14 +32,14 @@ class HeldBatch:
         return len(self.batch)
 
     def __contains__(self, name: str) -> bool:
-        """Whether something of it has been gathered."""
+        """Whether something has been gathered."""
         return name in self.known
 
     def __getitem__(self, name: str) -> Any:
         """What has been gathered.
 
         Raises:
-            UnsupportedError: It has not.
+            UnsupportedError: It has not been gathered.
         """
         if name not in self.known:
             self._refuse(name)
@@ -53,7 +53,7 @@ class HeldBatch:
 
 
 class Deferred:
-    """In the place of a batch whose gradients are to be accumulated: its samples come with the last one's."""
+    """Takes the place of a batch whose gradients are to be accumulated: its samples come with the last one's."""
 
 
 class AccumulatingSampler:
@@ -61,7 +61,7 @@ class AccumulatingSampler:
 
     Args:
         sampler: The batch sampler.
-        times: How many.
+        times: How many batches.
     """
 
     def __init__(self, sampler: Iterable[list[int]], times: int) -> None:
@@ -74,13 +74,13 @@ class AccumulatingSampler:
 
 
 class EpochLoader(DataLoaderStateMixin):
-    """Goes through the batches of a loader, epoch by epoch, and can begin in the middle of one.
+    """Iterates over the batches of a loader, epoch by epoch, and can begin in the middle of one.
 
     Args:
-        batches: Its batches; each is as many of the loader's as are accumulated.
+        batches: Its batches; each consists of several of the loader's, if gradients accumulate.
         source: The loader.
-        times: How many that is.
-        first: How many of the loader's batches to leave out.
+        times: Of how many.
+        first: How many of the loader's batches to skip.
     """
 
     def __init__(self, batches: Batches, source: Any, times: int, first: int = 0) -> None:
@@ -91,7 +91,7 @@ class EpochLoader(DataLoaderStateMixin):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch to go through next."""
+        """Set the epoch to iterate over next."""
         self._epoch = epoch
 
     def after(self, first: int) -> "EpochLoader":
@@ -117,15 +117,15 @@ class EpochLoader(DataLoaderStateMixin):
 
 
 def loader_of(run: Run, source: Any, *, train: bool, times: int = 1) -> Any:
-    """What the loops go through in the place of a loader.
+    """What the loops iterate over instead of a loader.
 
-    It is the loader itself where that has no index: then every worker goes through it, and its batches are whole ones.
+    It is the loader itself if that has no index: then every worker iterates over it, and its batches are whole ones.
 
     Args:
         run: The run.
         source: A loader that Accelerate has made.
         train: Whether steps train on its batches.
-        times: How many of its batches a step has.
+        times: How many of its batches make a step.
 
     Raises:
         UnsupportedError: Batches without an index cannot be put together.

@@ -1,4 +1,4 @@
-"""What the parts of a batch gave in an evaluation, as if the batch had not been cut."""
+"""The results of the parts of a batch in an evaluation, joined as if the batch had not been cut."""
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -12,15 +12,15 @@ from evenstep.engine.results import Mean, add
 
 __all__ = ["joined", "labelled", "mean"]
 
-_IGNORED = -100  # the label of what is not to be learnt, and what pads outputs
+_IGNORED = -100  # the label of what is not to be learned, and the padding of outputs
 
 
 def labelled(inputs: Mapping[str, Any], *, shifted: bool) -> int | None:
-    """Over how many labels the loss of a part is a mean; None: it has none that say so.
+    """The number of labels that the loss of a part is a mean over; None: it has no such labels.
 
     Args:
         inputs: The part.
-        shifted: Whether the first label of every row is no target, as in causal language models.
+        shifted: Whether the first label of every row is not a target, as in causal language models.
     """
     labels = inputs.get("shift_labels")
     if labels is None:

@@ -1,4 +1,4 @@
-"""Which process of several Accelerate takes this one for, and other things that are so for a while."""
+"""Which of several processes Accelerate takes this one for, and other temporary changes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ __all__ = ["Acting", "changed"]
 
 
 class Acting:
-    """Being one worker, from now on; or, as a context manager, as long as it is open.
+    """Makes this process act as one worker, from now on or, as a context manager, while it is open.
 
     Args:
         worker: Which one. There is still one world, of one process: only who writes files and logs depends on it.

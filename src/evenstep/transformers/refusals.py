@@ -1,4 +1,4 @@
-"""What of transformers cannot be had exactly: found before anything is trained, and refused with a sentence."""
+"""Features of transformers that cannot be exact: found before anything is trained, and refused with a sentence."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ _OPTIMIZERS = ("lomo", "adalomo", "schedule_free_radam", "schedule_free_adamw", 
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
-    """See that what was asked for can be had exactly.
+    """Check that what was asked for can be exact.
 
     Raises:
         UnsupportedError: It cannot.
@@ -48,7 +48,7 @@ def _found(args: TrainingArguments) -> Iterator[str]:
 
 
 def refuse_parts(trainer: transformers.Trainer) -> None:
-    """See that what the trainer was given can be had exactly.
+    """Check that what the trainer was given can be exact.
 
     Raises:
         UnsupportedError: A callback wants to be called in the middle of a step, or the collator has a state.

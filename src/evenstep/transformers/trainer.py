@@ -36,7 +36,7 @@ class Trainer(transformers.Trainer):
 
     The arguments are those of `transformers.Trainer`. A batch (`per_device_train_batch_size` times
     `gradient_accumulation_steps` samples) is cut into shards, and `compute_loss` is called for each part. Every entry
-    point (train, evaluate, predict) is a run of its own.
+    point (train, evaluate, predict) is a separate run.
 
     Args:
         args: As for `transformers.Trainer`.
@@ -47,7 +47,7 @@ class Trainer(transformers.Trainer):
         kwargs: As for `transformers.Trainer`.
 
     Raises:
-        UnsupportedError: The training arguments ask for something that cannot be had exactly.
+        UnsupportedError: The training arguments ask for something that cannot be exact.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Trainer(transformers.Trainer):
         """The run of the entry point that is being called.
 
         Raises:
-            ConfigError: None is.
+            ConfigError: There is none.
         """
         if self._run is None:
             raise ConfigError("there is no run; expected inside of trainer.train, evaluate or predict")
@@ -84,7 +84,7 @@ class Trainer(transformers.Trainer):
 
     @contextmanager
     def _within(self, **options: Any) -> Iterator[Run]:
-        """A run, or the one that is open already."""
+        """A run, or the one that is already open."""
         if self._run is not None:
             yield self._run
             return
@@ -138,7 +138,7 @@ class Trainer(transformers.Trainer):
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
 
         def step(closure: Any = None) -> None:
-            """The step of the run has done it; schedulers look whether somebody has called this."""
+            """Nothing to do: the run has stepped; schedulers check that this was called."""
             del closure
             for each in (self.optimizer, optimizer):
                 each.__dict__["_opt_called"] = True
@@ -147,7 +147,7 @@ class Trainer(transformers.Trainer):
         return model, loader
 
     def _own_optimizer(self) -> Optimizer:
-        """The optimizer inside of Accelerate's."""
+        """The optimizer inside Accelerate's."""
         found: Optimizer = self.optimizer
         while hasattr(found, "optimizer"):
             found = found.optimizer
@@ -166,7 +166,7 @@ class Trainer(transformers.Trainer):
         self.run.edit(super()._load_best_model)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
-        """The batches of a step; what they have in common is counted in their parts."""
+        """The batches of a step; their items are counted part by part."""
         del device
         return [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)], None
 
@@ -189,7 +189,7 @@ class Trainer(transformers.Trainer):
         return found
 
     def _loss_of(self, model: nn.Module, part: Any) -> tuple[Loss, dict[str, Any]]:
-        """The mean loss of a part, and over how much it is."""
+        """The mean loss of a part, with its weight."""
         inputs = self._prepare_inputs(part)
         seen, weight = self._count_tokens(inputs), self._weight_of(inputs)
         with self.compute_loss_context_manager():
@@ -298,7 +298,7 @@ class Trainer(transformers.Trainer):
         save = super()._save_checkpoint
 
         def write() -> str | None:
-            with Acting(0):  # whoever it is, this time
+            with Acting(0):  # whichever worker does it
                 save(model, trial)
                 folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
                 checkpoints.describe(folder, self.run)
@@ -308,7 +308,7 @@ class Trainer(transformers.Trainer):
         self.state.best_model_checkpoint = self.run.once(write)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, for plain transformers; when this returns it is there, on every worker."""
+        """Write the model for plain transformers; when this returns, on every worker, it is there."""
         save = partial(super().save_model, output_dir, _internal_call)
         if _internal_call:
             save()

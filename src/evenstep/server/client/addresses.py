@@ -39,17 +39,17 @@ def connect(
     Args:
         url: `http://host:port`, `https://`, `tcp://host:port`, `tcps://`, or `memory://name` on the server's machine.
             Several in their order, as a list or joined by commas.
-        worker: What this worker calls itself; another one with the same name would be taken for it.
-        token: What the server printed, if it wants one.
+        worker: The name of this worker; another one with the same name would be taken for it.
+        token: The token that the server printed, if it needs one.
         timeout_s: How long to try when the server cannot be reached, and to wait for other workers.
         cafile: For TLS: whom to trust, if not the system's authorities.
         bfloat16: Send and get parameters in bfloat16, which halves what travels and loses precision.
         top_k: Send only this share of each gradient, the largest, and keep the rest for later.
-        register: Be counted among the workers. False for those who only read: nobody waits for them.
+        register: Whether to be counted among the workers. False for readers, for which nobody waits.
 
     Raises:
         ConfigError: An argument makes no sense, or these are not all servers of one set in order.
-        UnreachableError: Nobody is there.
+        UnreachableError: No server is there.
     """
     urls = [part.strip() for part in url.split(",")] if isinstance(url, str) else list(url)
     compressor = Compressor(bfloat16, top_k)
@@ -89,7 +89,7 @@ def _connections(
 
 
 def _opener(url: str, token: str | None, cafile: str | None) -> Callable[[], Channel]:
-    """What opens a channel to an address."""
+    """A function that opens a channel to an address."""
     parts = urlsplit(url)
     context = None
     if parts.scheme in ("https", "tcps"):

@@ -1,7 +1,7 @@
 """The client's end of a connection: what every transport has.
 
 A channel sends one request and returns its reply. It raises OSError when the connection is no longer usable, and
-RefusedError or ServerError for what the server says. Retries are not its business, but the connection's.
+RefusedError or ServerError for what the server says. Retries are the connection's business, not the channel's.
 """
 
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ class Channel(ABC):
 
 
 def fields_of(reply: Fields) -> Fields:
-    """The fields of a reply, if it is a good one.
+    """The fields of a reply, if it reports success.
 
     Raises:
         RefusedError: The server refused.
@@ -55,9 +55,9 @@ def fields_of(reply: Fields) -> Fields:
 
 
 class Receiver:
-    """Says where the data of replies goes: into tensors that are given, or into new ones.
+    """Decides where the data of replies go: into given tensors, or into new ones.
 
-    Tensors that lie where they lay the last time are not looked at again.
+    Tensors at the same addresses as last time are not checked again.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Receiver:
         self._pieces: list[memoryview] = []
 
     def room_for(self, head: Head, out: Mapping[str, Tensor] | None) -> tuple[list[memoryview], dict[str, Tensor]]:
-        """Where to read the data of a reply to, piece by piece, and the tensors that it makes up.
+        """Where to read the data of a reply to, piece by piece, and the tensors made of them.
 
         Raises:
             ConfigError: A tensor in `out` is not what came.

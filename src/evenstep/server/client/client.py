@@ -1,4 +1,4 @@
-"""What a worker sees of parameter servers, however many there are: the verbs."""
+"""A worker's view of parameter servers, however many there are: the verbs."""
 
 import time
 from abc import ABC, abstractmethod
@@ -18,12 +18,12 @@ class Client(ABC):
 
     Args:
         url: Where it is; several joined by commas.
-        worker: What this worker calls itself.
+        worker: The name of this worker.
         timeout_s: How long to try when the server cannot be reached, and to wait for other workers.
-        compressor: What is done to updates before they are sent.
+        compressor: Compresses updates before they are sent.
 
     Attributes:
-        staleness: What the server says; see `ParameterServer`.
+        staleness: The server's staleness; see `ParameterServer`.
         version: The newest version that this client has heard of.
         sequence: The number of the last update under this worker's name.
     """
@@ -51,11 +51,11 @@ class Client(ABC):
         out: Mapping[str, Tensor] | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Tensor]:
-        """Parameters of one version, by name. Waits until they were put, and have at least a version.
+        """Parameters of one version, by name. Waits until they were put, and have at least `min_version`.
 
         Args:
             names: Which ones; None for all.
-            min_version: At least this version.
+            min_version: The oldest acceptable version.
             since: Only those that changed after this version.
             out: Tensors to put the values into, instead of new ones.
             timeout_s: How long to wait.
@@ -103,14 +103,14 @@ class Client(ABC):
             update: Gradients, or deltas, by parameter.
             kind: "gradient": the server's optimizer steps. "delta": weights before minus after, to be subtracted.
             samples: How many samples this is a mean over; its weight in a synchronous update.
-            base: Which version it was computed from; a synchronous server refuses any but its own.
+            base: The version it was computed from; a synchronous server refuses any but its own.
             timeout_s: How long to wait for the other workers.
             **more: Further fields: tree nodes, buffers, a note; `sequence`, the number of this update if it is not
-                just the next one: an update that was sent under this number before is not applied again; `options`,
-                what the server's optimizer steps with from this update on, as a list with a dict for each group.
+                simply the next one: an update already sent under this number is not applied again; `options`, the
+                options of the server's optimizer from this update on, as a list with a dict for each group.
 
         Raises:
-            RefusedError: The server does not want it; it was not applied.
+            RefusedError: The server refused it; it was not applied.
             UnreachableError: The server is gone, or other workers did not come in time.
         """
         return int(self.update(update, kind=kind, samples=samples, base=base, timeout_s=timeout_s, **more)["version"])
@@ -130,10 +130,10 @@ class Client(ABC):
 
     @abstractmethod
     def last_update(self) -> Fields:
-        """What the server said to the last update under this worker's name, whoever sent it."""
+        """The server's reply to the last update under this worker's name, whoever sent it."""
 
     def wait(self, version: int, timeout_s: float | None = None) -> int:
-        """Wait until the parameters have at least a version; return theirs."""
+        """Wait until the parameters have at least this version; return theirs."""
         self.get_parameters([], min_version=version, timeout_s=timeout_s)
         return self.version
 
@@ -149,6 +149,6 @@ class Client(ABC):
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
 
     def _number(self, sequence: int | None) -> int:
-        """The number of what is sent next: the next one, or what the caller says."""
+        """The number of the next request: the next one, or the caller's."""
         self.sequence = self.sequence + 1 if sequence is None else sequence
         return self.sequence

@@ -1,4 +1,4 @@
-"""Less on the wire: bfloat16, and the largest part of a gradient with the rest kept for later.
+"""Sending less: bfloat16, and only the largest elements of a gradient, with the rest kept for later.
 
 What top-k holds back is added to the next gradient, so that the sum of what was sent and what is held equals the sum of
 the gradients.
@@ -19,7 +19,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class Compressor:
-    """What one client does to its updates before it sends them.
+    """Compresses the updates of one client before it sends them.
 
     Args:
         bfloat16: Send in bfloat16.
@@ -51,13 +51,13 @@ class Compressor:
         return packed
 
     def _largest(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._share is not None, "the caller has seen that it is there"
+        assert self._share is not None, "called only if a share is set"
         flat = tensor.reshape(-1)
         whole = flat + self.residual[name] if name in self.residual else flat.clone()
         count = math.ceil(self._share * whole.numel())
         indices = whole.abs().topk(count, sorted=False).indices.sort().values
         values = self._narrow(whole[indices])
-        whole[indices] -= values.to(whole.dtype)  # what bfloat16 cuts off is held back too
+        whole[indices] -= values.to(whole.dtype)  # what bfloat16 rounds off is held back too
         self.residual[name] = whole
         return indices, values
 

@@ -1,7 +1,7 @@
-"""One server, reached with patience.
+"""A patient connection to one server.
 
 A client that loses its server says so, tries again with growing pauses, and gives up at a deadline. While a worker is
-registered, a thread tells the server from time to time that it lives.
+registered, a thread regularly tells the server that it is alive.
 """
 
 import logging
@@ -20,16 +20,16 @@ __all__ = ["Connection", "Registration", "patience"]
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
-_ASK_AGAIN_S = 5.0  # longer waits are answered with "not yet"
+_ASK_AGAIN_S = 5.0  # the server answers longer waits with "not yet"
 log = logging.getLogger("evenstep.server")
 
 
 class Registration(NamedTuple):
-    """What a server says to a worker that registers.
+    """A server's reply to a worker that registers.
 
     Attributes:
         sequence: The number of the last update under the worker's name.
-        version: Of the parameters.
+        version: The version of the parameters.
         staleness: How far workers may be apart; see `ParameterServer`.
         locks: Whether only the server changes the parameters.
         place: Which of several servers it is: [number, of how many, of which set, whether parameters are cut].
@@ -49,13 +49,13 @@ class Connection:
 
     Args:
         url: Where the server is.
-        open_channel: Connects to it once.
-        worker: What the worker calls itself.
-        session: Tells this life of the worker from others under its name.
+        open_channel: Opens a channel to it.
+        worker: The name of the worker.
+        session: Distinguishes this life of the worker from others under its name.
         timeout_s: How long to try, unless a deadline is given.
 
     Attributes:
-        on_registered: Called with what the server says, whenever the worker was registered.
+        on_registered: Called with the server's reply whenever the worker was registered.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Connection:
         return self.call(lambda channel: channel.pull(fields, out), deadline)
 
     def call(self, action: Callable[[Channel], T], deadline: float | None = None, *, register: bool = False) -> T:
-        """Do something on a channel; open a new one, and try again, until the deadline.
+        """Do something on a channel; if it breaks, open a new one and try again, until the deadline.
 
         Args:
-            action: What; it may be done several times.
+            action: What to do; it may be done several times.
             deadline: Until when to try.
-            register: Register first, if that was not done.
+            register: Register first, if not done yet.
 
         Raises:
             RefusedError: The server refuses, and would again.
@@ -142,7 +142,7 @@ class Connection:
                     self._registered = False  # the server has dropped us
                 raise
             except BaseException:
-                self._drop()  # an answer may still be on its way, so the channel is of no use
+                self._drop()  # an answer may still be on its way, so the channel is unusable
                 raise
 
     def _say_lost(self, error: OSError) -> None:
@@ -164,7 +164,7 @@ class Connection:
     # ---- being a worker ----
 
     def open(self, deadline: float | None = None, *, register: bool) -> None:
-        """See that the server is there; register, if that is wanted and was not done."""
+        """Check that the server is there; register, if that is wanted and not done yet."""
         if not (register and self._registered):
             self.call(lambda _: None, deadline, register=register)
 
@@ -187,7 +187,7 @@ class Connection:
             self._beat.start()
 
     def _live(self, every_s: float) -> None:
-        """Tell the server from time to time that this worker lives; over a channel of its own."""
+        """Regularly tell the server that this worker is alive, over a separate channel."""
         channel: Channel | None = None
         while not self._over.wait(every_s):
             try:
@@ -218,5 +218,5 @@ class Connection:
 
 
 def patience(deadline: float) -> float:
-    """How long to let the server wait, before it is asked again."""
+    """How long to let the server wait before asking again."""
     return max(min(deadline - time.monotonic(), _ASK_AGAIN_S), 0.0)

@@ -1,4 +1,4 @@
-"""What groups of workers ask of a server beyond parameters: to take an optimizer, to let them meet, to tell others.
+"""What groups of workers ask of a server besides parameters: to take an optimizer, to let them meet, to tell others.
 
 Each of these talks to one server, through its client.
 """

@@ -26,7 +26,7 @@ class MemoryChannel(Channel):
     Args:
         url: The name of the socket.
         token: For the server.
-        timeout_s: Longer silence than that means the connection is broken.
+        timeout_s: The connection counts as broken after silence for this long.
     """
 
     def __init__(self, url: SplitResult, token: str | None, timeout_s: float) -> None:
@@ -73,7 +73,7 @@ class MemoryChannel(Channel):
             self._fill(self._area, head, tensors)
             return self._send(verb, request)
         reply = self._send(verb, request)
-        if "area_bytes" in reply:  # the server has accepted the head and made an area
+        if "area_bytes" in reply:  # the server has accepted the head and made room
             self._stream.sendall(b"m")
             fd = _receive_fd(self._stream)
             try:
@@ -108,7 +108,7 @@ class MemoryChannel(Channel):
         return reply, found
 
     def change(self, deltas: Mapping[str, Tensor]) -> None:
-        """Subtract from the parameters themselves, without a lock. Only where the server allows it.
+        """Subtract from the parameters themselves, without a lock. Only if the server allows it.
 
         Raises:
             RefusedError: A delta has another shape or dtype than its parameter.
@@ -145,7 +145,7 @@ class MemoryChannel(Channel):
 
 
 def _receive_fd(stream: socket.socket) -> int:
-    """Receive a descriptor. The server sends it only when asked, so that it is not lost in what is read ahead."""
+    """Receive a descriptor. The server sends it only on request, so that reading ahead does not lose it."""
     data, ancillary, _, _ = stream.recvmsg(1, socket.CMSG_SPACE(4))
     for level, kind, value in ancillary:
         if data and level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

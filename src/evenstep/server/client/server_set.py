@@ -1,4 +1,4 @@
-"""Several servers of one set: all asked at once, each told what the first has decided.
+"""The servers of one set: all asked at once, each told what the first has decided.
 
 A get asks all servers at once; those that answer with an older version than another are asked again for the newer one.
 If updates come so fast that this does not end, server 0 is asked to pause for a moment.
@@ -21,19 +21,19 @@ __all__ = ["ServerSet"]
 
 T = TypeVar("T")
 Pieces = dict[str, Tensor]
-_TRIES = 4  # to read one version from all, before server 0 is asked to pause
-_SOON_S = 0.05  # how long a follower may lag behind before it is told what it missed
+_TRIES = 4  # attempts to read one version from all before server 0 is asked to pause
+_SOON_S = 0.05  # how long a follower may lag before it is told what it missed
 
 
 class ServerSet:
     """The connections of one worker to all servers of a set.
 
     Args:
-        connections: To each server, in order; taken over.
+        connections: Connections to each server, in order; taken over.
 
     Attributes:
-        leader: The one to server 0, which decides.
-        at: The versions that the servers are known to have.
+        leader: The connection to server 0, which decides.
+        at: The known versions of the servers.
     """
 
     def __init__(self, connections: Sequence[Connection]) -> None:
@@ -49,7 +49,7 @@ class ServerSet:
         self._pool.shutdown()
 
     def each(self, action: Callable[[int, Connection], T], which: Iterable[int] | None = None) -> list[T]:
-        """Do something with several servers at once; in this thread with the first of them."""
+        """Do something with several servers at once; with the first of them in this thread."""
         chosen = list(range(len(self.connections)) if which is None else which)
         if not chosen:
             return []
@@ -72,17 +72,17 @@ class ServerSet:
         """Read pieces of one version.
 
         Args:
-            pieces: Where those of each server go.
+            pieces: Where the pieces of each server go.
             which: Which servers to ask.
-            fields: Of the requests; "min_version" is the oldest that will do.
-            deadline: Until when.
-            locked: Whether versions mean anything: if not, what there is will do.
+            fields: The fields of the requests; "min_version" is the oldest acceptable version.
+            deadline: Until when to try.
+            locked: Whether versions mean anything: if not, any values will do.
 
         Returns:
-            Which pieces came from each of these servers.
+            The pieces that came from each of these servers.
 
         Raises:
-            UnreachableError: That did not succeed in time.
+            UnreachableError: It did not succeed in time.
         """
         came: dict[int, set[str]] = {}
         late, wish = which, int(fields["min_version"])
@@ -106,7 +106,7 @@ class ServerSet:
         raise UnreachableError(f"no version could be read from all of {self.url}: updates come too fast")
 
     def _pull(self, n: int, connection: Connection, pieces: Pieces, fields: Fields, deadline: float) -> set[str]:
-        """Read from one server what has at least a version; tell it what it missed, if it does not have it soon."""
+        """Read at least a version from one server; tell it what it missed if it does not get there soon."""
         patience_s = _SOON_S if n else math.inf
         while True:
             asked = {**fields, "names": list(pieces), "wait_s": min(patience(deadline), patience_s)}
@@ -132,7 +132,7 @@ class ServerSet:
     # ---- writing ----
 
     def stage(self, fields: Sequence[Fields], pieces: Sequence[Pieces], deadline: float, *, register: bool) -> None:
-        """Have all followers keep an update until it is decided."""
+        """Make all followers keep an update until it is decided."""
 
         def keep(n: int, connection: Connection) -> None:
             reply = connection.push("stage", fields[n], pieces[n], deadline, register=register)
@@ -154,9 +154,9 @@ class ServerSet:
         Args:
             deadline: How long to wait.
             which: Which followers; all if None.
-            said: What server 0 has said already.
-            restage: Sends this client's own update again, should a follower have lost it.
-            patient: False: tell them once, and do not wait.
+            said: What server 0 has already said.
+            restage: Sends this client's own update again if a follower has lost it.
+            patient: False: tell them once, without waiting.
 
         Returns:
             Whether they have applied it.

@@ -1,4 +1,4 @@
-"""The client of several servers that hold slices of one model; it behaves like that of one.
+"""The client of several servers that hold slices of one model; it behaves like the client of one.
 
 An update goes to the followers, then to server 0, which decides, then the decision goes to the followers.
 """
@@ -29,8 +29,8 @@ class SlicedClient(Client):
     """A worker's view of several servers. See `Client`.
 
     Args:
-        connections: To each server, in order; taken over.
-        compressor: What is done to updates before they are cut.
+        connections: Connections to each server, in order; taken over.
+        compressor: Compresses updates before they are cut.
 
     Attributes:
         servers: All of them.
@@ -49,10 +49,10 @@ class SlicedClient(Client):
     # ---- who is there ----
 
     def open(self, *, register: bool) -> None:
-        """See who is there.
+        """Connect, and check which servers these are.
 
         Args:
-            register: Be counted among the workers.
+            register: Whether to be counted among the workers.
 
         Raises:
             ConfigError: These are not all the servers of one set, in order.
@@ -225,7 +225,7 @@ class SlicedClient(Client):
         self.servers.spread(self._deadline(timeout_s))
 
     def status(self) -> Fields:
-        """Server 0's, with the parameters of all, and under "servers" what each says of itself."""
+        """The status of server 0, with the parameters of all, and the status of each under "servers"."""
         found = self.servers.each(lambda n, connection: connection.ask("status", {}))
         added_up = ("num_bytes", "received_bytes", "sent_bytes")
         merged = {**found[0], **{key: sum(status[key] for status in found) for key in added_up}}

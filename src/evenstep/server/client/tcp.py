@@ -26,7 +26,7 @@ class TcpChannel(Channel):
         url: Its host and port.
         token: For the server.
         context: For TLS.
-        timeout_s: Longer silence than that means the connection is broken.
+        timeout_s: The connection counts as broken after silence for this long.
     """
 
     def __init__(self, url: SplitResult, token: str | None, context: ssl.SSLContext | None, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""How one server is sent an update: when it is one's turn, and until it is applied."""
+"""Sending an update to one server: when it is this worker's turn, and until it is applied."""
 
 import time
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ __all__ = ["await_turn", "deliver", "sendable", "subtract", "wait"]
 
 
 def sendable(tensor: Tensor) -> Tensor:
-    """A tensor as it can be sent from where it lies."""
+    """A tensor that can be sent from its own memory."""
     if tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
         return tensor
     return tensor.detach().cpu().contiguous()
 
 
 def wait(connection: Connection, deadline: float, **which: int) -> Fields:
-    """Let the server wait for an update, or for this worker's turn; the reply may be that it is still pending."""
+    """Wait at the server for an update, or for this worker's turn; the reply may be that it is still pending."""
     fields = {"worker": connection.worker, "wait_s": patience(deadline), **which}
     return connection.ask("wait", fields, deadline, register=True)
 
@@ -41,7 +41,7 @@ def deliver(connection: Connection, fields: Fields, tensors: Mapping[str, Tensor
     """Send an update, and again if the server has lost it, until it is applied.
 
     Raises:
-        RefusedError: The server does not want it.
+        RefusedError: The server refused it.
         UnreachableError: It was not applied before the deadline.
     """
     sequence, again = fields["sequence"], True
@@ -57,7 +57,7 @@ def deliver(connection: Connection, fields: Fields, tensors: Mapping[str, Tensor
             except RefusedError as error:
                 if error.status != 404:
                     raise
-                again = True  # it was restarted meanwhile, and knows only what had been applied
+                again = True  # the server was restarted meanwhile, and knows only what was applied
     return reply
 
 

@@ -21,11 +21,11 @@ class WholeClient(Client):
     """A worker's view of one server. See `Client`.
 
     Args:
-        connection: To the server; taken over.
-        compressor: What is done to updates before they are sent.
+        connection: The connection to the server; taken over.
+        compressor: Compresses updates before they are sent.
 
     Attributes:
-        connection: For whatever else is asked.
+        connection: For other requests.
     """
 
     def __init__(self, connection: Connection, compressor: Compressor) -> None:
@@ -41,10 +41,10 @@ class WholeClient(Client):
         self._place = said.place[:2]
 
     def open(self, *, register: bool) -> None:
-        """See who is there.
+        """Connect, and check which server this is.
 
         Args:
-            register: Be counted among the workers.
+            register: Whether to be counted among the workers.
 
         Raises:
             ConfigError: It is one of several servers.

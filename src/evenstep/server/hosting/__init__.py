@@ -1,4 +1,4 @@
-"""Servers as a user has them: in threads of one process, or in several processes."""
+"""Running servers: in threads of one process, or in several processes."""
 
 from evenstep.server.hosting.config import ServerConfig
 from evenstep.server.hosting.server import ParameterServer

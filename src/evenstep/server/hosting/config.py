@@ -1,4 +1,4 @@
-"""What a server was asked to be: one frozen value, checked before anything is started."""
+"""The options of a server: one frozen value, checked before anything is started."""
 
 import ipaddress
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ class ServerConfig:
         host: Where to listen. Anything but loopback needs a token.
         port: 0 for any free one. If there are both, HTTP has this one and the raw socket the next.
         transports: Some of "http", "tcp", "memory".
-        token: What every request must bring. None: nothing on loopback, else one is made.
+        token: The secret that every request must carry. None: none on loopback, otherwise one is generated.
         certfile: For TLS.
         keyfile: Its key, if it is not in the same file.
-        directory: Where snapshots go; a server that finds one there goes on from it.
+        directory: Where snapshots go; a server that finds one there resumes from it.
         snapshot_every: Updates between two snapshots.
-        durable: Write every update to a log, and have it on the disk, before it is acknowledged.
-        set_aside: Start although the log cannot be replayed, and keep what cannot be in a file beside it.
+        durable: Write every update to a log on disk before it is acknowledged.
+        set_aside: Start even if the log cannot be replayed, and keep the rest of it in a separate file.
         servers: How many processes share the parameters; each has its own transports, on the next ports.
         lease_s: After how long without a sign of life a worker is dropped.
         reject_nonfinite: Refuse updates that hold an infinity or NaN.
@@ -90,7 +90,7 @@ class ServerConfig:
             raise ConfigError("lock=False lets clients change parameters without the server; that cannot be durable")
 
     def options(self) -> StoreOptions:
-        """Those of the store."""
+        """The options of the store."""
         return StoreOptions(self.staleness, self.lock, self.workers, self.lease_s, self.reject_nonfinite)
 
     @property

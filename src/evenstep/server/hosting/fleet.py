@@ -38,8 +38,8 @@ class Fleet:
     """Several servers. They are started by `start`, and live until `close`.
 
     Args:
-        config: What each of them was asked to be.
-        token: What every request must bring.
+        config: The options of each.
+        token: The secret that every request must carry.
         origin: The model and its optimizer.
 
     Raises:
@@ -55,11 +55,11 @@ class Fleet:
         self._plan = FleetPlan(config, token, origin, ServerPlace(0, config.servers, name, can_split(origin[1])))
         self._watcher: Child | None = None
         self._messages: Messages | None = None
-        self._inside = ""  # how this process reaches them
+        self._inside = ""  # the addresses by which this process reaches them
         self.urls: dict[str, str] = {}
 
     def start(self) -> None:
-        """Start them, or let them serve again; returns when clients can connect.
+        """Start them, or make them serve again; returns when clients can connect.
 
         Raises:
             ServerError: They cannot be started, or one misses updates that another has.
@@ -84,7 +84,7 @@ class Fleet:
     def _fork(self) -> None:
         ours, theirs = socket.socketpair()
         if "http" in self._config.transports:
-            with contextlib.suppress(ImportError):  # the servers will say so
+            with contextlib.suppress(ImportError):  # the servers will report it
                 import evenstep.server.transports.http  # noqa: F401  # once here, rather than in every server
         parent = os.getpid()
         self._watcher = fork(  # not tied: the calling thread may end long before the servers
@@ -111,7 +111,7 @@ class Fleet:
         return found
 
     def _settle(self) -> None:
-        """See that they are all at one version: a server that was killed may have to be told what it missed."""
+        """Bring all of them to one version: a server that was killed may have missed something."""
         with self._client() as client:
             if client.status()["owner"] is None:
                 return
@@ -129,7 +129,7 @@ class Fleet:
         return client
 
     def check(self) -> None:
-        """See that they are all there.
+        """Check that they are all alive.
 
         Raises:
             ServerError: One died, and all ended.
@@ -143,8 +143,8 @@ class Fleet:
             _raise_if_wrong(said)
 
     def _orphaned(self) -> ServerError:
-        """The process that starts the servers is gone, and they with it."""
-        assert self._watcher is not None, "the watcher was forked before anybody could miss it"
+        """The error for the loss of the process that starts the servers, and so of the servers."""
+        assert self._watcher is not None, "servers that are lost were started by a watcher"
         if not self._watcher.wait(1.0):  # it closed the connection, so it is about to end
             self._watcher.kill()
         self._watcher.reap()
@@ -162,7 +162,7 @@ class Fleet:
             return without_lists(client.status())
 
     def stop(self) -> None:
-        """They serve nobody any more, but keep their state and addresses."""
+        """Stop serving, but keep their state and addresses."""
         if self._messages is None or not self.urls:
             return
         self.urls = {}
@@ -178,7 +178,7 @@ class Fleet:
             self._end()
 
     def _bring_back(self) -> None:
-        """Give the model the values of the servers; if they are gone, it keeps those that it had."""
+        """Give the model the servers' values; if the servers are gone, it keeps its own."""
         model = self._model
         assert model is not None, "close calls this only with a model"
         try:
@@ -214,7 +214,7 @@ def _raise_if_wrong(said: dict[str, Any]) -> None:
 
 
 def check_directory(directory: Path, count: int) -> None:
-    """See that a directory, if it holds anything, belongs to this number of servers.
+    """Check that a directory, if it holds anything, belongs to this number of servers.
 
     Raises:
         CheckpointError: It belongs to another number.
@@ -229,7 +229,7 @@ def check_directory(directory: Path, count: int) -> None:
 
 
 def _read(directory: Path) -> tuple[str, int]:
-    """The name of the set of servers that a directory belongs to, and how many they are."""
+    """The name and size of the set of servers that a directory belongs to."""
     path = directory / _NAME
     try:
         facts = json.loads(read_regular(path, 1 << 16))

@@ -38,12 +38,12 @@ class Host:
     """A server in threads of this process.
 
     Args:
-        config: What it was asked to be.
-        token: What every request must bring.
+        config: Its options.
+        token: The secret that every request must carry.
         origin: The model and its optimizer.
         place: Which of several servers it is; then it serves pieces of the model, which stays as it is.
-        ports: Those that it had before, by transport.
-        name: Of its shared memory, if it had one before.
+        ports: The ports that it had before, by transport.
+        name: The name of its shared memory, if it had one before.
 
     Raises:
         CheckpointError: The directory holds a snapshot that is torn, or of another model.
@@ -195,7 +195,7 @@ class Host:
         return self._service.figures()
 
     def check(self) -> None:
-        """Does nothing: what happens to this server happens to this process."""
+        """Nothing to do: what happens to this server happens to this process."""
 
     def close(self) -> None:
         """Stop for good: the model's parameters become ordinary memory again."""

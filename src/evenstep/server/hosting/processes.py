@@ -1,7 +1,7 @@
-"""The process that starts several servers, watches them, and starts one again that has died.
+"""The process that starts several servers, watches them, and restarts one that has died.
 
-It is forked once from the user's process, has one thread, and forks the servers: so one can be started again at any
-time, safely, from the model as it was at first, and goes on from its directory. It exchanges messages with the user's
+It is forked once from the user's process, has one thread, and forks the servers: so one can safely be restarted at any
+time, from the model as it was initially, and resumes from its directory. It exchanges messages with the user's
 process on one side and with each server on the other. When the user's process is gone, it ends, and so do the servers.
 """
 
@@ -27,8 +27,8 @@ from evenstep.server.wire.slices import ServerPlace
 
 __all__ = ["FleetPlan", "Messages", "watch_servers"]
 
-_SHORT_S = 0.2  # a server that lived for no longer is started again after a pause
-_LOOK_S = 0.5  # how often to look whether the user's process is still there
+_SHORT_S = 0.2  # a server that lived no longer than this is restarted after a pause
+_LOOK_S = 0.5  # how often to check whether the user's process is still there
 log = logging.getLogger("evenstep.server")
 
 
@@ -40,7 +40,7 @@ class Messages:
         self._begun = b""
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Send one; if nobody is there any more, it is lost."""
+        """Send one; if the other side is gone, it is lost."""
         with contextlib.suppress(OSError):
             self.stream.sendall(json.dumps(message).encode() + b"\n")
 
@@ -66,11 +66,11 @@ class Messages:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """What several servers are to be.
+    """What servers to start.
 
     Attributes:
-        config: Of each.
-        token: For all of them.
+        config: The options of each.
+        token: The token of all.
         origin: The model and its optimizer.
         place: Which set they are, and how many.
     """
@@ -81,7 +81,7 @@ class FleetPlan:
     place: ServerPlace
 
     def config_of(self, index: int) -> ServerConfig:
-        """What one of them is to be: it has a directory of its own."""
+        """The options of one of them, with its own directory."""
         if self.config.directory is None:
             return self.config
         return replace(self.config, directory=Path(self.config.directory) / f"server-{index}")
@@ -91,9 +91,9 @@ def watch_servers(plan: FleetPlan, stream: socket.socket, parent: int) -> int:
     """Start the servers, and watch them until the user's process says that it is over, or ends.
 
     Args:
-        plan: What they are to be.
-        stream: To the user's process.
-        parent: Its id.
+        plan: What servers to start.
+        stream: The connection to the user's process.
+        parent: The id of that process.
 
     Returns:
         The exit code of this process.
@@ -106,21 +106,21 @@ def watch_servers(plan: FleetPlan, stream: socket.socket, parent: int) -> int:
 
 
 def _ignore_signals() -> None:
-    """A signal to all processes is meant for the user's process, which ends the others."""
+    """Ignore signals to all processes: they are meant for the user's process, which ends the others."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass
 class _Server:
-    """A server as its watcher sees it.
+    """The watcher's record of a server.
 
     Attributes:
         index: Its number.
         control: Where it is told what to do.
-        known: Its ports and the name of its memory, once it had some.
+        known: Its ports and the name of its memory, once it has some.
         since_s: When it was started.
-        ready: Whether it has served.
+        ready: Whether it has begun to serve.
     """
 
     index: int
@@ -184,7 +184,7 @@ class _Watcher:
         if server.ready and self._plan.config.directory is not None:
             log.warning("%s; it is started again from its directory", what)
             if time.monotonic() - server.since_s < _SHORT_S:
-                time.sleep(_SHORT_S)  # lest it die again at once, over and over
+                time.sleep(_SHORT_S)  # in case it dies again at once, over and over
             self._start(server.index, server.known)
             return
         remedy = (
@@ -198,7 +198,7 @@ class _Watcher:
 
 
 def _serve(plan: FleetPlan, index: int, known: Mapping[str, Any], wanted: str, told: int, report: int) -> int:
-    """Run one server, as the watcher says, until it says to close or is gone."""
+    """Run one server as the watcher says, until it says to close or is gone."""
     torch.set_num_threads(1)  # threads do not survive a fork; and more of them would change a slice's last bits
     place = replace(plan.place, index=index)
     server: Host | None = None

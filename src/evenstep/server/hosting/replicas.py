@@ -1,14 +1,14 @@
-"""Several servers with the same parameters, each updated by its own workers, that tell each other what changed.
+"""Replicas: servers with the same parameters, each updated by its own workers, that tell each other what changed.
 
-Each replica has a *shadow*: the values that all others know of, or will when what is under way has arrived. What its
-own workers changed is therefore values minus shadow, at any time.
+Each replica has a *shadow*: the values that all others know, or will know when what is under way has arrived. At any
+time, what its own workers changed is therefore values minus shadow.
 
-- To tell: take that difference, add it to the shadow, and send it to every other replica, numbered, so that it counts
+- To tell: take that difference, add it to the shadow, and send it to every other replica, numbered so that it counts
   once however often it is sent.
-- To be told: change values and shadow alike. What its own workers have done meanwhile is still the difference.
+- When told: change values and shadow alike. What its own workers have done meanwhile is still the difference.
 
-So nothing that is under way in either direction can be overwritten, and when all is told all replicas hold the sum of
-all updates (in floating point: within rounding, and what rounding leaves over goes with the next difference).
+So nothing under way in either direction can be overwritten, and when everything is told all replicas hold the sum of
+all updates (in floating point up to rounding; rounding errors go with the next difference).
 """
 
 import logging
@@ -27,12 +27,12 @@ from evenstep.server.store.store import Store
 __all__ = ["Changes", "Replica"]
 
 log = logging.getLogger("evenstep.server")
-_LOOK_S = 0.05  # how often to look for changes that nobody told the store of (without a lock)
+_LOOK_S = 0.05  # how often to look for changes that bypass the store (without a lock)
 _LONGEST_S = 1.0
 
 
 class Changes:
-    """What one replica has to tell the others. No lock, no network.
+    """What one replica has to tell the others. Uses no lock and no network.
 
     Args:
         values: The parameters themselves, as they are now.
@@ -42,7 +42,7 @@ class Changes:
         self._shadow = {name: value.detach().clone() for name, value in values.items()}
 
     def take(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the replica's own workers have changed since the last call, where they did: to be added elsewhere."""
+        """What the replica's own workers have changed since the last call: to be added elsewhere."""
         found = {}
         for name, shadow in self._shadow.items():
             change = values[name].detach() - shadow
@@ -52,19 +52,19 @@ class Changes:
         return found
 
     def absorb(self, changes: Mapping[str, Tensor]) -> None:
-        """Another replica's changes were added to the values: they are no news to anybody else."""
+        """Note that another replica's changes were added to the values, so they are not told again."""
         for name, change in changes.items():
             self._shadow[name].add_(change)
 
 
 class Replica:
-    """Keeps a store level with others; a thread of its own.
+    """Keeps a store in step with others, in a thread of its own.
 
     Args:
-        store: Whose parameters. Nobody has put them yet.
-        name: What the others know this one by.
+        store: The store, to which nothing was put yet.
+        name: The name by which the others know this one.
         peers: The addresses of all others.
-        token: For them.
+        token: Their token.
         timeout_s: How long to try to reach one.
     """
 
@@ -75,7 +75,7 @@ class Replica:
         self._token, self._timeout_s = token, timeout_s
         self._changes: Changes | None = None
         self._over = False
-        self._idle = False  # whether everybody has all that the last look found
+        self._idle = False  # whether everybody has everything that the last look found
         store.commits.after_put = self._begin
         store.state.on_peer = self._absorb
         store.flush = self.flush
@@ -142,7 +142,7 @@ class Replica:
             return self._idle
 
     def close(self) -> None:
-        """End at once; what has not been told is lost, so flush first."""
+        """End at once; changes that were not told yet are lost, so flush first."""
         changed = self._store.exclusively()
         with changed:
             self._over = True

@@ -1,4 +1,4 @@
-"""The parameter server as a user sees it: start it, give its address away, stop it."""
+"""The parameter server as a user sees it: start it, give out its address, stop it."""
 
 import json
 import logging
@@ -41,13 +41,13 @@ class ParameterServer:
     """Keeps the parameters of a model, updates them, and serves them over HTTP, raw sockets and shared memory.
 
     It runs in threads of this process; with `servers=2` or more, in that many processes, each with a slice of the
-    parameters, which are gone when this one is. A context manager: starts, and stops.
+    parameters, which end with this one. A context manager that starts and stops it.
 
     Args:
-        model: Whose parameters and buffers to serve; they live in the server's memory from now on. With several
+        model: The model whose parameters and buffers to serve; they move into the server's memory. With several
             servers the model gets their values back when they are closed. None: the first client puts them.
-        optimizer: Steps on the gradients that come: one over the model's parameters, or a function that makes one
-            from a list of parameters. None: only deltas are taken.
+        optimizer: Steps on incoming gradients: one over the model's parameters, or a function that makes one from a
+            list of parameters. None: only deltas are accepted.
         **options: See `ServerConfig`.
 
     Raises:
@@ -92,7 +92,7 @@ class ParameterServer:
 
     @property
     def url(self) -> str:
-        """The first of the addresses: HTTP's, unless there is none.
+        """The first address: that of HTTP, if it is served.
 
         Raises:
             ConfigError: The server is not started.
@@ -158,7 +158,7 @@ class JsonFormatter(logging.Formatter):
     """Log records as lines of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line: time, level, event; the version and the worker that it is about, and figures, where it has them."""
+        """One line: time, level, event; and the version, worker and figures if it has them."""
         found = {"time": self.formatTime(record), "level": record.levelname.lower(), "event": record.getMessage()}
         for key in ("version", "worker", "figures"):
             if (value := getattr(record, key, None)) is not None:

@@ -1,4 +1,4 @@
-"""From the tensors of a message to a contribution: what each of them is, checked by its head alone.
+"""From the tensors of a message to a contribution: what each of them is, checked from the head alone.
 
 An update's tensors are named after the parameters. They may come in another form than the parameter's:
 
@@ -40,7 +40,7 @@ class Places:
 
 
 class Incoming:
-    """What an update will be when its data is there.
+    """An update before its data have arrived.
 
     Args:
         layout: The parameters.
@@ -57,11 +57,11 @@ class Incoming:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What its tensors may be depends on this alone."""
+        """What alone determines which tensors are allowed."""
         return self.layout, self._request.spans, self._request.shards, self._buffers
 
     def check(self, head: Head) -> Places:
-        """See that every tensor of a message is one that it may carry; return which ones.
+        """Check that a message carries only allowed tensors; return what each is.
 
         Raises:
             RefusedError: One is not.
@@ -109,7 +109,7 @@ class Incoming:
         raise RefusedError(f"'{name[:200]}' belongs to none of the tree nodes {list(self._request.spans)}")
 
     def contribution(self, tensors: Mapping[str, Tensor]) -> Contribution:
-        """What the update is, now that its data is here.
+        """The contribution, now that the data are here.
 
         Raises:
             RefusedError: Top-k indices are not in order, or out of range.

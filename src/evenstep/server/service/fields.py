@@ -1,6 +1,6 @@
-"""The fields of requests: of which type each is, within which bounds, and how it is read from JSON.
+"""The fields of requests: their types and bounds, and how they are read from JSON.
 
-A field is a type that is annotated with a `Field`. Whatever it cannot be is refused with one sentence.
+A field is a type annotated with a `Field`. Any other value is refused with one sentence.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,10 +32,10 @@ class Field(NamedTuple):
     """How a field is read.
 
     Attributes:
-        read: From its name and value; raises RefusedError.
+        read: Reads it, given its name and value; raises RefusedError.
         text: In an address it is the text itself, not JSON.
         listed: In an address it may be `a,b` instead of JSON.
-        framed: It is for frames only.
+        framed: It is allowed in frames only.
     """
 
     read: Callable[[str, Any], Any]
@@ -45,7 +45,7 @@ class Field(NamedTuple):
 
 
 def shown(value: Any) -> str:
-    """A value as it is shown to whoever sent it."""
+    """A value as it is shown to its sender."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 

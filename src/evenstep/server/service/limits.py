@@ -1,4 +1,4 @@
-"""What a stranger may cost a server: one frozen value."""
+"""How much of a server strangers may use: one frozen value."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a stranger may cost us.
+    """How much of a server strangers may use.
 
     Attributes:
         body_bytes: The longest body of a request.

@@ -1,7 +1,7 @@
 """A place at a server where groups that share nothing else wait for each other and compare notes.
 
-Whoever comes to a meeting leaves a value and waits until enough have come; then all get all values. What one has left
-stays: coming again, after a lost answer or a restart, gives the same. Only the newest meetings are remembered.
+Each participant leaves a value and waits until enough have come; then all get all values. Values stay: coming again,
+after a lost answer or a restart, gives the same result. Only the newest meetings are remembered.
 """
 
 import threading
@@ -30,16 +30,16 @@ class Appointments:
 
         Args:
             tag: Which one.
-            who: Who comes. Its first value counts.
-            value: What it leaves, as JSON.
+            who: The participant. Its first value counts.
+            value: Its value, as JSON.
             count: How many have to come.
             wait_s: How long to wait.
 
         Returns:
-            Whether all are there, and what they left.
+            Whether all are there, and their values.
 
         Raises:
-            RefusedError: All who were expected are there already, or there are too many meetings.
+            RefusedError: All expected participants are already there, or there are too many meetings.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -60,7 +60,7 @@ class Appointments:
             return len(here) >= count, dict(here)
 
     def hurry(self, hurried: bool) -> None:
-        """Whether every wait is over at once."""
+        """Set whether every wait ends at once."""
         with self._changed:
             self._hurried = hurried
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The server's figures in the text format of Prometheus: those of the status, under other names."""
+"""The figures of the server's status in the text format of Prometheus."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,10 +1,9 @@
-"""Requests as typed values: every field of every request is read here, once, whichever way it came.
+"""Requests as typed values: every field of every request is read here, once, however it came.
 
-A request is a verb and fields. Each verb has a class below that says which fields there are, of which type, within
-which bounds, and what they are if they are left out (or null, which is the same). Whatever does not fit is refused with
-one sentence before anything else looks at it.
+A request is a verb and fields. Each verb has a class below with its fields, their types, bounds and defaults (null is
+the default). Anything else is refused with one sentence before it goes any further.
 
-`parse` takes fields as JSON has them; `from_query` takes them out of an address.
+`parse` takes fields from JSON; `from_query` takes them from an address.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,14 +40,14 @@ __all__ = [
 
 
 class Register(NamedTuple):
-    """A worker begins, or shows that it lives."""
+    """Register a worker, or show that it is alive."""
 
     worker: fields.Worker
     session: fields.Session = ""
 
 
 class Leave(NamedTuple):
-    """A worker goes."""
+    """Unregister a worker."""
 
     worker: fields.Worker
 
@@ -114,7 +113,7 @@ class StageUpdate(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait for an update, or for one's turn."""
+    """Wait for an update, or for this worker's turn."""
 
     worker: fields.Worker
     sequence: fields.SomeSequence = None
@@ -122,18 +121,18 @@ class Wait(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Parameters were changed in shared memory."""
+    """Report that parameters were changed in shared memory."""
 
     worker: fields.Worker
     names: fields.Names = ()
 
 
 class Status(NamedTuple):
-    """Everything that people may want to see."""
+    """Ask for everything that people may want to see."""
 
 
 class Slice(NamedTuple):
-    """Which of several servers this is."""
+    """Ask which of several servers this is."""
 
     layout: fields.Flag = False
 
@@ -255,7 +254,7 @@ def _unknown(verb: str, name: Any, known: Iterable[str]) -> RefusedError:
 
 
 def _check_nodes(request: Update | StageUpdate) -> None:
-    """See that spans are nodes of the tree over the shards."""
+    """Check that spans are nodes of the tree over the shards."""
     if request.shards is None:
         raise RefusedError("spans came without shards")
     nodes = tree.tree_nodes(request.shards)
@@ -267,10 +266,10 @@ def _check_nodes(request: Update | StageUpdate) -> None:
 
 
 def from_query(verb: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Fields out of the parameters of an address: those that are no text are JSON, and a list of names may be `a,b`.
+    """Fields from the parameters of an address: text, or else JSON; a list of names may be `a,b`.
 
     Raises:
-        RefusedError: One is unknown, there twice, or no JSON.
+        RefusedError: One is unknown, repeated, or not JSON.
     """
     reads = {name: how for name, how in _form(verb).reads.items() if not how.framed}
     found: dict[str, Any] = {}

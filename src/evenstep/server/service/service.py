@@ -1,9 +1,9 @@
-"""Requests to replies, the same for every transport.
+"""Turning requests into replies, the same for every transport.
 
-A transport reads the fields of a request, and asks `Service.admit` before it reads any tensor: that checks the token,
-the verb, the fields and sizes. Then it reads the head of the tensors and asks `ServiceCall.expect`, which checks names,
-dtypes and shapes and gives memory to read the data into. At last `ServiceCall.run` does it. Each of these raises
-RefusedError with one sentence, and then nothing has changed.
+A transport reads the fields of a request, and calls `Service.admit` before it reads any tensor: that checks the token,
+the verb, the fields and sizes. Then it reads the head of the tensors and calls `ServiceCall.expect`, which checks
+names, dtypes and shapes and gives memory to read the data into. Finally `ServiceCall.run` does it. Each of these may
+raise RefusedError with one sentence, and then nothing has changed.
 """
 
 import hmac
@@ -69,8 +69,8 @@ class Reply:
     Attributes:
         fields: As JSON.
         parts: Buffers that follow, in order; valid until `close`.
-        view: What they lie in.
-        image: Where the other side reads them by itself, instead of the parts.
+        view: The view that holds them.
+        image: Where the other side reads them itself, instead of the parts.
         image_bytes: How much it reads there.
     """
 
@@ -86,7 +86,7 @@ class Reply:
         return sum(len(part) for part in self.parts)
 
     def close(self) -> None:
-        """All is sent."""
+        """Release what was sent."""
         if self.view is not None:
             self.view.close()
 
@@ -96,8 +96,8 @@ class Service:
 
     Args:
         store: The state.
-        limits: What strangers may cost.
-        token: What every request must bring; None: nothing.
+        limits: How much strangers may use.
+        token: The secret that every request must carry; None: none.
     """
 
     def __init__(self, store: Store, limits: Limits, token: str | None) -> None:
@@ -115,11 +115,11 @@ class Service:
 
     @property
     def guarded(self) -> bool:
-        """Whether every request must bring a token."""
+        """Whether every request must carry a token."""
         return self._token is not None
 
     def check_token(self, token: str | None) -> None:
-        """Let nobody in who does not know it.
+        """Refuse a request without the right token.
 
         Raises:
             RefusedError: The token is missing or wrong; both take the same time.
@@ -142,7 +142,7 @@ class Service:
         return ServiceCall(self, verb, request, body_bytes)
 
     def incoming(self, layout: ParameterLayout, request: Update | StageUpdate, head: Head) -> Incoming:
-        """What an update will be. One of a form that was checked before is not checked again."""
+        """An update before its data have arrived. One of a form already checked is not checked again."""
         incoming = Incoming(layout, request)
         key = (head, incoming.form)
         places = self._checked.get(key)
@@ -155,7 +155,7 @@ class Service:
         return incoming
 
     def status(self) -> dict[str, Any]:
-        """Everything that people may want to see, as JSON: what the page shows, and what Prometheus gets."""
+        """Everything that people may want to see, as JSON: for the page, and for Prometheus."""
         status = {**self.store.status(), **sliced.about(self.store)}
         with self._lock:
             return {
@@ -203,7 +203,7 @@ class ServiceCall:
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether tensors belong to it."""
+        """Whether it carries tensors."""
         return isinstance(self._request, _WITH_TENSORS)
 
     def check(self, head: Head) -> None:
@@ -241,11 +241,11 @@ class ServiceCall:
         return self._spare.data[: head.data_bytes]
 
     def place(self, head: Head, area: Area) -> None:
-        """The tensors were checked, and lie in memory that is shared with the client."""
+        """Note that the tensors were checked, and are in memory shared with the client."""
         self._head, self._area, self._placed_bytes = head, area, head.data_bytes
 
     def run(self) -> Reply:
-        """Do it. May block for as long as the limits say.
+        """Do the request. May block as long as the limits allow.
 
         Raises:
             RefusedError: It is refused; nothing has changed.
@@ -255,7 +255,7 @@ class ServiceCall:
             raise RefusedError(f"'{self.verb}' came without tensors")
         try:
             reply = _ACTIONS[type(self._request)](self, self._request)
-        except OSError as error:  # a transport would take it for trouble with the connection
+        except OSError as error:  # a transport would take it for a connection error
             log.exception("a request failed")
             raise ServerError(f"the server failed: {error}; its log says where") from error
         reply.fields.setdefault("status", 200)
@@ -280,7 +280,7 @@ class ServiceCall:
         return min(wanted_s, self._service.limits.wait_s)
 
     def _kept(self) -> dict[str, Tensor]:
-        """The tensors that came, safe for the store to hold, to check and to write down.
+        """The tensors that came, safe for the store to keep, check and write down.
 
         In shared memory the client may change them at any time; that is harmless only if they are read just once.
         """
@@ -362,9 +362,9 @@ class ServiceCall:
         return reply
 
     def _in_place(self, reply: Reply, view: View, *, with_layout: bool) -> Reply:
-        """For a client that maps our memory: only say where."""
+        """A reply that only says where the parameters are, for a client that maps our memory."""
         layout = self._store.layout
-        assert layout is not None, "whoever has a view has seen the layout"
+        assert layout is not None, "there is a view only if there is a layout"
         reply.image, reply.image_bytes = view.image, sum(tensor.nbytes for tensor in view.tensors.values())
         reply.fields |= {"image": view.image.number, "writable": not self._store.options.lock}
         if len(view.tensors) < len(layout.specs):
@@ -376,7 +376,7 @@ class ServiceCall:
     # ---- updates ----
 
     def _update(self, request: Update) -> Reply:
-        assert self._incoming is not None, "check makes it for every update"
+        assert self._incoming is not None, "check sets it for every update"
         found = self._store.decider.update(
             request.worker, request.sequence, request.kind, self._incoming.contribution(self._kept()),
             base=request.base, wait_s=self._wait_s(request.wait_s), session=request.session,

@@ -22,7 +22,7 @@ __all__ = ["about", "check_alone", "decided", "is_again", "order", "slices_of", 
 
 
 def about(store: Store) -> dict[str, Any]:
-    """Which of several servers a store is; what a client checks before it trusts a list of addresses."""
+    """Which of several servers a store is; a client checks this before it trusts a list of addresses."""
     place, slices = store.place, store.commits.slices
     found: dict[str, Any] = {
         "place": [place.index, place.count, place.name, place.split],
@@ -34,14 +34,14 @@ def about(store: Store) -> dict[str, Any]:
 
 
 def check_alone(store: Store, staged: int | None) -> None:
-    """See that a client that changes parameters knows of all servers.
+    """Check that a client that changes parameters knows all servers.
 
     Args:
-        store: Of this server.
-        staged: At how many servers it has staged what it sends.
+        store: The store of this server.
+        staged: How many servers it has staged its update at.
 
     Raises:
-        RefusedError: It sends to this one alone.
+        RefusedError: It sends only to this one.
     """
     place = store.place
     if place.follows or (place.count > 1 and staged != place.count):
@@ -58,7 +58,7 @@ def is_again(store: Store, request: Put | StageUpdate) -> bool:
 
 
 def slices_of(store: Store, tensors: dict[str, Tensor]) -> Slices | None:
-    """Take the layout of all parameters out of what was put; None if there is one server.
+    """Take the layout of all parameters out of what was put; None if there is only one server.
 
     Raises:
         RefusedError: It is missing, or this server was sent other pieces than it says.
@@ -80,7 +80,7 @@ def stage(store: Store, request: StageUpdate, part: Contribution) -> dict[str, A
     """Keep an update.
 
     Raises:
-        RefusedError: This server decides by itself, or the update could not be applied.
+        RefusedError: This server decides on its own, or the update could not be applied.
     """
     follower = store.follower
     slices = None

@@ -1,4 +1,4 @@
-"""Memory for updates that are being received: how much at once, and used again, since fresh pages take time."""
+"""Memory for updates that are being received: bounded, and reused, since fresh pages take time."""
 
 import threading
 
@@ -10,7 +10,7 @@ __all__ = ["UpdateMemory"]
 
 
 class UpdateMemory:
-    """Bounds what all clients together may be sending, so that many clients do not need many copies' memory."""
+    """Bounds what all clients together may be sending, so that many clients do not need memory for many copies."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -21,7 +21,7 @@ class UpdateMemory:
         """Wait until there is room for this many bytes.
 
         Raises:
-            RefusedError: Others have kept all of it for that long.
+            RefusedError: Others used all of it for that long.
         """
         with self._changed:
             if self._taken_bytes and not self._changed.wait_for(
@@ -31,7 +31,7 @@ class UpdateMemory:
             self._taken_bytes += num_bytes
 
     def give(self, num_bytes: int) -> None:
-        """Let them go."""
+        """Release this many bytes."""
         with self._changed:
             self._taken_bytes -= num_bytes
             self._changed.notify_all()
@@ -49,7 +49,7 @@ class UpdateMemory:
 
         Args:
             area: The memory.
-            lasting: Nobody holds its tensors, so they can be used again.
+            lasting: Whether nobody holds its tensors, so that they can be reused.
         """
         with self._changed:
             held = sum(len(other.data) for other in self._spare) + len(area.data)

@@ -1,1 +1,1 @@
-"""The parameters of a server: values, versions, updates, and what survives. No transport and no request."""
+"""The parameters of a server: values, versions, updates, and persistence. No transports and no requests."""

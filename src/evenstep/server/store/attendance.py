@@ -1,4 +1,4 @@
-"""The lock of a store, those who wait under it, and the workers whose leases end meanwhile."""
+"""The lock of a store, the threads that wait for changes, and the leases of workers."""
 
 import logging
 import threading
@@ -20,7 +20,7 @@ log = logging.getLogger("evenstep.server")
 
 
 class Attendance:
-    """Who is there, and who waits. Everything but `hurry` and `fail` is for whoever holds the lock.
+    """Who is registered, and who waits. Everything but `hurry` and `fail` is for callers that hold the lock.
 
     Args:
         lease_s: After how long without a sign of life a worker is dropped.
@@ -28,13 +28,13 @@ class Attendance:
         version: Returns the version of the parameters, for the log.
 
     Attributes:
-        changed: The lock, and what is told when anything has changed.
+        changed: The lock, and the condition notified when anything has changed.
         workers: Who is registered.
         events: What happened, and when.
-        departed: When each of those who went last was seen last, and how it went.
+        departed: For the last workers that left: when each was last seen, and how it left.
         num_dropped: How many were dropped.
         broken: Why the store cannot go on, if it cannot.
-        on_gone: Called when some worker is not there any more.
+        on_gone: Called when a worker is gone.
     """
 
     def __init__(self, lease_s: float, clock: Callable[[], float], version: Callable[[], int]) -> None:
@@ -49,14 +49,14 @@ class Attendance:
         self.num_dropped = 0
 
     def register(self, worker: str) -> None:
-        """A worker begins, or shows that it lives."""
+        """Register a worker, or note that it is alive."""
         if self.workers.register(worker, self.clock()):
             self.departed.pop(worker, None)
             self.tell(f"worker '{worker}' registered", worker)
             self.changed.notify_all()
 
     def see(self, worker: str) -> None:
-        """A worker gives a sign of life.
+        """Note a worker's sign of life.
 
         Raises:
             RefusedError: It is not registered, or not any more.
@@ -64,7 +64,7 @@ class Attendance:
         self.workers.see(worker, self.clock())
 
     def leave(self, worker: str) -> None:
-        """A worker goes: nobody waits for it any more."""
+        """Unregister a worker: nobody waits for it any more."""
         if self.workers.leave(worker):
             self._depart(worker, self.clock(), "left")
             self.tell(f"worker '{worker}' left", worker)
@@ -93,9 +93,9 @@ class Attendance:
         """Wait for a condition; leases end meanwhile. The lock is not held while waiting.
 
         Args:
-            condition: For what.
+            condition: What to wait for.
             wait_s: How long.
-            worker: Who waits, and therefore lives.
+            worker: The worker that waits, and is therefore alive.
         """
         deadline = time.monotonic() + wait_s
         waiting = self.workers.registered.get(worker or "")
@@ -116,24 +116,24 @@ class Attendance:
                 waiting.seen_s = self.clock()
 
     def hurry(self, hurried: bool) -> None:
-        """Whether every wait is over at once: the server stops, and its clients will ask again."""
+        """Set whether every wait ends at once: the server stops, and its clients will ask again."""
         with self.changed:
             self._hurried = hurried
             self.changed.notify_all()
 
     def fail(self, why: str) -> None:
-        """Something around the store failed, so that it must not go on."""
+        """Break the store because something around it failed."""
         with self.changed:
             self.break_off(why)
 
     def break_off(self, why: str) -> ServerError:
-        """The store cannot go on; returns what to raise."""
+        """Mark the store as unable to go on; returns the error to raise."""
         self.broken = why
         self.changed.notify_all()
         return ServerError(why)
 
     def check_sound(self) -> None:
-        """See that the store can go on.
+        """Check that the store can go on.
 
         Raises:
             ServerError: It cannot.

@@ -15,14 +15,14 @@ __all__ = ["check_contribution"]
 def check_contribution(
     state: ParameterState, kind: str, part: Contribution, *, finite: bool, fits: bool = False
 ) -> None:
-    """See that an update fits the parameters.
+    """Check that an update fits the parameters.
 
     Args:
         state: The parameters.
-        kind: "gradient"; "delta"; or "peer", a delta that another server tells.
+        kind: "gradient"; "delta"; or "peer", a delta from another server.
         part: The update.
         finite: Whether every number must be finite.
-        fits: Whether names, dtypes and shapes are known to be right.
+        fits: Whether names, dtypes and shapes are already known to be right.
 
     Raises:
         RefusedError: It does not.
@@ -43,7 +43,7 @@ def check_contribution(
 
 
 def _check_fit(state: ParameterState, name: str, tensor: Tensor, buffer: bool) -> None:
-    assert state.layout is not None, "the caller has seen that it is there"
+    assert state.layout is not None, "called only after parameters were put"
     state.layout.check(name, Spec.of(tensor))
     if (name in state.buffers) != buffer:
         raise RefusedError(f"'{name}' is {'no' if buffer else 'a'} buffer")

@@ -1,7 +1,7 @@
-"""How updates come to count: written down and applied, or neither. The caller holds the lock.
+"""Committing updates: written down and applied, or neither. The caller holds the lock.
 
-An update that is the first of its kind is applied before it is written down, with a copy of what it changes, so that
-only what has been seen to work is in the log. All others are written down first.
+The first update of a kind is applied before it is written down, with a copy of what it changes, so that the log holds
+only what has been seen to work. All others are written down first.
 """
 
 import time
@@ -29,13 +29,13 @@ _PAUSE_S = 1.0
 
 
 class UpdateJournal(Protocol):
-    """Where updates are written down. What raises OSError or CheckpointError has written nothing."""
+    """Where updates are written down. A method that raises OSError or CheckpointError has written nothing."""
 
     def append(self, applied: Applied) -> None:
-        """Write one down so that it survives the process."""
+        """Write an update down so that it survives the process."""
 
     def retract(self) -> None:
-        """Take back what was written down last."""
+        """Take back the last entry."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class First:
         buffers: Which of them the optimizer does not train.
         slices: How all parameters lie over the servers, if there are several.
         recipe: Which optimizer updates them, if the store was made without one.
-        given: The objects that an optimizer knows already; their memory becomes the store's.
+        given: Parameter objects that an optimizer already knows; their memory becomes the store's.
     """
 
     tensors: Mapping[str, Tensor]
@@ -60,20 +60,20 @@ class First:
 
 
 class Commits:
-    """Makes updates count.
+    """Commits updates.
 
     Args:
         options: How the store behaves.
         state: The parameters.
-        attendance: Whom to tell.
+        attendance: The lock, and who is registered.
 
     Attributes:
         decisions: What made the last versions, for the servers that follow this one.
         slices: How the parameters lie over the servers, if there are several and they were put.
         journal: Where updates are written down, if anywhere.
-        history: When there was which version.
+        history: The times of versions.
         after_put: Called when the parameters have their first values.
-        after_update: Called when there is another version.
+        after_update: Called when there is a new version.
     """
 
     def __init__(self, options: StoreOptions, state: ParameterState, attendance: Attendance) -> None:
@@ -85,13 +85,13 @@ class Commits:
         self.after_update: Callable[[], None] = lambda: None
         self.history: deque[tuple[float, int]] = deque(maxlen=HISTORY)
         self._unwritable = False
-        self._form: object = None  # of the last contribution that was looked at
+        self._form: object = None  # the form of the last contribution that was checked
         self._paused_until = 0.0
 
     # ---- the first values ----
 
     def put_first(self, first: First) -> None:
-        """Give the parameters their first values, and have them written down.
+        """Give the parameters their first values, and write them down.
 
         Raises:
             RefusedError: There are none, or they cannot be written down now; nothing was put.
@@ -112,7 +112,7 @@ class Commits:
         self.slices = first.slices
         self.history.append((self._attendance.clock(), 0))
         layout = self.state.layout
-        assert layout is not None, "the state was just initialised"
+        assert layout is not None, "an initialised state has a layout"
         text = f"'{first.owner}' put {len(layout.specs)} parameters, {layout.num_bytes} bytes"
         self._attendance.tell(text, first.owner)
         self._attendance.changed.notify_all()
@@ -120,21 +120,21 @@ class Commits:
     # ---- updates ----
 
     def check(self, kind: str, part: Contribution) -> None:
-        """See that an update may be applied.
+        """Check that an update may be applied.
 
         Raises:
             RefusedError: It may not.
         """
-        alike = part.form is not None and part.form is self._form  # one like the last need not be looked at again
+        alike = part.form is not None and part.form is self._form  # one like the last need not be checked again
         check_contribution(self.state, kind, part, finite=self._options.reject_nonfinite, fits=alike)
         self._form = part.form
 
     def commit(self, applied: Applied, write: Callable[[Any], None] | None = None) -> None:
-        """Write an update down and make it count: both, or neither.
+        """Write an update down and apply it: both, or neither.
 
         Args:
             applied: The update.
-            write: What to tell the journal; None: the update itself.
+            write: Writes it to the journal; None: write the update itself.
 
         Raises:
             RefusedError: It cannot be applied (422), or not be written down now (503); nothing has changed.
@@ -160,7 +160,7 @@ class Commits:
             raise self._attendance.break_off(why) from error
 
     def _prove(self, applied: Applied, write: Callable[[Any], None]) -> None:
-        """Apply an update that is the first of its kind, and write it down when it has worked."""
+        """Apply the first update of a kind, and write it down once it has worked."""
         before = self.state.before(applied)
         try:
             self.state.apply(applied, locked=self._options.lock)
@@ -194,7 +194,7 @@ class Commits:
             self._attendance.tell("the log can be written again")
 
     def replay(self, applied: Applied) -> None:
-        """Apply what was written down, before anybody is served."""
+        """Apply an entry of the journal, before anybody is served."""
         self.state.apply(applied, locked=self._options.lock)
         self._count(applied)
 
@@ -207,7 +207,7 @@ class Commits:
         self.note_version()
 
     def note_version(self) -> None:
-        """There is another version. One entry a second is enough, so that the history reaches far back."""
+        """Record a new version in the history, at most one a second so that it reaches far back."""
         now = self._attendance.clock()
         if len(self.history) > 1 and now - self.history[-2][0] < _HISTORY_S:
             self.history.pop()
@@ -217,9 +217,9 @@ class Commits:
     # ---- a pause ----
 
     def pause(self, on: bool) -> None:
-        """Apply nothing for a moment, so that somebody can read the same version from all servers; or go on.
+        """Apply nothing for a moment, so that a client can read the same version from all servers; or go on.
 
-        It ends by itself: nobody who reads slowly, or dies, holds up the others for long.
+        It ends on its own: a client that reads slowly, or dies, does not hold up the others for long.
         """
         self._paused_until = time.monotonic() + _PAUSE_S if on else 0.0
         self._attendance.changed.notify_all()

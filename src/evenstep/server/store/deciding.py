@@ -1,4 +1,4 @@
-"""The way of a server that is alone, or the first of several: it decides what is applied, in which order.
+"""The decider of a single server, or of the first of several: it decides what is applied, and in which order.
 
 What `staleness` means:
 
@@ -25,14 +25,14 @@ __all__ = ["Decider", "Pending"]
 
 @dataclass(frozen=True)
 class Pending:
-    """An update that was taken in but waits for other workers."""
+    """An update that was accepted but waits for other workers."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """Why an update that was taken in was not made."""
+    """Why an accepted update was not made."""
 
     sequence: int
     error: RefusedError
@@ -43,9 +43,9 @@ class Decider:
 
     Args:
         options: How the store behaves.
-        commits: Makes updates count.
-        readers: Who reads meanwhile.
-        attendance: The lock, and who is there.
+        commits: Commits updates.
+        readers: Those who read meanwhile.
+        attendance: The lock, and who is registered.
     """
 
     def __init__(self, options: StoreOptions, commits: Commits, readers: Readers, attendance: Attendance) -> None:
@@ -53,8 +53,8 @@ class Decider:
         self._workers, self._changed = attendance.workers, attendance.changed
         self._round = Round()
         self._sequences: dict[str, int] = {}  # of the contributions to the round
-        self._sessions: dict[str, str] = {}  # who sent them
-        self._failed: dict[str, _Failed] = {}  # the last one of each worker
+        self._sessions: dict[str, str] = {}  # of their senders
+        self._failed: dict[str, _Failed] = {}  # the last failed update of each worker
 
     @property
     def _version(self) -> int:
@@ -74,13 +74,13 @@ class Decider:
         """Apply a worker's update once, however often it is sent.
 
         Args:
-            worker: Who; must be registered.
+            worker: The worker, which must be registered.
             sequence: Grows with every update of this worker; a retry has the same.
             kind: "gradient", for the optimizer; or "delta", to be subtracted.
-            part: What. The tensors were checked against the layout; their memory is the store's from now on.
-            base: Which version it was computed from, if the worker says so.
+            part: The update. Its tensors were checked against the layout; the store takes over their memory.
+            base: The version it was computed from, if the worker says so.
             wait_s: How long to wait for the other workers of a synchronous update.
-            session: Which life of the worker this is.
+            session: The life of the worker that sent it.
 
         Raises:
             RefusedError: It cannot be applied; nothing has changed.
@@ -99,7 +99,7 @@ class Decider:
             return self._settle(worker, sequence, wait_s)
 
     def wait(self, worker: str, sequence: int, wait_s: float = 0.0) -> Acknowledged | Pending:
-        """Wait for an update that was taken in.
+        """Wait for an accepted update.
 
         Raises:
             RefusedError: There is no update with this sequence number: send it again.
@@ -117,7 +117,7 @@ class Decider:
         """Wait until a worker's next update would not bring it too far ahead of the slowest; False if not yet.
 
         Raises:
-            RefusedError: It is not registered, or dropped meanwhile.
+            RefusedError: It is not registered, or was dropped meanwhile.
         """
         with self._changed:
             self._attendance.expire()
@@ -128,21 +128,21 @@ class Decider:
             return self._attendance.wait(lambda: not self._workers.is_ahead(worker, staleness), wait_s, worker)
 
     def contributors(self) -> Iterable[str]:
-        """Who is in the update that is being made. The caller holds the lock, here and below."""
+        """Who contributed to the update being made. The caller holds the lock, here and below."""
         return self._sequences
 
     def begin(self, worker: str, session: str) -> None:
-        """A worker registers: a new life of it takes back what the last one left unfinished."""
+        """Note that a worker registers: a new life takes back what the last one left unfinished."""
         if session and self._sessions.get(worker, session) != session:
             self._round.parts.pop(worker, None)
             del self._sequences[worker], self._sessions[worker]
 
     def gone(self) -> None:
-        """Some worker is not there any more: those who are may be all that an update waits for."""
+        """Note that a worker is gone: the remaining ones may now complete an update."""
         self._complete()
 
     def _repeated(self, worker: str, sequence: int) -> Acknowledged | Pending | None:
-        """What became of this update, if it was sent before."""
+        """The fate of this update, if it was sent before."""
         last = self._workers.acknowledged.get(worker)
         if self._sequences.get(worker) == sequence:
             return Pending(self._version)
@@ -184,7 +184,7 @@ class Decider:
             )
 
     def _complete(self) -> None:
-        """Apply the synchronous update if all are there."""
+        """Apply the synchronous update if all contributions are there."""
         if not self._round.parts:
             return
         covered = self._round.covers_all_shards()
@@ -206,7 +206,7 @@ class Decider:
             self._changed.notify_all()
 
     def _settle(self, worker: str, sequence: int, wait_s: float) -> Acknowledged | Pending:
-        """Wait until an update that was taken in counts."""
+        """Wait until an accepted update is committed."""
 
         def failed() -> bool:
             return worker in self._failed and self._failed[worker].sequence == sequence

@@ -1,9 +1,9 @@
-"""The way of the servers after the first: they hold what workers send until they are told what the first made of it.
+"""The servers after the first: they keep what workers send until they are told what the first has decided.
 
 An update goes to the followers first, where it is only kept (*staged*), then to server 0, which decides when it is
-applied, in which order and together with whose. Whoever talks to several servers carries that decision to the
-followers: the worker itself, or, should it die in between, the next one to write or read. So every server applies the
-same updates in the same order, and an update that server 0 has applied is on all servers, or will be.
+applied, in which order and together with which others. Clients carry that decision to the followers: the worker itself
+or, if it dies in between, the next one to write or read. So every server applies the same updates in the same order,
+and an update that server 0 has applied is on all servers, or will be.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ class Staged:
     Attributes:
         sequence: Its number.
         kind: "gradient", "delta" or "put".
-        part: What.
+        part: The contribution.
         slices: How the parameters lie over the servers, if they are put for the first time.
         buffers: Which of them the optimizer does not train, likewise.
     """
@@ -49,9 +49,9 @@ class Follower:
 
     Args:
         options: How the store behaves.
-        commits: Makes updates count.
-        readers: Who reads meanwhile.
-        attendance: The lock, and who is there.
+        commits: Commits updates.
+        readers: Those who read meanwhile.
+        attendance: The lock, and who is registered.
 
     Attributes:
         staged: What waits, by (worker, session).
@@ -98,8 +98,8 @@ class Follower:
         """Apply what server 0 has decided; return the version, and whether all of it is applied.
 
         Args:
-            decisions: In order, without a gap.
-            alive: Who was registered there then.
+            decisions: The decisions, in order, without a gap.
+            alive: The workers registered at server 0.
             wait_s: How long to wait for an update that is not here.
         """
         with self._changed:
@@ -113,14 +113,14 @@ class Follower:
             return self._at, done
 
     def contributors(self) -> Iterable[str]:
-        """Who is in an update that is not made yet. The caller holds the lock, here and below."""
+        """Who contributed to updates that are not made yet. The caller holds the lock, here and below."""
         return {worker for worker, _ in self.staged}
 
     def begin(self, worker: str, session: str) -> None:
-        """A worker registers. What an earlier life of it has staged may still be decided."""
+        """Nothing to do when a worker registers: what an earlier life has staged may still be decided."""
 
     def gone(self) -> None:
-        """Some worker is not there any more. What it has staged may still be decided."""
+        """Nothing to do when a worker is gone: what it has staged may still be decided."""
 
     @property
     def _at(self) -> int:
@@ -128,7 +128,7 @@ class Follower:
         return self._state.version if self._state.layout is not None else -1
 
     def _advance(self, decisions: Sequence[Decided]) -> bool:
-        """Apply as much as can be; True if that is all of it."""
+        """Apply as much as possible; True if that is everything."""
         for version, who in decisions:
             if version <= self._at:
                 continue
@@ -138,7 +138,7 @@ class Follower:
             ):
                 return False
             self._readers.make_way()
-            if version == self._at + 1:  # unless somebody else did it while we waited
+            if version == self._at + 1:  # unless another thread did it while we waited
                 self._follow_one((version, who))
         return True
 
@@ -151,7 +151,7 @@ class Follower:
             self._put_first(decision)
             return
         held = dict(self.staged)
-        self._forget(applied.sequences)  # first, so that a snapshot taken by the commit does not hold it any more
+        self._forget(applied.sequences)  # first, so that a snapshot taken by the commit no longer holds it
         try:
             self._commits.commit(applied, lambda journal: journal.follow(decision))
         except RefusedError as error:
@@ -162,14 +162,14 @@ class Follower:
             raise self._attendance.break_off(why) from error
 
     def carry_out(self, decision: Decided) -> None:
-        """Apply one decision that was written down, before anybody is served."""
+        """Apply one decision from the log, before anybody is served."""
         applied = self._applied(decision)
         assert applied is not None, "the first values are in a snapshot, not in a log"
         self._commits.replay(applied)
         self._forget(applied.sequences)
 
     def _applied(self, decision: Decided) -> Applied | None:
-        """What a decision comes to; None: the parameters are put for the first time.
+        """The update that a decision makes; None: the parameters are put for the first time.
 
         Raises:
             RefusedError: The staged updates cannot have been decided together.
@@ -205,7 +205,7 @@ class Follower:
         return round_
 
     def _put_first(self, decision: Decided) -> None:
-        """Give the parameters their first values; they are written down as a whole, so the decision need not be."""
+        """Give the parameters their first values; a snapshot holds them, so the decision need not be logged."""
         worker, (sequence, session) = next(iter(decision[1].items()))
         held, first = dict(self.staged), self.staged[worker, session]
         self._workers.acknowledge(worker, sequence, 0, [], counts=False)
@@ -218,13 +218,13 @@ class Follower:
             raise
 
     def _forget(self, sequences: Mapping[str, int]) -> None:
-        """What was applied is not kept any more, nor what another life of the same worker had sent of it."""
+        """Drop what was applied, and what another life of the same worker had sent of it."""
         for (worker, session), staged in list(self.staged.items()):
             if staged.sequence <= sequences.get(worker, 0):
                 del self.staged[worker, session]
 
     def _tidy(self, alive: Collection[str]) -> None:
-        """Forget undecided updates of workers that are gone here and at server 0; who comes back sends them again."""
+        """Drop undecided updates of workers gone here and at server 0; if they return, they send them again."""
         for worker, session in list(self.staged):
             if worker not in self._workers.registered and worker not in alive:
                 del self.staged[worker, session]

@@ -1,8 +1,8 @@
-"""Options of an optimizer, such as learning rates, that come with an update: whether they may replace those there are.
+"""Options of an optimizer, such as learning rates, that come with an update: whether they may replace the present ones.
 
-Each must be of the type of what it replaces. What values it may have is torch's to say: an optimizer of the same class
-is made with them, over one element of every kind that the parameters have, and makes a few steps. For an optimizer that
-is not torch's only the sign is looked at here; the store proves the rest by its first step with them (`state.py`).
+Each must have the type of what it replaces. Torch judges the values: an optimizer of the same class is made with them,
+over one element of every kind of parameter, and makes a few steps. For an optimizer that is not torch's only the sign
+is checked here; the first step in the store proves the rest (`state.py`).
 """
 
 import math
@@ -28,7 +28,7 @@ _SHOWN = 40
 
 
 def check_hyperparameters(optimizer: Optimizer | None, options: Hyperparameters) -> None:
-    """See that an optimizer can step with new options.
+    """Check that an optimizer can step with new options.
 
     Raises:
         RefusedError: It cannot.
@@ -46,7 +46,7 @@ def check_hyperparameters(optimizer: Optimizer | None, options: Hyperparameters)
 
 
 def _check_like(name: str, value: Any, *present: Any) -> None:
-    """See that a value is like one that is there."""
+    """Check that a value is like a present one."""
     if not any(_is_like(value, there) for there in present):
         raise RefusedError(f"option {name}={str(value)[:_SHOWN]!r}, expected one like {str(present[0])[:_SHOWN]!r}")
 
@@ -70,7 +70,7 @@ def _is_number(value: Any) -> bool:
 
 
 def set_hyperparameters(optimizer: Optimizer, options: Hyperparameters) -> None:
-    """Give an optimizer other options; they were checked."""
+    """Give an optimizer other options, which were checked."""
     for group, given in zip(optimizer.param_groups, options, strict=True):
         for key, value in given.items():
             if isinstance(group[key], Tensor):
@@ -80,7 +80,7 @@ def set_hyperparameters(optimizer: Optimizer, options: Hyperparameters) -> None:
 
 
 def try_out(optimizer: Optimizer, options: Hyperparameters | None = None) -> None:
-    """See that one of torch's optimizers can step on parameters like its own, with its options or with others.
+    """Check that one of torch's optimizers can step on parameters like its own, with its options or with others.
 
     Raises:
         RefusedError: It cannot; torch's own words say why.

@@ -1,9 +1,9 @@
-"""Copies of all parameters, each in a memfd of its own, so that a process on the same machine can map it.
+"""Copies of all parameters, each in its own memfd, so that a process on the same machine can map it.
 
-The store has one *current* image. A reader holds the image that was current when it came, for as long as it needs to
-send it, without a lock. Whoever changes the parameters gets an image that nobody reads: the current one if it is free,
-else another with the same values. So nobody sees a tensor half changed, no slow reader holds back an update, and while
-nobody reads as another writes there is one copy.
+The store has one *current* image. A reader holds the image that was current when it came as long as it needs to send
+it, without a lock. A writer gets an image that nobody reads: the current one if it is free, otherwise another with the
+same values. So nobody sees a tensor half changed, no slow reader delays an update, and unless reading and writing
+overlap there is one copy.
 
 The caller serialises all calls but `ServerImage.tensors`.
 """
@@ -19,18 +19,18 @@ from evenstep.server.wire.tensors import Spec, encode
 
 __all__ = ["Images", "ServerImage", "View"]
 
-_KEPT = 2  # images that are kept when nobody reads them: the current one, and one to change to
+_KEPT = 2  # images kept when nobody reads them: the current one, and one to switch to
 
 
 class ServerImage:
-    """One copy.
+    """One copy of all parameters.
 
     Attributes:
-        number: Tells it from the others.
-        fd: Of its memory.
+        number: Its identifier.
+        fd: The descriptor of its memory.
         tensors: The parameters by name.
-        parts: What is sent for all of them.
-        readers: How many hold it.
+        parts: The buffers to send for all of them.
+        readers: How many readers hold it.
     """
 
     def __init__(self, number: int, specs: Mapping[str, Spec]) -> None:
@@ -54,7 +54,7 @@ class ServerImage:
 
 
 class Images:
-    """The current image, those that are still being read, and one to spare.
+    """The current image, those still being read, and a spare one.
 
     Attributes:
         current: The newest committed values.
@@ -81,16 +81,16 @@ class Images:
         return self.current
 
     def release(self, image: ServerImage) -> None:
-        """A reader is done."""
+        """Release an image that a reader held."""
         image.readers -= 1
         self._tidy()
 
     def has_room(self) -> bool:
-        """Whether an update needs no further copy."""
+        """Whether an update needs no additional copy."""
         return not self.current.readers or self.count < _KEPT or any(not image.readers for image in self._others)
 
     def writable(self) -> ServerImage:
-        """The current image, or if it is being read another with its values, which becomes the current one."""
+        """The current image or, if it is being read, another with its values, which becomes the current one."""
         if self.current.readers:
             free = next((image for image in self._others if not image.readers), None)
             if free is None:
@@ -118,10 +118,10 @@ class View:
     """Parameters of one version, which nobody changes until it is closed. A context manager.
 
     Attributes:
-        version: That of the parameters as a whole.
-        versions: That of each.
-        tensors: The parameters that were asked for.
-        image: Where they lie.
+        version: The version of the parameters as a whole.
+        versions: The version of each.
+        tensors: The requested parameters.
+        image: The image that holds them.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class View:
         self.close()
 
     def close(self) -> None:
-        """The reader is done."""
+        """Release the view."""
         if self._open:
             self._open = False
             self._release(self.image)

@@ -1,9 +1,9 @@
-"""What survives of a store: snapshots of the whole state, and a log of every update since.
+"""Persistence of a store: snapshots of the whole state, and a log of every update since.
 
-With `durable`, a record is on the disk before what it says counts, so to read the log back through the same optimizer
-is to have the same state, and to know every retry. A torn record at the end was never acknowledged. Of several servers
-each writes its log in any case, so that one that was killed comes back with all that the others know of; only `durable`
-waits for the disk, and so survives the machine.
+With `durable`, a record is on disk before it takes effect, so replaying the log through the same optimizer gives the
+same state, and recognises every retry. A torn record at the end was never acknowledged. Each of several servers always
+writes its log, so that one that was killed comes back with everything that the others know; only `durable` waits for
+the disk, and so survives a failure of the machine.
 """
 
 import logging
@@ -34,11 +34,11 @@ log = logging.getLogger("evenstep.server")
 
 
 class Keeper:
-    """Writes a store down, and brings it back. Uses its directory alone.
+    """Saves a store, and restores it. It is the only user of its directory.
 
     Args:
-        store: Whose state.
-        directory: Where; made if it is not there.
+        store: The store.
+        directory: Where to save it; created if missing.
         every: Updates between two snapshots.
         durable: Whether to write a log.
         set_aside: Keep the part of a log that cannot be replayed in a file beside it, instead of failing.
@@ -59,7 +59,7 @@ class Keeper:
         store.commits.after_update = self._write_if_due
 
     def restore(self) -> None:
-        """Go on from what the directory holds, if anything; then begin to write.
+        """Resume from what the directory holds, if anything; then begin to write.
 
         Raises:
             CheckpointError: It is altered, or of another model; or its log cannot be replayed.
@@ -79,7 +79,7 @@ class Keeper:
                 self._store.commits.journal = self
 
     def snapshot(self) -> None:
-        """Write one now, if there is anything new.
+        """Write a snapshot now, if there is anything new.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -89,7 +89,7 @@ class Keeper:
                 self._write()
 
     def close(self) -> None:
-        """Let go of the log and of the directory."""
+        """Close the log and release the directory."""
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -151,12 +151,12 @@ class Keeper:
         self._append(records.of_decided(decision))
 
     def retract(self) -> None:
-        """Take back what was written last."""
-        assert self._log is not None, "only what was written can be retracted"
+        """Take back the last record."""
+        assert self._log is not None, "only a record that was written can be retracted"
         self._log.retract()
 
     def _append(self, record: Record) -> None:
-        assert self._log is not None, "there is a log as soon as there is anything to write"
+        assert self._log is not None, "there is a log before anything is written"
         if self._log.in_doubt:
             self._write()
         if self._log.in_doubt:
@@ -167,7 +167,7 @@ class Keeper:
         """Bring the store to the state that the directory holds.
 
         Args:
-            facts: What to begin from.
+            facts: The snapshot to begin from.
             path: The log that goes on from there.
             before: Do not apply this record, nor any after it.
 
@@ -205,7 +205,7 @@ class Keeper:
                 store.commits.replay(records.to_applied(record))
 
     def _set_rest_aside(self, stuck: "_Stuck", facts: Facts | None, path: Path) -> None:
-        """Go on without a record that cannot be applied, and without all that follow it, if the user asked for that.
+        """Go on without a record that cannot be applied and all that follow it, if the user asked for that.
 
         Raises:
             CheckpointError: The user did not.
@@ -228,7 +228,7 @@ class Keeper:
 
 @dataclass(frozen=True)
 class _Stuck:
-    """Where replaying a log has ended, and why."""
+    """Where replaying a log stopped, and why."""
 
     found: LogEntry
     why: str
@@ -264,7 +264,7 @@ def _load(store: Store, facts: Facts, tensors: dict[str, Tensor]) -> None:
         place = store.place
         slices = Slices.read(facts["layout"], place.count, split=place.split) if facts["layout"] else None
         store.commits.initialise(First(parameters, facts["owner"], facts["buffers"], slices))
-    assert store.layout is not None, "it was given its first values, here or before"
+    assert store.layout is not None, "the store has had its first values, from here or before"
     try:
         store.layout.check_whole({name: Spec.of(tensor) for name, tensor in parameters.items()})
     except RefusedError as error:

@@ -1,7 +1,7 @@
-"""A file of records, one after the other, written so that it always ends after a whole record.
+"""A file of consecutive records, written so that it always ends after a complete record.
 
 A record is a head with a checksum, facts as JSON, and tensors in safetensors. One that is torn at the end was never
-acknowledged. One that is damaged although whole ones follow it is another matter: somebody must decide what becomes of
+acknowledged. One that is damaged although complete ones follow it is different: the user must decide what to do with
 those.
 """
 
@@ -40,7 +40,7 @@ class Log:
         sync: Wait for the disk after every record.
 
     Attributes:
-        in_doubt: The disk failed to keep what it had been given: go on with another file.
+        in_doubt: Whether the disk failed to keep earlier records, so that another file must be used.
     """
 
     def __init__(self, fd: int, *, sync: bool) -> None:
@@ -53,7 +53,7 @@ class Log:
         """Write a record.
 
         Raises:
-            OSError: It could not be written whole; the log is as it was before.
+            OSError: It could not be written completely; the log is unchanged.
         """
         self._cut()
         self._torn = True
@@ -70,7 +70,7 @@ class Log:
         try:
             os.fdatasync(self._fd)
         except OSError:
-            self.in_doubt = True  # earlier records may be lost too, and no later sync would say so
+            self.in_doubt = True  # earlier records may be lost too, and no later sync would report it
             raise
 
     def retract(self) -> None:
@@ -81,7 +81,7 @@ class Log:
             self._await_disk()
 
     def _cut(self) -> None:
-        """End after the last whole record."""
+        """End after the last complete record."""
         if self._torn:
             os.ftruncate(self._fd, self._end)
             self._torn = False
@@ -112,13 +112,13 @@ def _write(fd: int, record: Record) -> int:
 
 @dataclass(frozen=True)
 class LogEntry:
-    """What there is in a log at one place.
+    """What is in a log at one place.
 
     Attributes:
         number: Its position in the log, counted from 1.
         offset: Where it begins.
-        record: What it holds; None if that cannot be told.
-        is_last: Nothing whole follows. An unreadable one that is last was torn.
+        record: Its record; None if unreadable.
+        is_last: Whether nothing complete follows. An unreadable last one was torn.
     """
 
     number: int
@@ -131,7 +131,7 @@ def read(path: Path) -> Iterator[LogEntry]:
     """The records of a log, up to the first that cannot be read; nothing if there is no such file.
 
     Raises:
-        CheckpointError: It is no regular file, or cannot be read.
+        CheckpointError: It is not a regular file, or cannot be read.
     """
     try:
         file = open_regular(path)
@@ -160,7 +160,7 @@ def _records(data: mmap.mmap) -> Iterator[LogEntry]:
 
 
 def _whole_until(data: mmap.mmap, at: int) -> int | None:
-    """Where a record that begins here ends; None if there is no whole one."""
+    """Where a record that begins here ends; None if there is no complete one."""
     if at + _HEAD.size > len(data):
         return None
     magic, text_bytes, body_bytes, checksum = _HEAD.unpack_from(data, at)

@@ -1,4 +1,4 @@
-"""What servers do with optimizers: step without ceremony, cut one up for slices of the parameters, read its state."""
+"""What servers do with optimizers: step with little overhead, cut one for slices of the parameters, read its state."""
 
 import copy
 import inspect
@@ -36,8 +36,8 @@ class Stepper:
     """Steps an optimizer over CPU parameters.
 
     Args:
-        optimizer: Any. One of torch's that leaves `foreach` open is told what torch would decide at every step: not
-            on a CPU.
+        optimizer: Any optimizer. For one of torch's that leaves `foreach` open it is turned off, as torch itself
+            would decide for the CPU at every step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -57,7 +57,7 @@ class Stepper:
             self._plain(optimizer)
 
     def _is_watched(self) -> bool:
-        """Whether somebody wants to know of every step; a schedule wraps the method of the one optimizer."""
+        """Whether every step is observed by hooks; a schedule wraps the method of the one optimizer."""
         optimizer = self._optimizer
         return bool(
             "step" in vars(optimizer)
@@ -69,9 +69,9 @@ class Stepper:
 
 
 def can_split(optimizer: Optimizer | MakeOptimizer | None) -> bool:
-    """Whether a parameter may be cut over servers: the optimizer changes each element by that element alone.
+    """Whether a parameter may be split over servers: the optimizer treats each element on its own.
 
-    One that looks at a whole parameter, such as Adafactor or Muon, or that is not known, gets parameters whole.
+    One that looks at a whole parameter, such as Adafactor or Muon, or an unknown one, gets whole parameters.
 
     Raises:
         UnsupportedError: It looks at all parameters at once.
@@ -107,9 +107,9 @@ def sliced(
     """One server's part of an optimizer, with its groups, options and state.
 
     Args:
-        optimizer: Over whole parameters.
-        names: What they are called.
-        pieces: Those of the server.
+        optimizer: The optimizer over whole parameters.
+        names: Their names.
+        pieces: The pieces of the server.
         parameters: Their parameters, by the names of the pieces.
     """
     held: dict[str, list[Stretch]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Those who read the parameters, and those who wait for them to be done."""
+"""Readers of the parameters, and writers that wait for them."""
 
 from collections.abc import Iterable
 
@@ -14,11 +14,11 @@ _LARGE_BYTES = 4 << 20
 
 
 class Readers:
-    """Who reads which image.
+    """Keeps track of who reads which image.
 
     Args:
         state: The parameters.
-        attendance: The lock, and who waits under it.
+        attendance: The lock, and who is registered.
     """
 
     def __init__(self, state: ParameterState, attendance: Attendance) -> None:
@@ -28,11 +28,11 @@ class Readers:
     def get(
         self, names: Iterable[str] | None = None, *, min_version: int = 0, since: int | None = None, wait_s: float = 0.0
     ) -> View | None:
-        """Parameters of one version; waits until they were put and have at least a version.
+        """Parameters of one version; waits until they were put and have at least `min_version`.
 
         Args:
             names: Which ones; None for all.
-            min_version: At least this version.
+            min_version: The oldest acceptable version.
             since: Only what changed after this version.
             wait_s: How long to wait.
 
@@ -72,7 +72,7 @@ class Readers:
     def make_way(self) -> None:
         """Wait for readers, briefly, rather than copy large parameters or take memory for another copy.
 
-        For whoever is about to change the parameters, and holds the lock.
+        For a caller that is about to change the parameters and holds the lock.
         """
         images, layout = self._state.images, self._state.layout
         if images is None or layout is None:

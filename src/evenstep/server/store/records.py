@@ -21,7 +21,7 @@ __all__ = ["describe", "of_applied", "of_decided", "of_staged", "to_applied", "t
 
 
 def describe(record: Record | None) -> str:
-    """What a record is about, in words; whatever it holds."""
+    """What a record is about, in words, whatever it holds."""
     facts = record[0] if record is not None else {}
     kind, version = facts.get("kind"), facts.get("version")
     if kind == "staged":

@@ -1,8 +1,8 @@
-"""Adding up what workers send for one synchronous update, in an order that does not depend on who came when.
+"""Adding up what workers send for one synchronous update, in an order that does not depend on arrival.
 
 Two kinds of contributions, never mixed in a round:
 
-- *tree nodes*: sums of gradients over aligned ranges of the K shards of a run, weighted by sample counts already. They
+- *tree nodes*: sums of gradients over aligned ranges of the K shards of a run, already weighted by sample counts. They
   are added in the fixed tree over shard numbers, as the engine's owners do, to the same bits.
 - *means*: one gradient (or delta) for each worker, over its samples. They are weighted here and added in a tree
   over the workers in the order of their names.
@@ -27,17 +27,17 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one worker gives to one update.
+    """One worker's part of an update.
 
     Attributes:
         tensors: A mean over the worker's samples, by parameter; for tree nodes empty.
         samples: How many samples it is a mean over: its weight among the others.
-        nodes: Or the tree nodes: their spans, and what each holds (a parameter without a gradient is not there).
+        nodes: Or the tree nodes: their spans, and what each holds (parameters without a gradient are absent).
         num_shards: K, if these are tree nodes.
         buffers: New values of what the optimizer does not train.
         note: Anything as JSON, which all contributors of the round get back.
-        options: What the optimizer steps with from now on; None: as before.
-        form: Two contributions with the same one have the same names, dtypes and shapes. None: nothing is known.
+        options: The optimizer's options from now on; None: unchanged.
+        form: Two contributions with the same form have the same names, dtypes and shapes. None: unknown.
     """
 
     tensors: Tensors = field(default_factory=dict)
@@ -58,10 +58,10 @@ class Round:
         self.kind: str | None = None
 
     def check(self, worker: str, kind: str, part: Contribution) -> None:
-        """See that a contribution goes with those that are here.
+        """Check that a contribution fits those already here.
 
         Raises:
-            RefusedError: It is of another kind or for another number of shards, or its shards are here already.
+            RefusedError: It is of another kind or for another number of shards, or its shards are already here.
         """
         if self.kind is not None and kind != self.kind:
             raise RefusedError(f"worker '{worker}' sends a {kind} but this update is made of {self.kind}s", 409)
@@ -92,14 +92,14 @@ class Round:
         self.parts[worker] = part
 
     def covers_all_shards(self) -> bool | None:
-        """Whether every shard is here; None if these are no tree nodes."""
+        """Whether every shard is here; None if these are not tree nodes."""
         first = next(iter(self.parts.values()))
         if first.num_shards is None:
             return None
         return sum(end - start for part in self.parts.values() for (start, end), _ in part.nodes) == first.num_shards
 
     def total(self) -> dict[str, Tensor]:
-        """The sum, by parameter; the memory of what came is used for it."""
+        """The sum, by parameter; overwrites the contributions."""
         first = next(iter(self.parts.values()))
         return self._total_of_nodes(first.num_shards) if first.num_shards is not None else self._total_of_means()
 
@@ -137,11 +137,11 @@ class Round:
         return {name: value for part in self.parts.values() for name, value in part.buffers.items()}
 
     def options(self) -> Hyperparameters | None:
-        """What the optimizer is to step with from now on, if any contribution says so."""
+        """The optimizer's options from now on, if any contribution brings some."""
         return next((part.options for part in self.parts.values() if part.options is not None), None)
 
     def notes(self) -> list[Any]:
-        """What the contributors had to say, in the order of their shards or names."""
+        """The notes of the contributors, in the order of their shards or names."""
         order = sorted(self.parts, key=lambda worker: ([span for span, _ in self.parts[worker].nodes], worker))
         return [self.parts[worker].note for worker in order]
 

@@ -1,7 +1,7 @@
 """A directory with the state of a server: one snapshot, and the log that goes on from it.
 
 `server.json` is replaced atomically and last; it names a file with the tensors and the log, and has a checksum of its
-own. Whatever else lies in the directory is left alone.
+own. Anything else in the directory is left alone.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ __all__ = ["BEFORE", "Facts", "Snapshots"]
 
 Facts = dict[str, Any]
 BEFORE = "log-before"
-"""The log of what is staged before anything was put."""
+"""The log of updates staged before anything was put."""
 
 _FORMAT = 2
 _FACTS = "server.json"
@@ -45,11 +45,11 @@ class Snapshots:
     """The directory of one server, which no other server uses.
 
     Args:
-        path: Where; made if it is not there.
+        path: Where it is; created if missing.
         place: Which of several servers it is.
 
     Raises:
-        CheckpointError: It cannot be made, or another server uses it.
+        CheckpointError: It cannot be created, or another server uses it.
     """
 
     def __init__(self, path: Path, place: ServerPlace) -> None:
@@ -61,13 +61,13 @@ class Snapshots:
         self._lock = _lock(path)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def read(self) -> Facts | None:
-        """What the last snapshot says; None if there is none.
+        """The facts of the last snapshot; None if there is none.
 
         Raises:
             CheckpointError: It cannot be read, was altered, or is of another server.
@@ -110,10 +110,10 @@ class Snapshots:
         """Replace the snapshot: all of it, or nothing.
 
         Args:
-            version: Of the parameters.
-            facts: What it says.
-            tensors: What it holds.
-            begin_log: Begins the log that goes on from it.
+            version: The version of the parameters.
+            facts: Its facts.
+            tensors: Its tensors.
+            begin_log: Begins the log that continues from it.
 
         Returns:
             That log.
@@ -163,7 +163,7 @@ class Snapshots:
         return aside
 
     def unused(self, name: str) -> Path:
-        """A path that there is not yet."""
+        """A path that does not exist yet."""
         return next(path for n in count() if not (path := self.path / (f"{name}-{n}" if n else name)).exists())
 
     def _tidy(self) -> None:

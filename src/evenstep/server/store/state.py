@@ -1,7 +1,7 @@
-"""The parameters of a server: their values, versions and optimizer. No lock and no workers: those are the store's.
+"""The parameters of a server: their values, versions and optimizer. Locks and workers are the store's business.
 
-Values lie in *images* (`images.py`). What changes them is an `Applied`: the same whether it comes from workers or is
-read back from a log, so that to read a log back is to have the same state.
+Values are in *images* (`images.py`). What changes them is an `Applied`: the same whether it comes from workers or from
+a log, so that replaying a log gives the same state.
 """
 
 import copy
@@ -28,14 +28,14 @@ class Applied:
     """An update that changed the parameters, as a journal keeps it.
 
     Attributes:
-        kind: "gradient", "delta", "put"; or "peer", a delta that another server tells.
+        kind: "gradient", "delta", "put"; or "peer", a delta from another server.
         version: The version it made.
         tensors: What the optimizer was given, what was subtracted, or the new values.
         buffers: New values of what the optimizer does not train.
         sequences: Whose updates these were.
-        notes: What the contributors had to say.
-        options: What the optimizer steps with from now on; None: as before.
-        sessions: Which life of each worker sent them, where it said so.
+        notes: The notes of the contributors.
+        options: The optimizer's options from now on; None: unchanged.
+        sessions: The life of each worker that sent them, if given.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class ParameterState:
         version: How many updates there were.
         versions: When each parameter changed last.
         owner: Who put them.
-        on_peer: Called with what another server told.
+        on_peer: Called with the deltas of another server.
     """
 
     def __init__(self, make_optimizer: MakeOptimizer | None) -> None:
@@ -72,8 +72,8 @@ class ParameterState:
         self.optimizer: Optimizer | None = None
         self._stepper: Stepper | None = None
         self._bound: ServerImage | None = None
-        self._proven: set[str] = set()  # what the optimizer has stepped on with the options that it has
-        self._options: Hyperparameters | None = None  # those that came last
+        self._proven: set[str] = set()  # parameters that the optimizer has stepped on with its present options
+        self._options: Hyperparameters | None = None  # the options that came last
         self.buffers: frozenset[str] = frozenset()
         self.version = 0
         self.versions: dict[str, int] = {}
@@ -93,7 +93,7 @@ class ParameterState:
         Args:
             tensors: All of them.
             owner: Who puts them.
-            given: The objects that an optimizer knows already; their memory becomes the image's.
+            given: Parameter objects that an optimizer already knows; their memory becomes the image's.
             buffers: Which of the tensors the optimizer does not train.
             recipe: Which optimizer trains the others.
 
@@ -137,7 +137,7 @@ class ParameterState:
             images.close()
 
     def is_proven(self, applied: Applied) -> bool:
-        """Whether an update like this one has been applied before, so that nothing can be wrong with it.
+        """Whether an update like this one has been applied before, so that it cannot fail.
 
         Changing values by what was checked cannot fail. A step can, for reasons that only the optimizer knows, so the
         first step on a parameter, and the first one with other options, are not proven.
@@ -147,23 +147,23 @@ class ParameterState:
         return self.has_options(applied.options) and applied.tensors.keys() <= self._proven
 
     def has_options(self, options: Hyperparameters | None) -> bool:
-        """Whether the optimizer steps with these options already; None: with those that it has."""
+        """Whether the optimizer already steps with these options; None means its present ones."""
         return options is None or options == self._options
 
     def doubt(self) -> None:
-        """Nothing is proven any more."""
+        """Consider nothing proven any more."""
         self._proven, self._options = set(), None
 
     def before(self, applied: Applied) -> "Before":
-        """What an update is about to change."""
+        """A copy of what an update is about to change."""
         return Before(self, applied)
 
     def apply(self, applied: Applied, *, locked: bool) -> None:
         """Change the parameters.
 
         Args:
-            applied: How.
-            locked: Whether a reader's image must stay as it is.
+            applied: The update.
+            locked: Whether images that are being read must stay unchanged.
         """
         assert self.images is not None, "only parameters that were put are updated"
         self._bind(self.images.writable() if locked else self.images.current)
@@ -195,7 +195,7 @@ class ParameterState:
             assert self.optimizer is not None, "gradients are refused where there is no optimizer"
             assert self._stepper is not None, "every optimizer has a stepper"
             if not self.has_options(applied.options):
-                assert applied.options is not None, "no options are those that it has"
+                assert applied.options is not None, "options that differ from the present ones were given"
                 set_hyperparameters(self.optimizer, applied.options)
                 self._options = applied.options
                 self._proven.clear()
@@ -227,9 +227,9 @@ class ParameterState:
 
 
 class Before:
-    """All that an update may change, as it was: values, and what the optimizer keeps.
+    """A copy of everything that an update may change: values, and what the optimizer keeps.
 
-    An optimizer that is not torch's may keep more than its state and options; that is not taken back.
+    An optimizer that is not torch's may keep more than its state and options; that is not restored.
     """
 
     def __init__(self, state: ParameterState, applied: Applied) -> None:
@@ -246,7 +246,7 @@ class Before:
         self._groups = [_options_of(group) for group in optimizer.param_groups] if optimizer is not None else []
 
     def restore(self) -> None:
-        """Bring it back."""
+        """Restore it."""
         state, values = self._state, self._state.tensors()
         state.doubt()
         state.version = self._version
@@ -269,7 +269,7 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """A copy; a tensor's memory is given back to the system as soon as the copy is gone."""
+    """A copy; a tensor's memory is returned to the system as soon as the copy is gone."""
     if not isinstance(value, Tensor) or not value.nbytes:
         return copy.deepcopy(value)
     flat = torch.frombuffer(fresh(value.nbytes), dtype=value.dtype, count=value.numel())

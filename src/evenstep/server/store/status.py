@@ -11,7 +11,7 @@ __all__ = ["of_departed", "of_parameters", "of_workers", "without_lists"]
 
 
 def of_parameters(state: ParameterState, options: StoreOptions) -> dict[str, Any]:
-    """What the parameters are."""
+    """The parameters."""
     specs = state.layout.specs if state.layout is not None else {}
     return {
         "version": state.version,
@@ -36,7 +36,7 @@ def of_parameters(state: ParameterState, options: StoreOptions) -> dict[str, Any
 def of_workers(
     workers: Iterable[RegisteredWorker], version: int, now_s: float, contributed: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """Who is registered, and how far each has come."""
+    """The registered workers, and the progress of each."""
     here = set(contributed)
     return [
         {
@@ -51,7 +51,7 @@ def of_workers(
 
 
 def of_departed(departed: Mapping[str, tuple[float, str]], now_s: float) -> list[dict[str, Any]]:
-    """Who went, and how."""
+    """The workers that left, and how."""
     return [
         {"name": name, "how": how, "last_seen_s": round(now_s - seen_s, 3)} for name, (seen_s, how) in departed.items()
     ]

@@ -1,10 +1,10 @@
 """The parameters of a server, without any transport.
 
-They have a version: how many updates they have had. Every parameter has the version at which it changed last. All verbs
-may be called from any thread. A verb that has to wait takes `wait_s` and says so when that is over; nobody waits inside
-while holding the lock.
+They have a version: how many updates they have had. Every parameter has the version at which it last changed. All verbs
+may be called from any thread. A verb that may wait takes `wait_s`, and its result says if that was not enough; nobody
+holds the lock while waiting.
 
-A store has a way to come to updates: a `Decider`, or, for the servers after the first of several, a `Follower`.
+A store gets its updates from a `Decider` or, on the servers after the first of several, a `Follower`.
 """
 
 import threading
@@ -37,18 +37,18 @@ class Store:
 
     Args:
         options: How it behaves.
-        optimizer: Makes the optimizer from the parameters when they are put. None: only deltas can be applied.
+        optimizer: Makes the optimizer from the parameters when they are put. None: only deltas are accepted.
         clock: Seconds, for leases and the history.
         place: Which of several servers this is.
 
     Attributes:
         state: The parameters and their optimizer.
-        attendance: The lock, and who is there.
-        commits: Makes updates count.
-        readers: Who reads.
-        way: How it comes to updates.
-        takes_recipes: Whether who puts the parameters may bring an optimizer.
-        flush: Waits until all servers like this one were told of its updates.
+        attendance: The lock, and who is registered.
+        commits: Commits updates.
+        readers: The readers.
+        way: Its decider or follower.
+        takes_recipes: Whether a client that puts the parameters may bring an optimizer.
+        flush: Waits until all replicas were told of its updates.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Store:
 
     @property
     def decider(self) -> Decider:
-        """Its way, if it decides.
+        """Its decider.
 
         Raises:
             RefusedError: It follows another server.
@@ -83,10 +83,10 @@ class Store:
 
     @property
     def follower(self) -> Follower:
-        """Its way, if it follows.
+        """Its follower.
 
         Raises:
-            RefusedError: It decides by itself.
+            RefusedError: It decides itself.
         """
         if not isinstance(self.way, Follower):
             raise RefusedError(f"this is {self.place}: it decides by itself, and keeps nothing for later", 409)
@@ -110,14 +110,14 @@ class Store:
         Args:
             first: All of them, and what else belongs to them when they are put for the first time.
             force: Replace values that are there.
-            sequence: The number that the other servers know this by.
+            sequence: The number by which the other servers know this put.
             session: Likewise.
 
         Returns:
             The version: 0, or if values were replaced one more than before.
 
         Raises:
-            RefusedError: They have values already, or the replacement is of other names, shapes or dtypes.
+            RefusedError: They already have values, or the names, shapes or dtypes of the replacement differ.
         """
         worker, commits = first.owner, self.commits
         with self.attendance.changed:
@@ -147,7 +147,7 @@ class Store:
             return self.version
 
     def changed_elsewhere(self, worker: str, names: Iterable[str]) -> int:
-        """A client in shared memory has changed parameters by itself (`lock=False`): count it."""
+        """Count a change that a client made directly in shared memory (`lock=False`)."""
         with self.attendance.changed:
             self.attendance.see(worker)
             layout, workers = self.layout, self.attendance.workers
@@ -168,14 +168,14 @@ class Store:
             return self.version
 
     def decided_since(self, version: int) -> tuple[int, list[Decided], list[str]]:
-        """The version; what was decided after another; and who is registered now."""
+        """The version; what was decided after the given one; and who is registered now."""
         with self.attendance.changed:
             return self.version, self.commits.decisions.since(version), list(self.attendance.workers.registered)
 
     # ---- workers ----
 
     def register(self, worker: str, session: str = "") -> Acknowledged | None:
-        """A worker begins, or shows that it lives; returns the last update under its name."""
+        """Register a worker, or note that it is alive; returns the last update under its name."""
         with self.attendance.changed:
             self.attendance.expire()
             self.way.begin(worker, session)
@@ -183,7 +183,7 @@ class Store:
             return self.attendance.workers.acknowledged.get(worker)
 
     def leave(self, worker: str) -> None:
-        """A worker goes: nobody waits for it any more."""
+        """Unregister a worker: nobody waits for it any more."""
         with self.attendance.changed:
             self.attendance.leave(worker)
 
@@ -208,12 +208,12 @@ class Store:
 
     @property
     def looks_once(self) -> bool:
-        """Whether what an update holds is neither checked nor written down before it is made."""
+        """Whether the contents of an update are neither checked nor written down before it is made."""
         return self.commits.journal is None and not self.options.reject_nonfinite
 
     @property
     def keeps_no_update(self) -> bool:
-        """Whether nothing of an update is held when it has been made."""
+        """Whether nothing of an update is kept once it has been made."""
         return self.options.staleness != 0 and not self.place.follows and self.state.keeps_no_gradient
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -225,6 +225,6 @@ class Store:
         return self.attendance.changed
 
     def close(self) -> None:
-        """Give the parameters ordinary memory, and let go of the images."""
+        """Give the parameters ordinary memory, and release the images."""
         with self.attendance.changed:
             self.state.close()

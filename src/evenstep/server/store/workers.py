@@ -1,7 +1,7 @@
-"""Who is registered, what each has sent last, and how far each has come. Pure bookkeeping: no lock and no clock.
+"""Who is registered, what each sent last, and the progress of each. Pure bookkeeping: no lock and no clock.
 
-A worker counts from the moment it registers until its lease ends without a sign of life, or it leaves. What its last
-update was is remembered beyond that, so that a retry is recognised whatever happened in between.
+A worker counts from the moment it registers until its lease ends without a sign of life, or it leaves. Its last update
+is remembered beyond that, so that a retry is recognised whatever happened in between.
 """
 
 from collections import OrderedDict
@@ -29,11 +29,11 @@ class RegisteredWorker:
     """A registered worker.
 
     Attributes:
-        name: What it calls itself.
+        name: Its name.
         seen_s: When it gave its last sign of life.
         updates: How many updates it has made since it registered, on top of what the slowest had then.
-        base_version: Which version its last update made.
-        waiting: How many of its requests wait inside the server: as long as there is one, it lives.
+        base_version: The version that its last update made.
+        waiting: How many of its requests wait inside the server: as long as there is one, it is alive.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Registry:
     """The registered workers by name.
 
     Attributes:
-        acknowledged: The last applied update of every worker that there was.
+        acknowledged: The last applied update of every worker there ever was.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -56,7 +56,7 @@ class Registry:
         self.acknowledged: OrderedDict[str, Acknowledged] = OrderedDict()
 
     def register(self, name: str, now_s: float) -> bool:
-        """A worker begins, or shows that it lives; True if it is new. It starts level with the slowest."""
+        """Register a worker, or note that it is alive; True if it is new. It starts level with the slowest."""
         worker = self.registered.get(name)
         if worker is not None:
             worker.seen_s = now_s
@@ -65,7 +65,7 @@ class Registry:
         return True
 
     def see(self, name: str, now_s: float) -> RegisteredWorker:
-        """A worker gives a sign of life.
+        """Note a worker's sign of life.
 
         Raises:
             RefusedError: It is not registered, or not any more.
@@ -81,11 +81,11 @@ class Registry:
         return worker
 
     def leave(self, name: str) -> bool:
-        """A worker goes; False if it was not there."""
+        """Unregister a worker; False if it was not there."""
         return self.registered.pop(name, None) is not None
 
     def expire(self, now_s: float) -> dict[str, float]:
-        """Drop those whose lease has ended; say who they are, and when they were seen last."""
+        """Drop those whose lease has ended; return who they are, and when each was last seen."""
         gone = {
             worker.name: worker.seen_s
             for worker in self.registered.values()
@@ -111,7 +111,7 @@ class Registry:
         return own + 1 - min(others, own + 1) > staleness
 
     def acknowledge(self, name: str, sequence: int, version: int, notes: list[Any], *, counts: bool = True) -> None:
-        """An update was applied; or, if it does not count as one, the parameters were put."""
+        """Record an applied update or, if it does not count as one, a put."""
         self.acknowledged[name] = Acknowledged(sequence, version, notes)
         self.acknowledged.move_to_end(name)
         while len(self.acknowledged) > _REMEMBERED:

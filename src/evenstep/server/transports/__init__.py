@@ -1,1 +1,1 @@
-"""How requests reach a service: HTTP, raw sockets, shared memory. Nothing is decided here."""
+"""How requests reach a service: HTTP, raw sockets, shared memory. No decisions are made here."""

@@ -1,8 +1,9 @@
-"""Who may stay connected: strangers have a share of the places, and a while to say who they are.
+"""Who may stay connected: strangers get a share of the places, and limited time to identify themselves.
 
 A connection is a *stranger* until its first request has been admitted: complete up to its body, and with the right
-token where one is needed. Strangers hold at most half of all places. When they come faster than they say who they are,
-the one that has been silent for longest goes, so a client that speaks at once gets in, however many others are silent.
+token where one is needed. Strangers hold at most half of all places. When they come faster than they identify
+themselves, the one that has been silent longest is dropped, so a client that speaks at once gets in, however many
+others are silent.
 """
 
 from typing import Generic, TypeVar
@@ -22,14 +23,14 @@ class Door(Generic[T]):
 
     def __init__(self, places: int, greeting_s: float) -> None:
         self._places, self._share, self._greeting_s = places, max(places // 2, 1), greeting_s
-        self._strangers: dict[T, float] = {}  # until when, in the order in which they came
+        self._strangers: dict[T, float] = {}  # deadlines, in the order of arrival
         self._known: set[T] = set()
 
     def enter(self, who: T, now_s: float) -> T | None:
-        """A connection comes.
+        """Take in a connection.
 
         Returns:
-            Which one has to go for it: another stranger, or itself if all places are taken. None: nobody.
+            The one to drop for it: another stranger, or itself if all places are taken; None: no one.
         """
         goes = None
         if len(self._strangers) >= self._share or len(self._strangers) + len(self._known) >= self._places:
@@ -40,22 +41,22 @@ class Door(Generic[T]):
         return goes
 
     def admit(self, who: T) -> None:
-        """Its first request was admitted: it is no stranger any more."""
+        """Note that its first request was admitted: it is no longer a stranger."""
         if self._strangers.pop(who, None) is not None:
             self._known.add(who)
 
     def leave(self, who: T) -> None:
-        """It has gone."""
+        """Note that it is gone."""
         self._strangers.pop(who, None)
         self._known.discard(who)
 
     def overdue(self, now_s: float) -> list[T]:
-        """The strangers whose time is over; they are gone from now on."""
+        """Drop and return the strangers whose time is up."""
         late = [who for who, until_s in self._strangers.items() if until_s <= now_s]
         for who in late:
             del self._strangers[who]
         return late
 
     def next_end_s(self) -> float | None:
-        """When the time of the next stranger is over; None if there is none."""
+        """When the time of the next stranger is up; None if there is none."""
         return next(iter(self._strangers.values()), None)

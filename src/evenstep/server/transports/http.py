@@ -1,7 +1,7 @@
 """The HTTP transport: Starlette on uvicorn, usable with curl.
 
-Fields are query parameters, tensors are bodies in safetensors; `api.json` describes it all. Nothing here decides
-anything: requests go to the service, in threads, because they may wait.
+Fields are query parameters, tensors are bodies in safetensors; `api.json` describes everything. No decisions are made
+here: requests go to the service, in threads, because they may wait.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class HttpServer:
     # ---- requests ----
 
     async def _page(self, request: Request) -> Response:
-        """The page holds no figures: it asks for them, with the token that a person gives it."""
+        """Serve the page, which holds no figures: it asks for them, with the token that a person enters."""
         if not self._service.guarded:
             connection_of(request).admitted()
         return page(_HERE / "page.html", locked=self._service.guarded)
@@ -138,7 +138,7 @@ class HttpServer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
     async def _run(self, call: ServiceCall) -> Reply:
-        """Do a request in a thread. If nobody waits for it any more, what it holds is let go when it is done."""
+        """Run a request in a thread. If nobody waits for it any more, what it holds is released when it is done."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, call.run)
         try:
             return await asyncio.shield(future)
@@ -192,7 +192,7 @@ class _Endpoint:
 
 
 class _Tensors(Response):
-    """Tensors as the body of a response, out of the memory where they are."""
+    """Tensors as the body of a response, sent from their own memory."""
 
     def __init__(self, reply: Reply, call: ServiceCall, service: Service) -> None:
         super().__init__(media_type="application/octet-stream")
@@ -213,7 +213,7 @@ class _Tensors(Response):
                     for start in range(0, len(part), _PIECE_BYTES):
                         body = part[start : start + _PIECE_BYTES]
                         await send({"type": "http.response.body", "body": body, "more_body": True})
-                # this waits until the system has taken all of it, so that the memory may change afterwards
+                # waits until the system has taken everything, so that the memory may change afterwards
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             log.info("a client read too slowly and was dropped")

@@ -1,10 +1,10 @@
-"""An HTTP connection, up to where a request is understood: who may have one, and how much may come before a body.
+"""An HTTP connection until a request is understood: who may have one, and how much may come before a body.
 
-uvicorn parses requests and runs the application. Around it, here:
+uvicorn parses requests and runs the application. This adds:
 
-- a connection has its place by the `Door`, from before the TLS handshake on, and strangers have to say who they are;
-- what comes before a body is counted as it arrives, whether or not the parser has made anything of it;
-- a write is over only when the system has taken all of it.
+- a connection has its place from the `Door`, even before the TLS handshake, and strangers must identify themselves;
+- what comes before a body is counted as it arrives, whether or not the parser has used it yet;
+- a write is done only when the system has taken all of it.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from evenstep.server.wire.text import write_json
 __all__ = ["HEAD_BYTES", "HttpConnection", "Reception"]
 
 HEAD_BYTES = 32 << 10
-_STEP_BYTES = 4 << 10  # what is fed to the parser at once before a body
+_STEP_BYTES = 4 << 10  # how much is fed to the parser at once before a body
 _HEAD_S = 30.0  # how long the head of a request may take, once it has begun
 _FULL_S = 0.05
 log = logging.getLogger("evenstep.server")
@@ -50,10 +50,10 @@ class HttpConnection(HttpToolsProtocol):
     # ---- who may stay ----
 
     def arrive(self, connecting: asyncio.Task[None], greeting_s: float) -> None:
-        """Take a place, or have none.
+        """Take a place, or be turned away.
 
         Args:
-            connecting: What makes the connection.
+            connecting: The task that makes the connection.
             greeting_s: How long it may be a stranger.
         """
         self._connecting = connecting
@@ -63,7 +63,7 @@ class HttpConnection(HttpToolsProtocol):
             goes.turn_away()
 
     def admitted(self) -> None:
-        """One of its requests was admitted."""
+        """Note that one of its requests was admitted."""
         if self._stranger_timer is not None:
             self._stranger_timer.cancel()
             self._stranger_timer = None
@@ -98,7 +98,7 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """See uvicorn. Nobody waits for a client to agree that a secure connection is over."""
+        """See uvicorn. Does not wait for a client to agree that a secure connection is over."""
         if self.cycle is None or self.cycle.response_complete:
             self.turn_away()
         else:
@@ -167,7 +167,7 @@ class Reception:
         listener.setblocking(False)
 
     async def run(self) -> None:
-        """Accept until cancelled; connections still in their handshake are ended then."""
+        """Accept until cancelled; then end connections still in their handshake."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -182,7 +182,7 @@ class Reception:
                 task.cancel()
 
     async def end(self) -> None:
-        """End those connections that are still there."""
+        """End the remaining connections."""
         while left := list(self._server.server_state.connections):
             for connection in left:
                 connection.transport.abort()
@@ -205,7 +205,7 @@ class Reception:
             stream.close()
 
     async def _connect(self, connection: HttpConnection, stream: socket.socket) -> None:
-        """Shake hands, if there is TLS; from then on the connection looks after itself."""
+        """Do the TLS handshake, if any; from then on the connection takes care of itself."""
         timeout_s = self._greeting_s if self._context is not None else None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(

@@ -1,8 +1,8 @@
 """The shared-memory transport, for clients on the server's machine that run as the same user.
 
 Requests go through a Unix socket (an abstract one, so no file is left behind) as frames like those over TCP; tensors do
-not. A client reads parameters where they are: the reply to `get` names an image, which the client maps once and copies
-from while the server holds it. An update lies in an *area* that the server makes for the connection. Both are sealed:
+not. A client reads parameters in place: the reply to `get` names an image, which the client maps once and copies
+from while the server holds it. An update goes into an *area* that the server makes for the connection. Both are sealed:
 a client cannot shorten what the server has mapped.
 
 With `lock=False` a client may write to the image, and subtracts its deltas there without asking anyone.

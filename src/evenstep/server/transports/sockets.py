@@ -1,4 +1,4 @@
-"""Serving clients that speak frames: a thread for each connection, one request after the other."""
+"""Serving clients that speak frames: a thread for each connection, one request after another."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger("evenstep.server")
 
 
 class Conversation:
-    """One connection: the raw socket transport. Others override how tensors come and go.
+    """One connection of the raw socket transport. Others override how tensors come and go.
 
     Attributes:
         admitted: Called when a request was admitted.
@@ -90,7 +90,7 @@ class Conversation:
         """Read the tensors of a request into the memory that the call gives for them.
 
         Raises:
-            RefusedError: They are not what the request may carry, or are said to be in shared memory that is not there.
+            RefusedError: They are not what the request may carry, or claim to be in shared memory that does not exist.
         """
         if placed is not None:
             raise RefusedError("there is no shared memory on this connection; send the tensors")
@@ -113,11 +113,11 @@ class Conversation:
         self.frames.send(reply.fields, reply.parts)
 
     def close(self) -> None:
-        """The connection is over."""
+        """Clean up after the connection."""
 
 
 class _Connection:
-    """A connection as those who accept it see it.
+    """A connection as the accepting thread sees it.
 
     Attributes:
         stream: Its socket; once there is TLS, the one around it.
@@ -127,18 +127,18 @@ class _Connection:
         self.stream = stream
 
     def end(self) -> None:
-        """End it, also under a thread that waits for it."""
+        """End it, even while a thread waits for it."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.stream, socket.SHUT_RDWR)
 
 
 class Connections:
-    """Accepts connections and serves each in a thread of its own.
+    """Accepts connections and serves each in its own thread.
 
     Args:
         service: What to serve.
         listener: A listening socket; taken over.
-        name: Of the threads.
+        name: The name of the threads.
         context: For TLS, if wanted.
         conversation: What to do on a connection.
     """
@@ -251,11 +251,11 @@ def _text(fields: dict[str, Any], name: str) -> str | None:
 
 
 class SharedTensors(NamedTuple):
-    """Where the tensors of a request are, if they do not follow it: in shared memory.
+    """The tensors of a request that are in shared memory instead of following it.
 
     Attributes:
         head: Their head, as JSON.
-        data_bytes: How long their data is.
+        data_bytes: The size of their data.
     """
 
     head: str

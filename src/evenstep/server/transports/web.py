@@ -1,4 +1,4 @@
-"""A web server of ours: Starlette on uvicorn, behind a door that keeps strangers and pages from elsewhere out."""
+"""Our web server: Starlette on uvicorn, behind a door that keeps out strangers and pages from elsewhere."""
 
 import asyncio
 import base64
@@ -33,10 +33,10 @@ log = logging.getLogger("evenstep.server")
 
 
 class WebServer:
-    """Serves routes in a thread of its own, from when it is made until it is closed.
+    """Serves routes in its own thread until it is closed.
 
     Args:
-        routes: What there is; handlers should be `guarded`.
+        routes: The routes; handlers should be `guarded`.
         listener: A bound socket; taken over.
         limits: How many connections there may be, and how long one may be a stranger.
         context: For TLS, if wanted.
@@ -110,14 +110,14 @@ def guarded(
     *,
     linked: bool = False,
 ) -> Handler:
-    """Let in only whom a browser should let in, and translate our errors.
+    """Admit only requests that a browser should allow, and translate our errors.
 
     Args:
-        handler: What answers.
+        handler: The handler.
         hosts: The names by which the server may be called, or None for any: on loopback this keeps out web pages that
             point a name of their own at it.
-        refused: Says a refusal in fields.
-        linked: Whether a person may come to it by a link from elsewhere.
+        refused: Turns a refusal into fields.
+        linked: Whether it may be reached by a link from elsewhere.
     """
 
     async def answer(request: Request) -> Response:
@@ -138,11 +138,11 @@ def guarded(
 
 
 def page(path: Path, *, locked: bool) -> Response:
-    """A page that may run its own script and styles and no others, and talk to its server only.
+    """A page that may run only its own script and styles, and talk only to its server.
 
     Args:
         path: Where it is.
-        locked: Whether it has to ask for a token before it shows anything.
+        locked: Whether it must ask for a token before it shows anything.
     """
     text = path.read_text()
     for mark in ("<!-- page_head.html -->\n", "/* page.css */\n", "/* page.js */\n"):  # what all pages share
@@ -159,7 +159,7 @@ def connection_of(request: Request) -> HttpConnection:
 
 
 def token_of(request: Request) -> str | None:
-    """The token that a request brings, if any."""
+    """The token that a request carries, if any."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     return token if kind.lower() == "bearer" else None
 
@@ -174,7 +174,7 @@ def _check_host(request: Request, expected: frozenset[str] | None) -> None:
 
 
 def _check_site(request: Request, linked: bool) -> None:
-    """Refuse what a browser sends for a page of another site, with an Origin or without."""
+    """Refuse what a browser sends for a page of another site, with or without an Origin."""
     headers = request.headers
     elsewhere = any(origin.partition("://")[2] != headers.get("host") for origin in headers.getlist("origin"))
     by_link = linked and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"

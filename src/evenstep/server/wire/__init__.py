@@ -1,1 +1,1 @@
-"""What travels between clients and servers, as both see it."""
+"""What travels between clients and servers, shared by both."""

@@ -1,4 +1,4 @@
-"""Memory that tensors lie in: an *area* for those of a message, and the image of all parameters that processes map."""
+"""Memory of tensors: an *area* for those of a message, and the image of all parameters that processes map."""
 
 import mmap
 import sys
@@ -13,12 +13,12 @@ from evenstep.transport.memory import aligned
 
 __all__ = ["Area", "hand_over", "map_image", "places"]
 
-_UNUSED = 2  # references to memory that no tensor is made of: one of its area, one of the count itself
+_UNUSED = 2  # references to memory that no tensor uses: one from its area, one from the count itself
 _PAST_CACHES_BYTES = 1 << 20
 
 
 class Area:
-    """Memory for the tensors of an update; keeps the tensors, to use them again.
+    """Memory for the tensors of an update; keeps the tensors for reuse.
 
     Attributes:
         data: The memory.
@@ -39,7 +39,7 @@ class Area:
         """Whether nobody holds its tensors.
 
         Args:
-            lasting: It is known that nobody does, so its tensors are kept for the next update.
+            lasting: Whether it is known that nobody does, so that its tensors are kept for the next update.
         """
         if not lasting:
             self._head, self._tensors = None, {}

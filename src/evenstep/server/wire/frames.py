@@ -2,7 +2,7 @@
 
 A frame is `EVST`, the length of the fields (4 bytes, little endian), the length of the tensors (8 bytes), the fields as
 JSON, the tensors as safetensors. A request's fields have its verb and, where one is needed, the token; a reply's have a
-status like HTTP's. One connection carries one request after the other.
+status like HTTP's. A connection carries one request after another.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ _FIELDS_S = 30.0  # how long the fields of a frame may take, once it has begun
 class Frames:
     """Frames over one connected stream socket.
 
-    Small pieces are read ahead into a buffer, large ones straight to where they belong. Timeouts are the socket's own
-    (SO_RCVTIMEO): a Python timeout would cost one more system call for every read.
+    Small pieces are read ahead into a buffer, large ones straight to their destination. Timeouts are the socket's own
+    (SO_RCVTIMEO): a Python timeout would cost an additional system call for every read.
 
     Args:
         stream: The socket; closed by `close`.
@@ -45,7 +45,7 @@ class Frames:
         self._deadline = float("inf")
         self._scatter = not isinstance(stream, ssl.SSLSocket)
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
-        self._first = self._end = 0  # the bytes of it that are not used yet
+        self._first = self._end = 0  # its bytes that are not used yet
         self._text, self._fields = b"", dict[str, Any]()
         stream.settimeout(None)
         value = struct.pack("ll", int(silence_s), int(1e6 * (silence_s % 1)))
@@ -56,7 +56,7 @@ class Frames:
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def within(self, seconds: float) -> None:
-        """Whatever follows must be done within this time."""
+        """Limit the time for everything that follows."""
         self._deadline = time.monotonic() + seconds
 
     def send(self, fields: Mapping[str, Any], parts: Sequence[memoryview] = ()) -> None:
@@ -87,10 +87,10 @@ class Frames:
         """Read the fields of a frame, and how many bytes of tensors follow; None if the other side has closed.
 
         Args:
-            patient: Wait for the frame to begin for as long as it takes.
+            patient: Wait as long as it takes for the frame to begin.
 
         Raises:
-            RefusedError: This is no frame.
+            RefusedError: This is not a frame.
             OSError: The other side is gone, or too slow.
         """
         if not self._await(patient):
@@ -125,7 +125,7 @@ class Frames:
         return True
 
     def take(self, num_bytes: int) -> bytes:
-        """Read exactly this many bytes; meant for a few.
+        """Read exactly this many bytes; meant for small numbers.
 
         Raises:
             OSError: The other side is gone, or too slow.
@@ -164,7 +164,7 @@ class Frames:
         return self.stream.recv_into(left[0])
 
     def _from_ahead(self, buffers: Sequence[memoryview]) -> list[memoryview]:
-        """Fill with what was read ahead; return what is left to fill."""
+        """Fill buffers with what was read ahead; return what is left to fill."""
         left = [buffer for buffer in buffers if len(buffer)]
         while left and self._first < self._end:
             count = min(len(left[0]), self._end - self._first)
@@ -174,14 +174,14 @@ class Frames:
         return left
 
     def drain(self, num_bytes: int) -> None:
-        """Read and forget."""
+        """Read and discard this many bytes."""
         scratch = memoryview(bytearray(_DRAIN_BYTES))
         while num_bytes > 0:
             self.fill([scratch[: min(num_bytes, _DRAIN_BYTES)]])
             num_bytes -= min(num_bytes, _DRAIN_BYTES)
 
     def close(self) -> None:
-        """Close the connection, also under a thread that waits for it."""
+        """Close the connection, even while a thread waits for it."""
         with contextlib.suppress(OSError):
             self.stream.shutdown(socket.SHUT_RDWR)
         self.stream.close()

@@ -1,6 +1,6 @@
-"""An optimizer as plain values, so that whoever puts parameters can say how the server is to update them.
+"""An optimizer as plain values, so that a client that puts parameters can say how the server is to update them.
 
-Only classes of `torch.optim` can be named: a recipe is data from a client, and no code of its own ever runs here.
+Only classes of `torch.optim` can be named: a recipe is data from a client, whose code never runs here.
 """
 
 import inspect
@@ -26,11 +26,11 @@ def describe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
     """The recipe of an optimizer that has made no step yet.
 
     Args:
-        optimizer: Of `torch.optim`.
+        optimizer: One of `torch.optim`.
         names: The name of every parameter, by its id.
 
     Raises:
-        UnsupportedError: It is of another kind, has options that are no plain values, or brings state along.
+        UnsupportedError: It is of another kind, has options that are not plain values, or already has state.
     """
     kind = type(optimizer)
     if getattr(torch.optim, kind.__name__, None) is not kind:
@@ -76,7 +76,7 @@ def _check_fresh(optimizer: Optimizer, recipe: Recipe, names: Mapping[int, str])
 
 
 def build(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The optimizer that a recipe describes, over those of its parameters that are here.
+    """The optimizer that a recipe describes, over the parameters of it that are here.
 
     Raises:
         RefusedError: It describes none.
@@ -103,7 +103,7 @@ def make(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> Optimize
         groups: The parameters of each group, as "params", and its options.
 
     Raises:
-        RefusedError: Torch does not make it.
+        RefusedError: Torch refuses to make it.
     """
     known = inspect.signature(kind).parameters.keys() - {"params"}
     made: list[dict[str, Any]] = [
@@ -120,6 +120,6 @@ def make(kind: type[Optimizer], groups: Sequence[Mapping[str, Any]]) -> Optimize
 
 
 def samples(parameters: Iterable[Tensor]) -> list[nn.Parameter]:
-    """One element for every kind of parameter that there is; one at least."""
+    """One element for every kind of parameter, at least one."""
     kinds = {(p.dtype, p.dim()) for p in parameters} or {(torch.float32, 1)}
     return [nn.Parameter(torch.ones([1] * dim, dtype=dtype)) for dtype, dim in sorted(kinds, key=str)]

@@ -1,11 +1,11 @@
-"""Parameters cut over several servers: which server has which piece of what. Pure arithmetic over names and sizes.
+"""Parameters cut over several servers: which server has which piece. Pure arithmetic over names and sizes.
 
-A large parameter is cut into one piece for every server, a small one stays whole. Cuts lie at multiples of `ALIGNMENT`
+A large parameter is cut into one piece for every server, a small one stays whole. Cuts are at multiples of `ALIGNMENT`
 elements: kernels treat elements in blocks and the rest of a tensor one by one, perhaps with other roundings, so only
-then does an element of a piece have the bits that it would have in the whole. What an optimizer cannot treat element
-by element is not cut at all (`split=False`).
+then does an element of a piece get the bits that it would have in the whole. If an optimizer does not treat every
+element on its own, parameters are not cut at all (`split=False`).
 
-The layout of all parameters and the number of servers say everything; servers and clients compare its `fingerprint`.
+The layout of all parameters and the number of servers determine everything; servers and clients compare `fingerprint`.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ _LARGE = 8  # a parameter of more than an eighth of a server's share is cut
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Which of several servers one is.
+    """The place of one server among several.
 
     Attributes:
         index: Its number; server 0 decides the order of updates.
         count: How many there are.
-        name: Of the set that they are.
+        name: The name of their set.
         split: Whether a parameter may be cut.
     """
 
@@ -61,11 +61,11 @@ class Stretch:
     """Elements [first, end) of a parameter, or all of it.
 
     Attributes:
-        parameter: Which.
+        parameter: The parameter.
         first: The first element, as if the parameter were flat.
         end: One after the last.
-        spec: What the piece is: flat if it is cut.
-        whole: Whether it is all.
+        spec: Dtype and shape of the piece: flat if it is cut.
+        whole: Whether it is the whole parameter.
     """
 
     parameter: str
@@ -76,7 +76,7 @@ class Stretch:
 
     @property
     def name(self) -> str:
-        """What its server calls it."""
+        """Its name on the server."""
         return self.parameter if self.whole else f"{self.parameter}[{self.first}:{self.end}]"
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -95,10 +95,10 @@ class Slices:
     Attributes:
         pieces: The pieces of each server, in the order of the parameters.
         places: For every parameter its pieces: (server, piece).
-        fingerprint: Equal if and only if everything is.
+        fingerprint: Equal if and only if everything is equal.
 
     Raises:
-        RefusedError: A parameter is called like a piece of another.
+        RefusedError: A parameter has the name of a piece of another.
     """
 
     def __init__(self, layout: ParameterLayout, count: int, *, split: bool) -> None:
@@ -145,7 +145,7 @@ class Slices:
 
     @staticmethod
     def unpack(packed: Mapping[str, Any]) -> dict[str, Spec]:
-        """What the parameters are, from `ParameterLayout.packed`.
+        """The specs of the parameters, from `ParameterLayout.packed`.
 
         Raises:
             RefusedError: It is not one.
@@ -163,11 +163,11 @@ class Slices:
         return json.dumps(self.layout.packed()).encode()
 
     def specs(self, server: int) -> dict[str, Spec]:
-        """What one server holds."""
+        """The specs of one server's pieces."""
         return {piece.name: piece.spec for piece in self.pieces[server]}
 
     def names(self, server: int, parameters: Iterable[str] | None) -> list[str]:
-        """What one server calls its pieces of some parameters."""
+        """The names of one server's pieces of some parameters."""
         wanted = None if parameters is None else set(parameters)
         return [piece.name for piece in self.pieces[server] if wanted is None or piece.parameter in wanted]
 
@@ -176,7 +176,7 @@ class Slices:
     def cut(
         self, tensors: Mapping[str, Tensor], *, nodes: bool = False, buffers: Iterable[str] = ()
     ) -> list[dict[str, Tensor]]:
-        """The tensors of an update for each server, as views where they can be.
+        """The tensors of an update for each server, as views where possible.
 
         Args:
             tensors: Named after parameters, or as top-k values, or as tree nodes; see `service.contributions`.
@@ -184,7 +184,7 @@ class Slices:
             buffers: Which are new values of buffers.
 
         Raises:
-            RefusedError: A tensor is not what its parameter is. One that is no parameter is for server 0 to refuse.
+            RefusedError: A tensor does not match its parameter. One without a parameter is for server 0 to refuse.
         """
         found: list[dict[str, Tensor]] = [{} for _ in range(self.count)]
         untrained = set(buffers)
@@ -271,7 +271,7 @@ class Slices:
 
 
 def check_places(urls: Sequence[str], places: Sequence[Any]) -> None:
-    """See that these are all the servers of one set, in order.
+    """Check that these are all the servers of one set, in order.
 
     Raises:
         ConfigError: They are not.

@@ -56,14 +56,14 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDICES, VALUES = "#indices", "#values"
-"""How the names of top-k values end, instead of those of whole tensors."""
+"""The endings of the names of top-k values."""
 
 _IN_NUMPY = frozenset(DTYPES.values()) - {torch.bfloat16, torch.complex64}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What is known of a tensor before it is there."""
+    """The dtype and shape of a tensor, known before its data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -80,15 +80,15 @@ class Spec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Spec":
-        """That of a tensor."""
+        """The spec of a tensor."""
         return cls(tensor.dtype, tuple(tensor.shape))
 
     @classmethod
     def parse(cls, name: str, dtype: Any, shape: Any) -> "Spec":
-        """That of a tensor as a stranger describes it.
+        """The spec in an untrusted description.
 
         Raises:
-            RefusedError: There is no such dtype, or this is no shape.
+            RefusedError: There is no such dtype, or the shape is not one.
         """
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise RefusedError(
@@ -107,9 +107,9 @@ class Head:
     """The checked head of a message.
 
     Attributes:
-        specs: What the tensors are, in the order of their places.
+        specs: The specs of the tensors, in the order of their places.
         offsets: Where each begins in the data.
-        data_bytes: How long the data is.
+        data_bytes: The size of the data.
     """
 
     specs: Mapping[str, Spec]
@@ -174,11 +174,11 @@ class ParameterLayout:
         return {name: [_NAMES[spec.dtype], list(spec.shape)] for name, spec in self.specs.items()}
 
     def check(self, name: str, spec: Spec, *, also: tuple[torch.dtype, ...] = ()) -> None:
-        """See that a tensor is one of the parameters.
+        """Check that a tensor is one of the parameters.
 
         Args:
             name: Which one.
-            spec: What came.
+            spec: The spec that came.
             also: Dtypes that are accepted instead of the parameter's own.
 
         Raises:
@@ -189,7 +189,7 @@ class ParameterLayout:
             raise RefusedError(f"'{name}' came as {spec}, expected {expected}")
 
     def find(self, name: str) -> Spec:
-        """What a parameter is.
+        """The spec of a parameter.
 
         Raises:
             RefusedError: There is no such parameter.
@@ -199,7 +199,7 @@ class ParameterLayout:
         return self.specs[name]
 
     def check_whole(self, specs: Mapping[str, Spec]) -> None:
-        """See that a message carries all parameters and nothing else.
+        """Check that a message carries all parameters and nothing else.
 
         Raises:
             RefusedError: It does not.
@@ -213,7 +213,7 @@ class ParameterLayout:
 
 @lru_cache(maxsize=64)
 def _parse(text: bytes, data_bytes: int) -> Head:
-    """A client sends the same head again and again."""
+    """Parse a head; cached, as a client sends the same one again and again."""
     return Head.read(text, data_bytes)
 
 
@@ -233,10 +233,10 @@ def head_length(prefix: bytes | bytearray | memoryview, body_bytes: int) -> int:
 
 
 def encode(tensors: Mapping[str, Tensor]) -> list[memoryview]:
-    """A message's tensors as buffers to be sent one after the other: the head, then each tensor's own memory.
+    """A message's tensors as buffers to be sent one after another: the head, then each tensor's own memory.
 
     Args:
-        tensors: Contiguous CPU tensors. They must not change before all has been sent.
+        tensors: Contiguous CPU tensors. They must not change until everything has been sent.
     """
     head, order = _head(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
     return [memoryview(head), *(bytes_of(tensors[name]) for name in order)]
@@ -244,7 +244,7 @@ def encode(tensors: Mapping[str, Tensor]) -> list[memoryview]:
 
 @lru_cache(maxsize=64)
 def _head(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[bytes, list[str]]:
-    """The head of some tensors, and in which order those that are not empty follow."""
+    """The head of some tensors, and the order in which the non-empty ones follow."""
     entries, order, end = {}, [], 0
     for name, dtype, shape in sorted(
         tensors, key=lambda item: -item[1].itemsize
@@ -259,7 +259,7 @@ def _head(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[byt
 
 
 class Sender:
-    """Encodes the messages of one sender: what lies where it lay the last time is not looked at again."""
+    """Encodes the messages of one sender: tensors at the same addresses as last time are not looked at again."""
 
     def __init__(self) -> None:
         self._known: list[Any] | None = None

@@ -1,4 +1,4 @@
-"""JSON on the wire: written as short as it can be, and read without trust."""
+"""JSON on the wire: written as short as possible, and read without trust."""
 
 import json
 import math
@@ -11,12 +11,12 @@ __all__ = ["read_json", "read_value", "write_json"]
 
 
 def write_json(value: Any) -> bytes:
-    """Write JSON as short as it can be."""
+    """Write JSON as short as possible."""
     return "".join(_ENCODE(value, 0)).encode()
 
 
 def read_json(text: bytes, what: str) -> dict[str, Any]:
-    """Read a JSON object from a stranger.
+    """Read an untrusted JSON object.
 
     Raises:
         RefusedError: It is not one, or holds what `read_value` refuses.
@@ -32,10 +32,10 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
 
 
 def read_value(text: str, what: str) -> Any:
-    """Read JSON from a stranger.
+    """Read untrusted JSON.
 
     Raises:
-        RefusedError: It is not JSON, names something twice, or holds a number that is not finite or half a character.
+        RefusedError: It is not JSON, repeats a name, or holds a number that is not finite or half a character.
     """
     try:
         value = _decode(text)

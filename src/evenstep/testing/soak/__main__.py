@@ -24,7 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def soak(burdens: Sequence[Burden], seconds: float) -> tuple[list[SoakResult], Watch]:
-    """Let burdens go on beside each other for so long.
+    """Run burdens side by side for this long.
 
     Returns:
         How each went, and what their processes used.
@@ -47,7 +47,7 @@ def soak(burdens: Sequence[Burden], seconds: float) -> tuple[list[SoakResult], W
 def table(
     burdens: Sequence[Burden], outcomes: Sequence[SoakResult], watch: Watch, left: Sequence[str]
 ) -> tuple[str, bool]:
-    """Everything as text, and whether all of it is as it should be."""
+    """Everything as text, and whether all is well."""
     good = not left and all(outcome.good for outcome in outcomes)
     lines = []
     for burden, outcome in zip(burdens, outcomes, strict=True):
@@ -71,7 +71,7 @@ def table(
 
 
 def _left_behind() -> list[str]:
-    """Processes that were left to this one, and still run."""
+    """Orphaned processes that still run."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -85,10 +85,10 @@ def main() -> int:
     """Soak for some minutes; 0 if all was well."""
     parser = argparse.ArgumentParser(prog="python -m evenstep.testing.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long (60)")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is random (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (0)")
     options = parser.parse_args()
     seconds = 60 * options.minutes
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whoever is left behind becomes our child
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become our children
     before = set(os.listdir("/dev/shm"))
     directory = Path(tempfile.mkdtemp(prefix="evenstep-soak-"))
     burdens: list[Burden] = [

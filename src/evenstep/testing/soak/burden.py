@@ -1,4 +1,4 @@
-"""What a soak carries: something that goes on until it is told to end, and then says how it went."""
+"""The burdens of a soak: each goes on until it is told to end, and then reports how it went."""
 
 import os
 import signal
@@ -15,19 +15,19 @@ __all__ = ["Burden", "SoakResult", "end", "start"]
 
 _SETTINGS = {
     "OMP_NUM_THREADS": "1",
-    "MALLOC_MMAP_THRESHOLD_": "131072",  # large tensors leave no holes: what grows is not the allocator's doing
+    "MALLOC_MMAP_THRESHOLD_": "131072",  # large tensors leave no holes, so growth is not the allocator's doing
 }
 
 
 @dataclass(frozen=True)
 class SoakResult:
-    """How it went.
+    """How a burden went.
 
     Attributes:
-        good: Whether all was as it should be.
+        good: Whether all was well.
         did: What was done and suffered, in figures.
-        result: What came of it.
-        details: For whoever has to find out what went wrong.
+        result: The outcome.
+        details: For finding out what went wrong.
     """
 
     good: bool
@@ -37,7 +37,7 @@ class SoakResult:
 
 
 class Burden(Protocol):
-    """One of several that go on beside each other, each in processes of its own."""
+    """One of several that run side by side, each in its own processes."""
 
     name: str
 
@@ -45,17 +45,17 @@ class Burden(Protocol):
         """Start the processes."""
 
     def turn(self) -> None:
-        """Do what is to be done from time to time: kill, restart. Returns soon."""
+        """Do what is due: kill, restart. Returns soon."""
 
     def subjects(self) -> Mapping[str, Sequence[int]]:
-        """The processes that are there now, by what they are."""
+        """The present processes, by role."""
 
     def finish(self) -> SoakResult:
-        """End all processes and look at what they did."""
+        """End all processes and examine what they did."""
 
 
 def start(command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
-    """Start a program of this environment in a session of its own, with all its output in a file."""
+    """Start a program of this environment in its own session, with all its output in a file."""
     with log.open("ab") as out:
         return subprocess.Popen(
             [sys.executable, *command],
@@ -68,7 +68,7 @@ def start(command: Sequence[str], log: Path, variables: Mapping[str, str] | None
 
 
 def end(process: "subprocess.Popen[bytes]", number: int = signal.SIGTERM, patience_s: float = 60.0) -> int:
-    """Ask a program to end; kill its session if it does not. Returns its exit code, minus a signal if there was one."""
+    """Ask a program to end; kill its session if it does not. Returns its exit code, or minus the signal."""
     if process.poll() is None:
         process.send_signal(number)
     deadline = time.monotonic() + patience_s

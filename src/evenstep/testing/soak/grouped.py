@@ -1,4 +1,4 @@
-"""Process groups that are made, used and destroyed without end; and jobs whose ranks must notice that one is gone.
+"""Process groups that are made, used and destroyed endlessly; and jobs whose ranks must notice that one is gone.
 
 As a script: the ranks, which live for the whole time, and the parent that starts the short jobs beside them.
 """
@@ -29,7 +29,7 @@ from evenstep.testing.soak.burden import SoakResult, end, start
 __all__ = ["Grouped", "main"]
 
 _RANKS = 3
-_PATIENCE_S = 20.0  # for the others to notice that a rank is gone
+_PATIENCE_S = 20.0  # how long the others may take to notice that a rank is gone
 _SILENCE_S = 1.0  # the timeout of a job whose rank is stopped
 _PAUSE_S = 1.0  # between two of these jobs
 
@@ -39,7 +39,7 @@ class Grouped:
 
     Args:
         directory: An empty one.
-        seed: Of what is done.
+        seed: Seeds what is done.
     """
 
     name = "process groups"
@@ -58,7 +58,7 @@ class Grouped:
         return self._directory / "ranks.log"
 
     def turn(self) -> None:
-        """See `Burden`: it goes on by itself."""
+        """See `Burden`. Nothing to do: it goes on by itself."""
 
     def subjects(self) -> Mapping[str, Sequence[int]]:
         """See `Burden`."""
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def _make_groups(store: str, rank: int, seed: int, count: Path) -> int:
-    """The life of a rank: in every round all make some groups, use them and destroy them. All draw the same numbers."""
+    """Run as a rank: in every round all make some groups, use them and destroy them. All draw the same numbers."""
     init(store, rank, _RANKS, 120.0)
     dice, made = random.Random(seed), 0
     over = count.parent.parent / "over"
@@ -137,7 +137,7 @@ def init(store: str, rank: int, size: int, timeout_s: float) -> None:
 
 
 def _all_agree(over: bool) -> bool:
-    """Whether somebody says that it is over."""
+    """Whether any rank says that it is over."""
     found = torch.tensor([int(over)])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return bool(found)
@@ -162,7 +162,7 @@ def _use(group: "dist.ProcessGroup", members: Sequence[int], rank: int, size: in
 
 
 def _lose_a_rank(place: Path, seed: int) -> tuple[float, list[str]]:
-    """A job of its own, of which one rank is killed or stopped; how long the others took, and what was wrong."""
+    """Run a separate job, of which one rank is killed or stopped; how long the others took, and what was wrong."""
     dice = random.Random(seed)
     stops = dice.random() < 0.3
     loser, large = dice.randrange(_RANKS), dice.random() < 0.5
@@ -183,13 +183,13 @@ def _lose_a_rank(place: Path, seed: int) -> tuple[float, list[str]]:
 
 
 def _be_left(place: Path, rank: int, loser: int, stops: bool, large: bool) -> int:
-    """The life of a rank of such a job. 0: it noticed, and said who is gone."""
+    """Run as a rank of such a job. 0: it noticed, and named the lost rank."""
     init(str(place / "store"), rank, _RANKS, _PATIENCE_S)
     dist.barrier()
     dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=_SILENCE_S if stops else _PATIENCE_S))
     size = 1_000_000 if large else 1000
     if rank == loser:
-        dist.isend(torch.ones(size), (rank + 1) % _RANKS)  # in the middle of which it goes, if it is large
+        dist.isend(torch.ones(size), (rank + 1) % _RANKS)  # if it is large, the rank is lost in the middle of it
         os.kill(os.getpid(), signal.SIGSTOP if stops else signal.SIGKILL)
         time.sleep(_PATIENCE_S)
     begun = time.monotonic()

@@ -28,7 +28,7 @@ _PATIENCE_S = 120.0
 
 
 def build() -> nn.Module:
-    """What is served: zeros, so that every sum of ones is exact."""
+    """The model that is served: zeros, so that every sum of ones is exact."""
     model = nn.Linear(_SIZE, 4, bias=False)
     nn.init.zeros_(model.weight)
     return model
@@ -40,7 +40,7 @@ class Served:
     Args:
         directory: An empty one.
         seconds: How long it will go on.
-        seed: Of the kills.
+        seed: Seeds the kills.
     """
 
     name = "server"

@@ -1,4 +1,4 @@
-"""A training under random faults, whose supervisor is killed too; it must end on the fingerprint of one in peace."""
+"""A training under random faults, whose supervisor is killed too; it must end on an undisturbed one's fingerprint."""
 
 import json
 import random
@@ -26,7 +26,7 @@ class Trained:
     Args:
         directory: An empty one.
         seconds: How long it will go on.
-        seed: Of the faults.
+        seed: Seeds the faults.
     """
 
     name = "training"
@@ -38,7 +38,7 @@ class Trained:
         # a script that fails before the first step of a supervisor's life is simply wrong, and ends the run
         self._planned = [fault for fault in planned if fault.kind not in ("raise", "exit")]
         self._dice = random.Random(seed)
-        self._life_s = max(seconds / 3, 20.0)  # of a supervisor
+        self._life_s = max(seconds / 3, 20.0)  # how long a supervisor lives
         self._kill_at = 0.0
         self._kills = 0
         self._job: subprocess.Popen[bytes] | None = None
@@ -91,6 +91,6 @@ class Trained:
         return SoakResult(same and code == 75, did, result, text)
 
     def _newest(self) -> dict[str, object]:
-        """What the newest checkpoint says of itself."""
+        """The facts of the newest checkpoint."""
         of_all = [json.loads(path.read_text()) for path in self._checkpoints.glob("step-*/checkpoint.json")]
         return max(of_all, key=lambda facts: facts["written_s"], default={"version": 0, "fingerprint": "none"})

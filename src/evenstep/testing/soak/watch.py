@@ -1,4 +1,4 @@
-"""What processes use, looked at from time to time, and whether it grows."""
+"""The resources that processes use, sampled from time to time, and whether they grow."""
 
 import os
 from collections import defaultdict
@@ -8,20 +8,20 @@ from pathlib import Path
 
 __all__ = ["Growth", "Usage", "Watch", "usage"]
 
-_WARM_LOOKS = 10  # until a process has all that it will need
-_LEAST_LOOKS = 40  # a life that was looked at less often after that says nothing about growth
-_MEMORY_MIB = 16.0  # what caches and allocators may take in the long run
+_WARM_LOOKS = 10  # until a process has everything it will need
+_LEAST_LOOKS = 40  # a process with fewer samples after that says nothing about growth
+_MEMORY_MIB = 16.0  # how much caches and allocators may grow in the long run
 _MEMORY_SHARE = 0.05
-_FEW = 5  # descriptors and threads that may be there by chance: a leak has more, after a while
+_FEW = 5  # descriptors and threads that may be there by chance: a leak soon has more
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process uses at one moment.
+    """The resources of a process at one moment.
 
     Attributes:
-        memory_mib: What it has in memory for itself.
+        memory_mib: Its private memory.
         descriptors: How many files, sockets and the like it has open.
         threads: How many threads it has.
     """
@@ -33,14 +33,14 @@ class Usage:
 
 @dataclass(frozen=True)
 class Growth:
-    """How the least that a process used changed, from the first third of its life to the last; of several, the worst.
+    """How a process's minimum use changed from the first third of its life to the last; of several, the worst.
 
     Attributes:
         lives: How many processes there were.
-        before: What it used at least, at first.
-        after: What it used at least, in the end.
-        peak_mib: The most memory of all.
-        grown: What grew by more than it may, in words.
+        before: Its minimum use at first.
+        after: Its minimum use at the end.
+        peak_mib: The most memory that any used.
+        grown: What grew by more than allowed, in words.
     """
 
     lives: int
@@ -61,13 +61,13 @@ def usage(pid: int) -> Usage | None:
 
 
 class Watch:
-    """Remembers what everybody used."""
+    """Remembers what all processes used."""
 
     def __init__(self) -> None:
         self._lives: dict[str, dict[int, list[Usage]]] = defaultdict(lambda: defaultdict(list))
 
     def look(self, subjects: Mapping[str, Iterable[int]]) -> None:
-        """Look at the processes that go by each name now."""
+        """Sample the present processes of each name."""
         for name, pids in subjects.items():
             for pid in pids:
                 found = usage(pid)
@@ -76,11 +76,11 @@ class Watch:
 
     @property
     def names(self) -> list[str]:
-        """By which names processes went."""
+        """The names of processes so far."""
         return list(self._lives)
 
     def growth(self, name: str) -> Growth:
-        """What became of those that went by a name."""
+        """The growth of the processes of a name."""
         lives = self._lives[name]
         found = [_growth(looks) for looks in lives.values()]
         before, after = max(found, key=lambda pair: _excess(*pair))
@@ -97,7 +97,7 @@ def _growth(looks: list[Usage]) -> tuple[Usage, Usage]:
 
 
 def _floor(looks: list[Usage]) -> Usage:
-    """What was used at the quietest moments: that is what a leak raises, whatever comes and goes."""
+    """What was used at the quietest moments, which a leak raises, whatever comes and goes."""
     low = len(looks) // 10
     return Usage(
         sorted(look.memory_mib for look in looks)[low],
@@ -107,7 +107,7 @@ def _floor(looks: list[Usage]) -> Usage:
 
 
 def _excess(before: Usage, after: Usage) -> float:
-    """How much worse it is than it may be; to find the worst of several lives."""
+    """How far it exceeds what is allowed; to find the worst of several processes."""
     memory = (after.memory_mib - before.memory_mib) / (_MEMORY_MIB + _MEMORY_SHARE * before.memory_mib)
     few = max(after.descriptors - before.descriptors, after.threads - before.threads) / _FEW
     return max(memory, few)
