@@ -20,6 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from engine import HERE, NUM_WARMUP_STEPS, exit_on_sigterm, single_threaded_environment
+from evenstep.plan.steps import StepCosts, predict_step
+from evenstep.plan.topology import Device, Link, LinkKind, Machine, Topology
 from evenstep.testing.network import Network, descendants, missing
 from models import TASKS
 from results import AGAINST_PEERS, Record, add_option, shown
@@ -27,8 +29,10 @@ from results import AGAINST_PEERS, Record, add_option, shown
 PORT = 7777
 LINKS = {"unshaped": None, "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit"}
 TRAININGS = (("mlp", 2), ("mlp", 8), ("resnet", 8), ("transformer", 8))
+SHARDS = 8
+GIGABIT_BYTES_PER_S = 0.94e9 / 8  # without the heads of packets
 STATE_BYTES = 100_000_000
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 class Failed(Exception):
@@ -63,6 +67,8 @@ def main() -> int:
     columns = ["link", "what", "ours ms", "peer ms", "ratio", "goal", "sent MB a step", "DDP"]
     rows = shown(step_rows(options.models.split(","), options.links.split(","), options.rounds))
     record.table(columns, rows, "Steps on two machines, against DDP", **{**AGAINST_PEERS, "labels": columns[:2]})
+    columns = ["MLP at 1 Gbit/s", "predicted ms", "measured ms", "ratio"]
+    record.table(columns, shown(predicted_rows()), "As `evenstep topo --simulate` predicts it (goal: 0.75 to 1.25)")
     record.table(["what happens", "times", "median s", "worst s"], shown(loss_rows()), "Until the next committed step")
     record.table(["what", "s"], shown(newcomer_rows()), f"A newcomer and a state of {STATE_BYTES / 1e6:.0f} MB")
     record.save(options.json)
@@ -93,19 +99,31 @@ def step_rows(models: list[str], links: list[str], rounds: int) -> Iterator[list
             ]
 
 
-def ours_once(model: str, shards: int, link: str) -> Steps:
-    """Train over two machines, with a worker on each."""
+def ours_once(model: str, shards: int, link: str, machines: int = 2) -> Steps:
+    """Train over some machines, with a worker on each."""
 
     def commands(network: Network, folder: Path, out: Path) -> list[list[str]]:
         where, token = f"{network.addresses[0]}:{PORT}", str(folder / "token")
         Path(token).write_text("benchmark")
-        head = ["run", "--listen", where, "--machines", "2", "--token-file", token, "-n", "1", "--silence", "30"]
+        head = [
+            "run",
+            "--listen",
+            where,
+            "--machines",
+            str(machines),
+            "--token-file",
+            token,
+            "-n",
+            "1",
+            "--silence",
+            "30",
+        ]
         trained = ["--model", model, "--shards", str(shards), "--steps", str(TASKS[model].steps), "--out", str(out)]
         evenstep = [sys.executable, "-m", "evenstep"]
         join = [*evenstep, "join", where, "--token-file", token, "-n", "1"]
-        return [[*evenstep, *head, str(HERE / "train_ours.py"), *trained], join]
+        return [[*evenstep, *head, str(HERE / "train_ours.py"), *trained], *[join] * (machines - 1)]
 
-    return measure(commands, link, TASKS[model].steps)
+    return measure(commands, link, TASKS[model].steps, machines)
 
 
 def ddp_once(model: str, link: str) -> Steps:
@@ -115,12 +133,12 @@ def ddp_once(model: str, link: str) -> Steps:
         trained = ["--model", model, "--steps", str(TASKS[model].steps), "--out", str(out)]
         return [[sys.executable, str(HERE / "engine.py"), "--peer", "ddp", *trained]] * 2
 
-    return measure(commands, link, TASKS[model].steps)
+    return measure(commands, link, TASKS[model].steps, 2)
 
 
-def measure(commands: Callable[[Network, Path, Path], list[list[str]]], link: str, steps: int) -> Steps:
+def measure(commands: Callable[[Network, Path, Path], list[list[str]]], link: str, steps: int, machines: int) -> Steps:
     """Run a command on each machine; the first writes the times of its steps into a file."""
-    with tempfile.TemporaryDirectory() as folder, Network(2) as network:
+    with tempfile.TemporaryDirectory() as folder, Network(machines) as network:
         rate, out = LINKS[link], Path(folder, "times.json")
         if rate is not None:
             network.limit(rate)
@@ -138,8 +156,32 @@ def measure(commands: Callable[[Network, Path, Path], list[list[str]]], link: st
             said, _ = process.communicate(timeout=PATIENCE_S)
             if process.returncode != 0:
                 raise Failed(said)
-        sent = max(network.sent_bytes(machine) for machine in range(2))
+        sent = max(network.sent_bytes(machine) for machine in range(machines))
         return Steps(statistics.median(json.loads(out.read_text())), sent / (steps + NUM_WARMUP_STEPS))
+
+
+# ---- what is predicted ----
+
+
+def predicted_rows() -> Iterator[list[str]]:
+    """Constants of one and two machines, what they predict for more, and what two and four take.
+
+    Machines share the cores of this one, so that four of them on two cores compute half as fast.
+    """
+    link, cores = "1 Gbit/s", len(os.sched_getaffinity(0))
+    shard_s = ours_once("mlp", SHARDS, link, 1).seconds / SHARDS
+    alone, together = (ours_once("tiny", SHARDS, "unshaped", machines).seconds for machines in (1, 2))
+    meetings = StepCosts(shard_s).num_meetings
+    costs = StepCosts(shard_s, meetings, max(together - alone, 0.0) / meetings)
+    num_bytes = 4 * sum(p.numel() for p in TASKS["mlp"].model().parameters())
+    network = Link(LinkKind.NETWORK, GIGABIT_BYTES_PER_S, 1e-4)
+    for count in (2, 4, 1000):
+        speed = min(cores / count, 1.0) if count <= SHARDS else 1.0
+        machines = tuple(Machine(f"m{i}", (Device("core", speed=speed),)) for i in range(count))
+        found = predict_step(Topology(machines, (network,)), max(SHARDS, count), num_bytes, costs).seconds
+        took = ours_once("mlp", SHARDS, link, count).seconds if count <= SHARDS else None
+        cells = ["-", "-"] if took is None else [f"{1000 * took:.0f}", f"{found / took:.2f}"]
+        yield [f"{count} machines", f"{1000 * found:.0f}", *cells]
 
 
 # ---- machines that go and come ----
@@ -181,10 +223,10 @@ class Running:
         other = self._network.evenstep(
             1, "join", self._where, "--token-file", str(self._token), "-n", "1", stdout=subprocess.DEVNULL
         )
-        self.steps(2, known + 3)
+        self.steps(2, known + 3, other)
         return other
 
-    def steps(self, num_workers: int, count: int = 0) -> list[float]:
+    def steps(self, num_workers: int, count: int = 0, other: "subprocess.Popen[str] | None" = None) -> list[float]:
         """When steps of so many workers were committed, when there are at least so many of them."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -194,8 +236,10 @@ class Running:
             ]
             if len(found) >= count:
                 return found
+            if other is not None and other.poll() is not None:
+                raise Failed(other.communicate()[1])
             if time.monotonic() > deadline or self._head.poll() is not None:
-                raise Failed(said)
+                raise Failed(said[-2000:])
             time.sleep(0.005)
 
     @property

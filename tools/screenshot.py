@@ -20,6 +20,7 @@ DIGITS = Path(__file__).parent.parent / "examples/digits.py"
 EPOCHS, FEW, MANY = 100, 30, 90  # steps after which a worker is killed, and after which the picture is taken
 SIZE = "1100,1180"
 TIMEOUT_S = 120.0
+LOOK_S = 2.0
 
 
 def until(pid: int, step: int) -> list[dict[str, int]]:
@@ -64,7 +65,9 @@ def main() -> int:
             assert url, line
             os.kill(until(process.pid, FEW)[1]["pid"], signal.SIGKILL)
             until(process.pid, MANY)
-            urllib.request.urlopen(url[0], timeout=10).close()
+            for _ in range(2):  # samples a second are counted between two looks
+                urllib.request.urlopen(f"{url[0]}/status", timeout=10).close()
+                time.sleep(LOOK_S)
             shoot(url[0], Path(sys.argv[1]), f"{folder}/profile")
         finally:
             process.terminate()

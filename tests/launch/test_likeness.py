@@ -33,3 +33,10 @@ def test_the_first_difference_is_named_and_what_strangers_say_is_cut(theirs, sen
 def test_a_script_that_is_not_here_is_named_with_the_remedy(tmp_path):
     with pytest.raises(ConfigError, match=r"it must be on every machine: start `evenstep join` in a directory"):
         likeness(tmp_path / "none.py", 8)
+
+
+def test_a_module_is_found_without_being_run(tmp_path, monkeypatch):
+    (tmp_path / "trains_when_imported.py").write_text("raise AssertionError('only workers run it')")
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = hashlib.sha256((tmp_path / "trains_when_imported.py").read_bytes()).hexdigest()[:16]
+    assert likeness("trains_when_imported", 8)["script trains_when_imported (SHA-256)"] == expected

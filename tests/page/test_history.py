@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 from evenstep.exchange.journal import Entry, Journal
+from evenstep.page import history as history_module
 from evenstep.page.history import History
 
 
@@ -30,6 +31,17 @@ def test_all_steps_are_counted_and_some_hundreds_drawn(new_segment):
     assert (points[0], points[-1]) == ((1, 1.0), (5003, 1 / 5003))
     assert all(a[0] < b[0] for a, b in pairwise(points))
     assert (history.last.step, history.samples) == (5003, 8 * 5003)
+
+
+def test_samples_a_second_are_those_of_lately(new_segment, monkeypatch):
+    segment = new_segment(1)
+    journal, history, now = Journal(segment), History(segment), [100.0]
+    monkeypatch.setattr(history_module, "monotonic", lambda: now[0])
+    for seconds, steps, expected in ((0, 3, None), (1, 5, 40.0), (2, 5, 80 / 3), (5000, 5, None), (4, 1, 2.0)):
+        now[0] += seconds
+        commit(journal, steps, first=journal.committed)
+        history.look()
+        assert history.samples_per_s == expected
 
 
 def test_another_run_of_the_script_begins_anew(new_segment):

@@ -61,7 +61,7 @@ def test_servers_of_the_launcher_are_those_that_count(holdings_of):
 
 
 @pytest.mark.parametrize(("server", "standing"), [(Said(), None), (None, STANDING)])
-def test_workers_of_several_machines_meet_at_no_server(holdings_of, server, standing):
+def test_workers_of_bridged_machines_meet_at_no_server(holdings_of, server, standing):
     (holdings,) = holdings_of()
     holdings.group.puts = object()
     with pytest.raises(UnsupportedError, match="start each machine's workers by themselves"):
@@ -70,7 +70,7 @@ def test_workers_of_several_machines_meet_at_no_server(holdings_of, server, stan
     assert type(choose(holdings, None, None, environment_of(0, 1)).updates) is OwnUpdates
 
 
-def test_gpus_of_several_machines_are_refused(holdings_of, monkeypatch):
+def test_gpus_of_bridged_machines_are_refused(holdings_of, monkeypatch):
     (holdings,) = holdings_of()
     holdings.group.puts = object()
     monkeypatch.setattr(type(holdings.memory), "shared", False)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import evenstep
+from bridged_machines import counters, run_machine_outcomes, run_machines
 from evenstep.exchange.generations import Generation
-from several_machines import counters, run_machine_outcomes, run_machines
 from workers import run_workers
 
 DATA = torch.utils.data.TensorDataset(
@@ -101,7 +101,7 @@ def on_one_machine():
 
 
 @pytest.mark.parametrize("counts", MACHINES, ids=str)
-def test_several_machines_end_on_the_bits_of_one(counts, on_one_machine):
+def test_bridged_machines_end_on_the_bits_of_one(counts, on_one_machine):
     for seen in run_machines(counts, everything):
         assert seen == on_one_machine
 
@@ -202,7 +202,7 @@ def test_workers_of_two_machines_at_different_layers_get_an_error_that_names_bot
     assert any("this" in o.text and "that" in o.text and "worker 0 is at" in o.text for o in outcomes), outcomes
 
 
-def test_what_several_machines_cannot_do_is_refused():
+def test_what_bridged_machines_cannot_do_is_refused():
     def body(_):
         evenstep.Run(shards=4, quiet=True, timeout_s=10.0, server=evenstep.Server("tcp://127.0.0.1:1", aggregate=True))
 

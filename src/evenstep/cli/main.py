@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from evenstep.arithmetic import settings
 from evenstep.cli import doctor, graph, groups, machines, on, topo, trace
@@ -62,7 +63,23 @@ def _parser() -> argparse.ArgumentParser:
         prog="evenstep", description="Data-parallel training whose result does not depend on the number of workers."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
+    machines.add_join(commands)
+    _add_scale_and_status(commands)
+    _add_verify(commands)
+    doctor.add_parser(commands)
+    topo.add_parser(commands)
+    graph.add_parser(commands)
+    trace.add_parser(commands)
+    _add_server(commands.add_parser(
+        "server",
+        help="serve the parameters of a model to workers that train it",
+        description="Serve the parameters of a model to workers, over HTTP, a raw socket and shared memory.",
+    ))  # fmt: skip
+    return parser
 
+
+def _add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run",
         help="run a script on several workers of this machine",
@@ -82,6 +99,17 @@ def _parser() -> argparse.ArgumentParser:
         "--arithmetic", choices=ARITHMETICS, help="portable: the same bits on every processor (default: the script's)"
     )
     run.add_argument("--log-dir", metavar="DIR", type=Path, help="also write each worker's output to DIR/worker-N.log")
+    _add_faults(run)
+    _add_figures(run)
+    groups.add_arguments(run)
+    machines.add_arguments(run)
+    on.add_arguments(run)
+    run.set_defaults(command=_run)
+    _add_script(run)
+
+
+def _add_faults(run: argparse.ArgumentParser) -> None:
+    """Options for workers that fail, are slow or compute wrong, and for the end of a run."""
     run.add_argument(
         "--max-restarts", metavar="N", type=int, help="replace at most this many failed workers (default: any number)"
     )
@@ -118,19 +146,19 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="how often a worker may compute wrong before it is dismissed (default: the script's, or 0)",
     )
+
+
+def _add_figures(run: argparse.ArgumentParser) -> None:
+    """Options for watching a run."""
     run.add_argument("--page", metavar="PORT", type=_port, help="serve a page of the run on this machine (0: any port)")
     run.add_argument(
         "--trace", metavar="FILE", type=Path, help="write what every worker did when to FILE, for Perfetto"
     )
     run.add_argument("--log-json", metavar="FILE", type=Path, help="append a line of JSON for every step to FILE")
     run.add_argument("--tensorboard", metavar="DIR", type=Path, help="write losses, metrics and what is logged to DIR")
-    groups.add_arguments(run)
-    machines.add_arguments(run)
-    on.add_arguments(run)
-    run.set_defaults(command=_run)
 
-    machines.add_join(commands)
 
+def _add_scale_and_status(commands: Any) -> None:
     scale = commands.add_parser(
         "scale",
         help="change the number of workers of a running job",
@@ -146,6 +174,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (scale, status):
         command.add_argument("--job", metavar="PID", type=int, help="which job, by the process id of `evenstep run`")
 
+
+def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
         help="run a script on several numbers of workers and compare every step",
@@ -162,26 +192,18 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", metavar="SECONDS", type=float, default=3600.0, help="how long each run may take (default: 3600)"
     )
     verify.set_defaults(command=_verify)
+    _add_script(verify)
 
-    doctor.add_parser(commands)
-    topo.add_parser(commands)
-    graph.add_parser(commands)
-    trace.add_parser(commands)
-    _add_server(commands.add_parser(
-        "server",
-        help="serve the parameters of a model to workers that train it",
-        description="Serve the parameters of a model to workers, over HTTP, a raw socket and shared memory.",
-    ))  # fmt: skip
 
-    for command in (run, verify):
-        own = {text for action in command._actions for text in action.option_strings}
-        command.set_defaults(own=own)
-        command.add_argument(
-            "-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for `python -m`"
-        )
-        command.add_argument("script", help="the training script")
-        command.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
-    return parser
+def _add_script(command: argparse.ArgumentParser) -> None:
+    """Add the script and its arguments, after all options of the command."""
+    own = {text for action in command._actions for text in action.option_strings}
+    command.set_defaults(own=own)
+    command.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for `python -m`"
+    )
+    command.add_argument("script", help="the training script")
+    command.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
 
 
 def _add_server(server: argparse.ArgumentParser) -> None:

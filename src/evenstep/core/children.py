@@ -160,7 +160,7 @@ def _live_apart(parent: int | None, streams: tuple[int, int], keep: Collection[i
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding=err, errors="backslashreplace", closefd=False)
 
 
-class _Source(Protocol):
+class _Readable(Protocol):
     def fileno(self) -> int: ...
 
 
@@ -239,11 +239,11 @@ class Children:
                 self._selector.unregister(child.pidfd)
             child.kill()
 
-    def watch(self, source: _Source, ready: Callable[[], None]) -> None:
+    def watch(self, source: _Readable, ready: Callable[[], None]) -> None:
         """Call `ready` whenever there is something to read from a source, which stays the caller's."""
         self._selector.register(source, selectors.EVENT_READ, ready)
 
-    def forget(self, source: _Source) -> None:
+    def forget(self, source: _Readable) -> None:
         """Stop watching a source."""
         self._selector.unregister(source)
 

@@ -151,31 +151,22 @@ def worker_variables(
     machines: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """The variables that tell a worker its place; the inverse of `read`."""
-    variables = {
-        "EVENSTEP_WORKER": str(worker),
-        "EVENSTEP_WORKERS": str(num_workers),
-        "EVENSTEP_SEGMENT_FD": str(segment_fd),
-        "EVENSTEP_EVENTS_FD": str(events_fd),
+    given: dict[str, object] = {
+        "EVENSTEP_WORKER": worker,
+        "EVENSTEP_WORKERS": num_workers,
+        "EVENSTEP_SEGMENT_FD": segment_fd,
+        "EVENSTEP_EVENTS_FD": events_fd,
+        "EVENSTEP_SHARDS": shards,
+        "EVENSTEP_SUPERVISED": "1" if supervised else None,
+        "EVENSTEP_STEP_TIMEOUT_MS": None if timeout_s is None else round(1000 * timeout_s),
+        "EVENSTEP_STANDING": standing,
+        "EVENSTEP_JOB": job,
+        "EVENSTEP_RESUME": "1" if resume else None,
+        "EVENSTEP_RECHECK": recheck,
+        "EVENSTEP_TOLERATE_WRONG": tolerate_wrong,
+        "EVENSTEP_MACHINES": None if machines is None else ",".join(map(str, machines)),
     }
-    if shards is not None:
-        variables["EVENSTEP_SHARDS"] = str(shards)
-    if supervised:
-        variables["EVENSTEP_SUPERVISED"] = "1"
-    if timeout_s is not None:
-        variables["EVENSTEP_STEP_TIMEOUT_MS"] = str(round(1000 * timeout_s))
-    if standing is not None:
-        variables["EVENSTEP_STANDING"] = standing
-    if job is not None:
-        variables["EVENSTEP_JOB"] = job
-    if resume:
-        variables["EVENSTEP_RESUME"] = "1"
-    if recheck is not None:
-        variables["EVENSTEP_RECHECK"] = str(recheck)
-    if tolerate_wrong is not None:
-        variables["EVENSTEP_TOLERATE_WRONG"] = str(tolerate_wrong)
-    if machines is not None:
-        variables["EVENSTEP_MACHINES"] = ",".join(map(str, machines))
-    return variables
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def store_address() -> tuple[str, int]:

@@ -22,7 +22,7 @@ from evenstep.transport.memory import ALIGNMENT, HostMemory, aligned
 __all__ = ["AcrossMachines"]
 
 
-class _Area:
+class _GradientArea:
     """Room for the gradients of all parameters, bucket by bucket, each with a byte that says whether it is there."""
 
     def __init__(self, plan: Across, memory: HostMemory, like: Sequence[Tensor]) -> None:
@@ -67,8 +67,8 @@ class AcrossMachines:
     ) -> None:
         self._plan, self._inside, self._words, self._puts = plan, inside, words, puts
         self._like = like
-        self._nodes = [_Area(plan, memory, like) for _ in plan.nodes]
-        self._sums = _Area(plan, memory, like)
+        self._nodes = [_GradientArea(plan, memory, like) for _ in plan.nodes]
+        self._sums = _GradientArea(plan, memory, like)
         self._alone = len(plan.workers) == 1
         self._owned = plan.local.owned_buckets
         self._inputs = [plan.inputs_of(plan.nodes[n][1]) for n in plan.own]

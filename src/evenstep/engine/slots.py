@@ -98,7 +98,7 @@ class ModelSlots:
 
     def bound(self) -> list[Tensor]:
         """The tensor at every place now: a forward may have put another buffer there."""
-        return [dict.__getitem__(place, key) for place, key in self._places]  # as it is, without any hook of a subclass
+        return [dict.__getitem__(place, key) for place, key in self._places]  # a subclass may wait on access
 
     def named(self, tensors: list[Tensor]) -> dict[str, Tensor]:
         """Tensors in place order, by name; of a tied one, the first place counts."""

@@ -20,7 +20,7 @@
 ES_BLAS(float, s)
 ES_BLAS(double, d)
 
-/* Of halves, into floats: they are widened, which is exact, and multiplied as floats. */
+/* For halves, into floats: they are widened, which is exact, and multiplied as floats. */
 #define ES_HALVES(half)                                                                                                \
     void es_gemm_##half(int layout, int transa, int transb, int m, int n, int k, float alpha, const uint16_t *a,       \
                         int lda, const uint16_t *b, int ldb, float beta, float *c, int ldc);

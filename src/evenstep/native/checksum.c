@@ -5,8 +5,8 @@
 #define ODD 0x9E3779B97F4A7C15ull
 #define ALSO_ODD 0xBF58476D1CE4E5B9ull
 
-/* A bijection of the word for every place: no change can be lost on the way. What is added up at the end must have the
- * high bits of the word in its low ones, or two changed signs would cancel each other. */
+/* A bijection of the word for every place, so no change can be lost on the way. What is added up in the end must have
+ * the high bits of the word in its low ones, or two changed signs would cancel each other. */
 static inline uint64_t mixed(uint64_t word, uint64_t place) {
     word ^= place;
     word = (word ^ word >> 32) * ODD;

@@ -6,23 +6,23 @@
 
 enum {
     SLICE_NS = 50000000,   /* how long to sleep before looking whether the others are still alive */
-    SHORT_BYTES = 1 << 10, /* below, there is one way to write */
-    SMALL_BYTES = 1 << 15, /* of the ring, for what would fit into a slot: a few pages are soon all in use */
-    FIRST_BYTES = 1 << 18, /* what is moved in the first step, when nobody knows yet what the others wish */
+    SHORT_BYTES = 1 << 10, /* below, there is only one way to write */
+    SMALL_BYTES = 1 << 15, /* of the ring, for what would fit into a slot: a few pages, soon all in use */
+    FIRST_BYTES = 1 << 18, /* how much is moved in the first step, before anyone knows what the others want */
 };
 
 typedef struct {
     es_team *team;
     const es_call *call;
-    int64_t deadline; /* of the present step, once it takes long; until then 0 */
+    int64_t deadline; /* of the current step, once it takes long; until then 0 */
     size_t item;
-    size_t step_bytes; /* what is moved in a step; it becomes what all agree on after the first */
-    int first;         /* the next step is the first of this operation */
-    uint64_t at;       /* 0 if the data of the present step is in the slot, else 1 + its place in the ring */
-    int past_cache;    /* what goes into the ring is written past the cache */
+    size_t step_bytes; /* how much is moved in a step; after the first, what all have agreed on */
+    int first;         /* whether the next step is the first of this operation */
+    uint64_t at;       /* 0 if the data of the current step are in the slot, else 1 + their place in the ring */
+    int past_cache;    /* whether the ring is written past the cache */
     es_ways *ways;     /* what is known of such operations, or NULL */
     int timed;
-    int64_t waited_ns; /* for those who came later, if it is timed */
+    int64_t waited_ns; /* for those that came later, if it is timed */
 } walk;
 
 #define TRY(expression)             \
@@ -68,7 +68,7 @@ static int await_all(walk *w, uint64_t step) {
     return ES_OK;
 }
 
-/* What can be moved in a step: two of them must not overlap in the ring, wherever they begin. */
+/* How much can be moved in a step: two steps must not overlap in the ring, wherever they begin. */
 static size_t most_bytes(const es_team *team) { return (team->ring_bytes - SMALL_BYTES) / 4; }
 
 static char *place_of(es_team *team, uint32_t rank, uint64_t step, uint64_t at) {
@@ -76,7 +76,7 @@ static char *place_of(es_team *team, uint32_t rank, uint64_t step, uint64_t at) 
     return team->rings + rank * team->ring_bytes + (at - 1);
 }
 
-/* The next so many bytes of [begin, end) of the ring, counted from 1. */
+/* Where the next bytes of [begin, end) of the ring are, counted from 1. */
 static uint64_t go_round(size_t *at, size_t begin, size_t end, size_t bytes) {
     if (*at < begin || *at + bytes > end) *at = begin;
     size_t found = *at;
@@ -84,10 +84,10 @@ static uint64_t go_round(size_t *at, size_t begin, size_t end, size_t bytes) {
     return 1 + found;
 }
 
-/* Where this rank may write so many bytes, which it gives in the next step. */
+/* Where this rank may write the bytes that it gives in the next step. */
 static int fill(walk *w, size_t bytes, char **place) {
     es_team *team = w->team;
-    TRY(await_all(w, team->step)); /* they have read what lies there, of the step before that */
+    TRY(await_all(w, team->step)); /* then they have read what is there from the step before that */
     w->at = 0;
     if (bytes > es_slot_bytes(team->base)) w->at = go_round(&team->ring_at, SMALL_BYTES, team->ring_bytes, bytes);
     else if (bytes && w->past_cache) w->at = go_round(&team->small_at, 0, SMALL_BYTES, bytes);
@@ -101,12 +101,12 @@ static int check(walk *w, uint32_t rank) {
     return ES_MISMATCH;
 }
 
-/* Lets the others see the slot. In the first step of an operation everyone meets everyone, so that a mismatch is seen
- * by all; there they agree on how much to move in a step, and the first rank says which way of writing is faster. */
+/* Publishes the slot. In the first step of an operation everyone meets everyone, so that all see a mismatch; there they
+ * agree on how much to move in a step, and the first rank says which way of writing is faster. */
 static int publish(walk *w) {
     es_team *team = w->team;
     team->step += 1;
-    w->deadline = 0; /* whoever is slow is not silent */
+    w->deadline = 0; /* slow is not silent */
     size_t wish = w->call->step_bytes / 2 * 2 + (w->ways && es_ways_faster(w->ways));
     es_publish(team->base, team->rank, seq_of(team->step), w->call->tag, w->call->tag_hash, w->call->number, wish, w->at);
     if (!w->first) return ES_OK;
@@ -136,7 +136,7 @@ static void copy(void *to, const void *from, size_t bytes) {
     if (to != from && bytes) memcpy(to, from, bytes);
 }
 
-/* Puts what this rank gives to where the others will read it. */
+/* Puts what this rank gives where the others will read it. */
 static void give(walk *w, void *to, const void *from, size_t bytes) {
     if (w->past_cache && w->at) es_copy(to, from, bytes);
     else copy(to, from, bytes);
@@ -241,7 +241,7 @@ static int broadcast(walk *w) {
     return ES_OK;
 }
 
-/* Of all ranks, to those who have an out: one piece for each rank. */
+/* One piece from each rank, to those that have an out. */
 static int gather(walk *w) {
     const es_call *call = w->call;
     size_t bytes = call->count * w->item, at = 0;
@@ -262,7 +262,7 @@ static int gather(walk *w) {
     return ES_OK;
 }
 
-/* Whoever has an `in` gives one piece to each rank; with an op the pieces that a rank gets from all are reduced. */
+/* Ranks that have an `in` give one piece to each rank; with an op the pieces that a rank gets from all are reduced. */
 static int scatter(walk *w) {
     es_team *team = w->team;
     const es_call *call = w->call;
@@ -333,7 +333,7 @@ static int all_to_all(walk *w) {
     return ES_OK;
 }
 
-/* What is known of operations like this one, if it is so long that the way of writing matters. */
+/* What is known of operations like this one, if it is long enough for the way of writing to matter. */
 static es_ways *ways_of(es_team *team, const es_call *call, size_t bytes) {
     size_t size = bytes / SHORT_BYTES, index = 0;
     if (!size) return NULL;

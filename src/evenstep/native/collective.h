@@ -1,13 +1,13 @@
 /* Collectives between the ranks of a team, over the slots of one segment.
  *
- * Everything that is long goes in steps. In a step every rank puts down what it gives, publishes it under the tag of the
- * operation, and reads what it needs of the others. A rank publishes a step only when it has read all that it wants of the
- * step before, so whoever sees the marks of all others at step s may write again where step s - 1 lay, and one wait per
- * step is enough. Little goes through two slots in turn. More goes round in a ring that is larger than the cache of a
- * core: to write where another core still holds what it has read is several times slower than where it no longer does.
- * What is moved in a step is smaller than the cache, so what one rank copies in is still there when another one reads it,
- * unless it is written past the cache (see ways.h), for which there is a part of the ring for little, too. Where ranks
- * wait beside a computation, and so wait long, steps are larger.
+ * Long operations go in steps. In a step every rank writes what it gives, publishes it under the tag of the operation,
+ * and reads what it needs from the others. A rank publishes a step only when it has read all that it wants of the step
+ * before, so a rank that sees the marks of all others at step s may overwrite step s - 1, and one wait per step is
+ * enough. Small data go through two slots in turn. Larger data go round in a ring that is larger than the cache of a
+ * core: writing where another core still caches what it has read is several times slower than where it no longer does.
+ * A step moves less than the cache holds, so what one rank copies in is still there when another reads it, unless it is
+ * written past the cache (see ways.h), for which there is a part of the ring for small data, too. Where ranks wait
+ * beside a computation, and so wait long, steps are larger.
  */
 #ifndef EVENSTEP_COLLECTIVE_H
 #define EVENSTEP_COLLECTIVE_H
@@ -35,7 +35,7 @@ enum {
     ES_NUM_KINDS,
 };
 
-enum { ES_NUM_SIZES = 15 }; /* of what can be written in two ways, by powers of two */
+enum { ES_NUM_SIZES = 15 }; /* sizes of what can be written in two ways, by powers of two */
 
 /* The ranks around a segment, as one of them sees them. One thread at a time may use it. */
 typedef struct {
@@ -50,7 +50,7 @@ typedef struct {
     size_t ring_at;        /* where the next begins in the own one, */
     size_t small_at;       /* and where in the part of it for what is small */
     es_ways ways[ES_NUM_KINDS][ES_NUM_SIZES]; /* how to write there */
-    uint32_t culprit;      /* after an error: who it is about */
+    uint32_t culprit;      /* after an error: the rank it is about */
     /* Called now and then during a long wait, about each rank that has not come yet: 1 if its process has ended, 0 if
      * not, -1 to stop waiting. */
     int (*look)(void *context, uint32_t rank);
@@ -68,7 +68,7 @@ typedef struct {
     size_t count;   /* items of one piece; a piece is what one rank contributes, or gets, in one `in` or `out` */
     int64_t timeout_ns;       /* how long a rank may take for a step of it */
     uint32_t spin;            /* how often to look before sleeping */
-    size_t step_bytes;        /* how much to move in a step; of what the ranks say, the most counts */
+    size_t step_bytes;        /* how much to move in a step; the maximum over the ranks counts */
     const void *const *in;    /* one piece, or one for each rank; NULL where this rank has nothing to give */
     void *const *out;         /* likewise; NULL where it gets nothing */
     const uint64_t *in_items; /* of an all-to-all: the items of each piece, instead of count */

@@ -1,7 +1,7 @@
-/* A copy of what the copying core will not read soon.
+/* A copy that the copying core will not read soon.
  *
- * Such as what another process is waiting for: stores go past the caches, so the lines need not be fetched from the core
- * that had them last, only to be overwritten.
+ * For data that another process is waiting for: stores go past the caches, so lines are not fetched from the core that
+ * had them last, only to be overwritten.
  */
 #ifndef EVENSTEP_COPY_H
 #define EVENSTEP_COPY_H

@@ -53,8 +53,8 @@ static es_worker *worker_at(const void *base, uint32_t worker) {
 }
 
 /* A sequence number is (round << 32 | n): the low half is 0 for a round of all workers and counts the exchanges
- * among some of them since. Slots 0 and 1 serve the latter, 2 and 3 the former, each pair in turn: whoever posts
- * to a slot again has since met everyone who could still have been reading it. */
+ * among some of them since. Slots 0 and 1 serve the latter, 2 and 3 the former, each pair in turn: before a worker
+ * posts to a slot again it has met everyone who could still have been reading it. */
 static es_slot *slot_for(const void *base, uint32_t worker, uint64_t seq) {
     const es_header *header = base;
     uint32_t among_some = (uint32_t)seq;
@@ -69,8 +69,8 @@ uint64_t es_hash_tag(const char *tag) {
     return hash;
 }
 
-/* Whoever is about to sleep says so before it looks for the last time, so where nobody waits nobody must be woken: and
- * the bell, which lies beside what others look at all the time, need not be written. */
+/* A thread that is about to sleep says so before its last look, so if nobody waits nobody must be woken: and the bell,
+ * which shares a cache line with what others poll, need not be written. */
 static void ring(es_mark *mark) {
     if (!atomic_load(&mark->waiting)) return;
     atomic_fetch_add(&mark->bell, 1);
@@ -159,7 +159,7 @@ int es_await(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint3
         if (atomic_load_explicit(&mark->seq, memory_order_acquire) >= seq) return ES_OK;
         if (aborted && atomic_load_explicit(aborted, memory_order_relaxed)) break;
         if (i % (spin / YIELDS + 1)) pause_briefly();
-        else sched_yield(); /* whoever is to raise the mark may be waiting for this core */
+        else sched_yield(); /* the one that is to raise the mark may be waiting for this core */
     }
     int64_t deadline = es_now_ns() + timeout_ns;
     atomic_fetch_add(&mark->waiting, 1);

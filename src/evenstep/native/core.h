@@ -15,7 +15,7 @@
 
 enum {
     ES_OK = 0,
-    ES_AGAIN = 1,    /* the slice is over (or a signal came): look around, then wait again */
+    ES_AGAIN = 1,    /* the time slice is over (or a signal came): check for failures, then wait again */
     ES_ABORTED = 2,  /* somebody called es_abort */
     ES_MISMATCH = 3, /* the peer is at another exchange */
 };
@@ -36,7 +36,7 @@ void es_bump(es_mark *mark);
 /* The one way to wait: spin a little, then sleep on the bell, up to timeout_ns, until the mark has reached `seq`;
  * ES_ABORTED once `*aborted` is not 0 (`aborted` may be NULL). */
 int es_await(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns);
-/* What becomes other than 0 when somebody calls es_abort. */
+/* The word that becomes nonzero when somebody calls es_abort. */
 const _Atomic uint32_t *es_abort_word(const void *base);
 int64_t es_now_ns(void);
 
@@ -48,7 +48,7 @@ int es_check(const void *base);
 uint32_t es_num_workers(const void *base);
 size_t es_slot_bytes(const void *base);
 
-/* Writes tag and data into this worker's slot for `seq`, then lets everyone see it. */
+/* Writes tag and data into this worker's slot for `seq`, then publishes it. */
 void es_post(void *base, uint32_t worker, uint64_t seq, const char *tag, const void *data, size_t bytes);
 /* Waits up to timeout_ns until `worker` has posted `seq`, then copies its data to out. Tags and sizes must agree.
  * A wait for the supervisor's word goes on when the workers have aborted: that word is what ends it. */
@@ -58,17 +58,17 @@ int es_collect(void *base, uint32_t worker, uint64_t seq, const char *tag, void 
 void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *number, uint64_t *bytes,
                   char tag[ES_TAG_BYTES]);
 
-/* The parts of a post and of a collect, for data that is written and read where it lies. */
+/* The parts of a post and of a collect, for data that are written and read in place. */
 es_mark *es_posted(void *base, uint32_t worker);
 void *es_slot_data(void *base, uint32_t worker, uint64_t seq);
-/* `at` says where else than in the slot the data is, for those who know what it means. */
+/* `at` says where the data are if not in the slot, for those who know what it means. */
 void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint64_t tag_hash, uint64_t number,
                 size_t bytes, uint64_t at);
 uint64_t es_posted_at(void *base, uint32_t worker, uint64_t seq);
 uint64_t es_hash_tag(const char *tag);
-/* What the slot of `worker` for a `seq` that it has posted came with as its number of bytes. */
+/* The number of bytes in the slot of `worker` for a `seq` that it has posted. */
 size_t es_posted_bytes(void *base, uint32_t worker, uint64_t seq);
-/* Whether the slot of `worker` for a `seq` that it has posted came with this tag. */
+/* Whether the slot of `worker` for a `seq` that it has posted has this tag. */
 int es_matches(void *base, uint32_t worker, uint64_t seq, uint64_t tag_hash);
 
 /* `author` (a worker, or num_workers for the supervisor) says that `culprit` failed, and why. The first caller wins and
@@ -80,7 +80,7 @@ uint32_t es_aborted(const void *base);
 /* Copies the text that came with the first abort; returns its length. */
 size_t es_abort_text(const void *base, char out[ES_ERROR_BYTES]);
 
-/* Forgets the abort: the supervisor's, when everyone whom it concerned has stopped waiting. */
+/* Forgets the abort. For the supervisor, when everyone concerned has stopped waiting. */
 void es_clear_abort(void *base);
 
 void es_set_pid(void *base, uint32_t worker, uint32_t pid);

@@ -17,7 +17,7 @@
 
 enum { BLOCK = 2048, ROWS = 32, TILE = 1024 };
 
-/* Work is cut into parts of about so many elements; rows to be summed into at most so many parts. */
+/* Work is cut into parts of about this many elements; rows to be summed into at most this many parts. */
 enum { PART = 1 << 15, MAX_PARTS = 16 };
 
 typedef struct {
@@ -163,7 +163,7 @@ static void run_part_from_the_end(void *argument, size_t part) {
     run_part(argument, d->num_parts - 1 - part);
 }
 
-/* The end of x comes first: the pass before this one has read it last, so that it may still be in the cache. */
+/* The end of x comes first: the previous pass read it last, so it may still be in the cache. */
 static void each_element(const es_norm *n, kernel *const kernels[2]) {
     size_t size = n->inner > 1 ? n->outer * n->channels : n->outer;
     division d = {n, kernels[n->inner == 1], parts_of(n, size), size, n->out, 0};

@@ -35,11 +35,11 @@ typedef struct {
 } es_norm;
 
 /* out = count, mean[channels], m2[channels]: the mean and the sum of squared deviations from it. The first block is
- * read twice and centred at its own mean, the others at the mean of those before; how far they are off is measured and
- * taken away. So hardly a bit cancels, however large the mean. Returns 0, or -1 where there was no memory. */
+ * read twice and centred at its own mean, the others at the mean of those before; the remaining offset is measured and
+ * corrected. So hardly a bit cancels, however large the mean. Returns 0, or -1 if there was no memory. */
 int es_norm_statistics(const es_norm *n);
 /* Merges rows as es_norm_statistics gives them, one for each shard, level by level: the fixed tree over shards.
- * The rows are used up; the first becomes the result. A row with count 0 leaves its sibling as it is. */
+ * The rows are overwritten; the first becomes the result. A row with count 0 leaves its sibling as it is. */
 void es_norm_merge(size_t num_rows, size_t channels, double *rows);
 /* out = (x - mean) * invstd * weight + bias */
 void es_norm_apply(const es_norm *n);

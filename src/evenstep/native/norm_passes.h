@@ -11,7 +11,7 @@ static INLINE double NAME(total)(const A *lanes) {
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-/* A mean as what A can hold of it and the rest, so that x - mean loses nothing where the mean is large. */
+/* A mean rounded to A, and the rest, so that x - mean loses nothing if the mean is large. */
 static INLINE A NAME(head)(double value, double *rest) {
     A head = (A)value;
     *rest = value - head;

@@ -10,20 +10,20 @@
 enum { MAX_HELPERS = 15, SPIN = 1000 };
 
 static struct {
-    _Atomic uint32_t taken; /* by the one caller who may use all below */
+    _Atomic uint32_t taken; /* by the one caller that may use everything below */
     uint32_t num_helpers;
     uint64_t num_jobs;
     void (*work)(void *argument, size_t part);
     void *argument;
     uint32_t num_parts;
-    _Atomic uint64_t open; /* number of the job << 32 | how many of its parts nobody has begun */
+    _Atomic uint64_t open; /* number of the job << 32 | how many of its parts are not begun */
     es_mark finished;      /* counts the parts of all jobs */
     struct {
         _Alignas(64) es_mark job; /* the number of the last job that this helper was called to */
     } helpers[MAX_HELPERS];
 } team;
 
-/* Whoever has begun a part may read the job: it stays until that part is finished. */
+/* A thread that has begun a part may read the job: it stays until that part is finished. */
 static void work_on_parts(void) {
     uint64_t open = atomic_load(&team.open);
     while ((uint32_t)open)

@@ -1,7 +1,7 @@
-/* Several threads for one piece of work, kept between the pieces.
+/* Several threads for one piece of work, kept for the next.
  *
- * The helpers are started when they are first wanted, spin a little after a piece of work and then sleep. They take
- * parts as they come, so nobody waits for a helper that the system does not let run, only for a part that one has begun.
+ * The helpers are started when first needed, spin a little after a piece of work and then sleep. They take parts as they
+ * come, so nobody waits for a helper that the system does not schedule, only for a part that one has begun.
  */
 #ifndef EVENSTEP_PARALLEL_H
 #define EVENSTEP_PARALLEL_H

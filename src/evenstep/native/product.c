@@ -120,7 +120,7 @@ int es_product_bits(void) {
 
 void es_limit_product_bits(int bits) { limit = bits; }
 
-/* Where all of a large b would have to be turned for the sake of few rows, the product is computed from the other side. */
+/* If all of a large b would have to be transposed for the sake of few rows, the product is computed from the other side. */
 enum { FEW_ROWS = 64, MANY_ELEMENTS = 1 << 19, PIECE = 512 * FEW_ROWS };
 
 /* Room for a block of b, a block of a, and a piece of a transposed product. One for each thread, until it ends. */
@@ -144,7 +144,7 @@ static void *room(void) {
 
 static es_matrix transposed(es_matrix x) { return (es_matrix){x.at, x.column, x.row}; }
 
-/* Whether so many rows are worth being the columns of the transposed product: few vectors would be half empty. */
+/* Whether this many rows are worth making the columns of the transposed product: few vectors would be half empty. */
 static int fills_vectors(size_t rows) {
     size_t whole = rows <= 8 ? 8 : (rows + 15) / 16 * 16;
     return rows <= FEW_ROWS && whole - rows <= rows / 8;
@@ -171,7 +171,7 @@ int es_product_bits(void) { return 0; }
 
 void es_limit_product_bits(int bits) { (void)bits; }
 
-/* Nobody asks where there are no bits. */
+/* Never called where there are no bits. */
 #define PRODUCT(T, name)                                                                                           \
     void es_product_##name(size_t m, size_t n, size_t k, T alpha, es_matrix a, es_matrix b, T beta, es_matrix c) { \
         (void)m, (void)n, (void)k, (void)alpha, (void)a, (void)b, (void)beta, (void)c;                             \

@@ -13,7 +13,7 @@
 /* How the processor at hand computes products: 0 not at all (no AVX2 or FMA), 256 or 512 bits at once. */
 int es_product_bits(void);
 
-/* Use at most so many bits from now on, in all threads: for tests. */
+/* Use at most this many bits from now on, in all threads: for tests. */
 void es_limit_product_bits(int bits);
 
 /* A matrix: element (i, j) is at[i * row + j * column]. */

@@ -1,14 +1,14 @@
-/* Sums that are waited for, from what torch calls with to the result in one call.
+/* Sums that the caller waits for: from torch's arguments to the result in one call.
  *
- * Of a small sum the looking at its arguments takes longer than the sum. So the sums that were done once are known by the
- * dtype and the shape of the tensor, and whatever is not as usual is left to the general way.
+ * For a small sum, checking its arguments takes longer than the sum itself. So sums that were done before are known by
+ * the dtype and shape of the tensor, and anything unusual is left to the general path.
  */
 #include "team.h"
 
 #include <string.h>
 #include <structmember.h>
 
-enum { MOST_KNOWN = 4096 }; /* sizes may never be the same twice */
+enum { MOST_KNOWN = 4096 }; /* sizes may never repeat */
 
 static const char KNOWN[] = "evenstep.native.known";
 
@@ -22,7 +22,7 @@ typedef struct {
     es_team_object *team;
     es_turn_object *turn;
     PyObject *known;        /* (dtype, shape): known_sum, in a capsule */
-    PyObject *is_recording; /* whether a profiler wants to know */
+    PyObject *is_recording; /* whether a profiler is recording */
     PyObject *usual;        /* what AllreduceOptions have for a sum: (reduceOp, timeout) */
     PyObject *strided;      /* the layout */
     PyObject *done;         /* what is returned */
@@ -121,7 +121,7 @@ static int equals(PyObject *object, PyObject *name, PyObject *expected) {
     return answer;
 }
 
-/* Whether the options are those of a sum that is waited for, and nobody else wants to know; -1 with an exception set. */
+/* Whether the options are those of a sum that the caller waits for, without a profiler; -1 with an exception set. */
 static int is_usual(const sums_object *self, PyObject *opts) {
     if (opts == Py_None) return 0;
     int answer = is(opts, name_async, Py_False);
@@ -164,7 +164,7 @@ static PyObject *fail(sums_object *self, int rc, const char *tag) {
     return NULL;
 }
 
-/* Adds the memory of a tensor, as far as nothing else is in the way. */
+/* Adds the memory of a tensor, if nothing else is in the way. */
 static PyObject *add(sums_object *self, PyObject *tensor, const known_sum *sum) {
     PyObject *address = PyObject_CallMethodObjArgs(tensor, name_address, NULL);
     void *memory = address ? PyLong_AsVoidPtr(address) : NULL;
@@ -180,7 +180,7 @@ static PyObject *add(sums_object *self, PyObject *tensor, const known_sum *sum) 
     return rc == ES_OK ? Py_NewRef(self->done) : fail(self, rc, sum->tag);
 }
 
-/* all_reduce(tensors, opts): `done` if it was done, None if it is to be done in the general way. */
+/* all_reduce(tensors, opts): `done` if it was done, None if the general path has to do it. */
 static PyObject *all_reduce(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
     sums_object *self = (sums_object *)object;
     if (num_args != 2) return PyErr_Format(PyExc_TypeError, "all_reduce takes 2 arguments");

@@ -4,8 +4,8 @@
 #include <string.h>
 #include <structmember.h>
 
-/* How often this process became the copy of another one. A copy must not go on in the place of the process that it was
- * forked from, and to ask for the number of the process would take as long as a small operation. */
+/* How often this process was forked. A copy must not go on in place of the process it was forked from, and asking for the
+ * process id would take as long as a small operation. */
 static unsigned num_forks;
 
 static void count_fork(void) { num_forks += 1; }
@@ -113,7 +113,7 @@ static void free_team(PyObject *object) {
     Py_DECREF((PyObject *)type);
 }
 
-/* From now on it has no memory; whoever still wants to use it gets an exception. */
+/* From now on it has no memory; using it raises an exception. */
 static PyObject *close_team(PyObject *self, PyObject *unused) {
     es_team *team = &((es_team_object *)self)->team;
     PyObject *look = team->context;

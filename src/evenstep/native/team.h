@@ -15,7 +15,7 @@ typedef struct {
     PyObject_HEAD
     PyThread_type_lock lock; /* held while an operation is done */
     Py_ssize_t num_open;     /* operations that wait for the turn or have it, of those that are counted */
-    unsigned num_forks;      /* of this process, when it was made */
+    unsigned num_forks;      /* the forks of this process when it was made */
 } es_turn_object;
 
 typedef struct {
@@ -29,9 +29,9 @@ typedef struct {
 /* Takes the turn if no operation is open, and this process is not the copy of the one that made it. */
 int es_take_turn(es_turn_object *self);
 void es_leave_turn(es_turn_object *self);
-/* As es_collective, for who has the turn; ES_INTERRUPTED with an exception set. */
+/* As es_collective, for a caller that has the turn; ES_INTERRUPTED with an exception set. */
 int es_take_part(es_team_object *self, es_call *call);
-/* The numbers of a tuple that has no more than so many: how many there are, or -1 with an exception set. */
+/* Reads the numbers of a tuple of at most `most`: how many there are, or -1 with an exception set. */
 Py_ssize_t es_parse_numbers(PyObject *tuple, uint64_t *out, Py_ssize_t most);
 
 /* They add their types to the module; -1 with an exception set if that fails. */

@@ -2,8 +2,8 @@
 
 enum {
     TRIALS = 6, /* at first each way is taken three times */
-    EVERY = 16, /* after that, once in so many times the slower one */
-    LOOKS = 4,  /* and once in so many the time is taken */
+    EVERY = 16, /* after that, the slower one is taken once in this many times */
+    LOOKS = 4,  /* and once in this many times it is timed */
 };
 
 int es_ways_next(const es_ways *ways) {
@@ -16,7 +16,7 @@ int es_ways_looks(const es_ways *ways) { return ways->count < TRIALS || ways->co
 void es_ways_learn(es_ways *ways, int way, int64_t taken_ns) {
     ways->count += 1;
     if (taken_ns < 0) return;
-    int64_t known_ns = ways->cost_ns[way] + ways->cost_ns[way] / 8; /* what was true once may be so no longer */
+    int64_t known_ns = ways->cost_ns[way] + ways->cost_ns[way] / 8; /* what was true once may no longer be */
     ways->cost_ns[way] = !known_ns || taken_ns < known_ns ? taken_ns : known_ns;
 }
 

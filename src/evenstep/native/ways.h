@@ -1,7 +1,7 @@
-/* Which of two ways to do the same thing is faster here and now, found by trying.
+/* Which of two ways to do the same thing is faster here and now, found by trying both.
  *
- * Whether what one core writes for another one should stay in the writer's cache or go past it depends on how far apart
- * they are, which changes when a process moves. So the faster way is taken, and the other one now and then. All ranks take
+ * Whether what one core writes for another should stay in the writer's cache or go past it depends on how far apart they
+ * are, which changes when a process moves. So the faster way is taken, and now and then the other one. All ranks take
  * the same way at the same time, or none could tell what its own way costs: they count alike, and one decides.
  */
 #ifndef EVENSTEP_WAYS_H
@@ -11,13 +11,13 @@
 
 typedef struct {
     uint64_t count;
-    int64_t cost_ns[2]; /* the least of late: one that was held up by something else tells nothing */
-    int faster;         /* as decided */
+    int64_t cost_ns[2]; /* the recent minimum: one that was held up by something else says nothing */
+    int faster;         /* the way that was decided on */
 } es_ways;
 
 /* The way to take next: 0 or 1. */
 int es_ways_next(const es_ways *ways);
-/* Whether the next one is to be timed: what is short would take much longer if each were. */
+/* Whether the next one is to be timed: timing each would slow short ones down much. */
 int es_ways_looks(const es_ways *ways);
 /* What it took, or -1 if it was not timed; before the next is asked for. */
 void es_ways_learn(es_ways *ways, int way, int64_t taken_ns);

@@ -180,14 +180,14 @@ class SyncBatchNorm(_BatchNorm):
         """
         in_backward = torch._C._current_graph_task_id() != -1  # torch has no public way
         if in_backward and self in _remembered and (call := _recall(self, part.x)) is not None:
-            again = _Offer.of(self, part, in_backward, running).part
+            again = _NormOffer.of(self, part, in_backward, running).part
             return _apply(_Recomputed, call, again.activation, *again[:4])  # type: ignore[no-any-return]  # a Tensor
         around_us = self._surroundings(in_backward) if self.training else None
         if around_us is None and self.eps_mode == "plus":
             return alone()
         around_us = around_us or _Nobody()
         tag = f"{self._name()} call {around_us.call_number(self)}"
-        offer = _Offer.of(self, part, in_backward, running)
+        offer = _NormOffer.of(self, part, in_backward, running)
         output: Tensor = around_us.meet(tag, offer, lambda offers: _lead(around_us, tag, offers))
         return output if torch.is_grad_enabled() else output.detach()
 
@@ -286,7 +286,7 @@ def _running(module: SyncBatchNorm) -> gpu.Running:
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _NormOffer:
     """What a local participant brings to a call."""
 
     module: SyncBatchNorm
@@ -297,7 +297,7 @@ class _Offer:
     running: gpu.Running
 
     @classmethod
-    def of(cls, module: SyncBatchNorm, part: Part, in_backward: bool, running: gpu.Running) -> "_Offer":
+    def of(cls, module: SyncBatchNorm, part: Part, in_backward: bool, running: gpu.Running) -> "_NormOffer":
         keep: list[Any] = []
         hold = None
         if torch.is_grad_enabled():
@@ -340,7 +340,7 @@ class _Keep(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class _Call:
+class _NormCall:
     """One call of one layer by all participants."""
 
     around: Surroundings
@@ -350,7 +350,7 @@ class _Call:
     ambiguous: bool = False
 
 
-def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequence[Tensor]:
+def _lead(around_us: Surroundings, tag: str, offers: Sequence[_NormOffer]) -> Sequence[Tensor]:
     """Merge the statistics of all participants, update the running ones, and make the one node of the local ones."""
     module = offers[0].module
     parts = [offer.part._replace(x=offer.part.x.detach()) for offer in offers]
@@ -367,7 +367,7 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
             running.num_batches_tracked.add_(1)
         whole = passes.conclude(rows, parts[0], module.eps, module.eps_mode, running, kernels=count > 0)
     keeps = [offer.keep for offer in offers]
-    call = _Call(around_us, tag, whole, keeps)
+    call = _NormCall(around_us, tag, whole, keeps)
     for offer, row in zip(offers, own, strict=False):
         if offer.checkpointed:
             _remember(offer.module, row, call)
@@ -377,7 +377,7 @@ def _lead(around_us: Surroundings, tag: str, offers: Sequence[_Offer]) -> Sequen
         token = None
         if any(keeps):
             token = around_us.token if around_us.token is not None else _token(parts[0].x, requires_grad=True)
-        after, *outputs = _apply(_Joint, call, activations, token, *(o.hold for o in offers), *tensors)
+        after, *outputs = _apply(_JointNorm, call, activations, token, *(o.hold for o in offers), *tensors)
         if token is not None:
             around_us.token = after
     return list(outputs)
@@ -402,7 +402,7 @@ def _check_count(count: float, parts: Sequence[Part]) -> None:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
 
 
-class _Joint(torch.autograd.Function):
+class _JointNorm(torch.autograd.Function):
     """The batch norm of all local participants: one exchange in forward (done by `_lead`), one in backward.
 
     Its tensors, each for all participants: holders of the saved tensors, inputs, weights, biases, residuals.
@@ -410,7 +410,7 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, activations: Sequence[str | None], token: Tensor | None, *tensors: Tensor | None
+        ctx: Any, call: _NormCall, activations: Sequence[str | None], token: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -420,7 +420,7 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *dys: Tensor | None) -> tuple[Any, ...]:
-        call: _Call = ctx.call
+        call: _NormCall = ctx.call
         if current() is not None:
             raise UnsupportedError(
                 f"backward reached '{call.tag}' inside the forward of one participant, but needs the gradients of all; "
@@ -450,7 +450,7 @@ def _fifths(values: Sequence[Any]) -> list[Any]:
 
 
 def _gradients(
-    call: _Call, dys: Sequence[Tensor | None], parts: Sequence[Part | None], needs: Sequence[bool]
+    call: _NormCall, dys: Sequence[Tensor | None], parts: Sequence[Part | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of all inputs of the joint node; needs the sums of all participants, so it exchanges.
 
@@ -490,7 +490,7 @@ class _Recomputed(torch.autograd.Function):
     """The output again, for the tensors that later operations save; nobody differentiates it."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, activation: str | None, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, call: _NormCall, activation: str | None, *tensors: Any) -> Tensor:
         x, weight, bias, residual = tensors
         return passes.outputs([Part(x, weight, bias, residual, activation)], call.whole)[0]
 
@@ -516,10 +516,10 @@ class _Nobody(Tokenless):
 
 
 _meets_in_threads: WeakSet[SyncBatchNorm] = WeakSet()  # those whose last forward met others in threads
-_remembered: WeakKeyDictionary[SyncBatchNorm, WeakValueDictionary[bytes, _Call]] = WeakKeyDictionary()
+_remembered: WeakKeyDictionary[SyncBatchNorm, WeakValueDictionary[bytes, _NormCall]] = WeakKeyDictionary()
 
 
-def _remember(module: SyncBatchNorm, own: Tensor, call: _Call) -> None:
+def _remember(module: SyncBatchNorm, own: Tensor, call: _NormCall) -> None:
     """Keep what a checkpointed call found for its recomputation; the call lives as long as its joint node.
 
     The recomputed input has the bits of the first one, so its own statistics find what the call found.
@@ -532,7 +532,7 @@ def _remember(module: SyncBatchNorm, own: Tensor, call: _Call) -> None:
     known[key] = call
 
 
-def _recall(module: SyncBatchNorm, input: Tensor) -> _Call | None:
+def _recall(module: SyncBatchNorm, input: Tensor) -> _NormCall | None:
     row = passes.statistics([Part(input.detach(), None, None)])[0]
     call = _remembered[module].get(row.cpu().numpy().tobytes())
     if call is not None and call.ambiguous:

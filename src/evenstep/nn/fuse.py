@@ -211,7 +211,7 @@ def _trace(module: nn.Module) -> _Plan | None:
     return _Plan(names["forward"], norms, relus, _steers(module))
 
 
-class _Tracer(fx.Tracer):
+class _ForwardTracer(fx.Tracer):
     """Sees the calls of a module's children, and not into them."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -222,7 +222,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph | None:
     """What the module's own forward does in this mode; None if it cannot be traced or uses a tensor of its own."""
     modes = [(m, m.training) for m in module.modules()]
     before = set(module.__dict__)
-    tracer = _Tracer()
+    tracer = _ForwardTracer()
     if isinstance(module, _Fused):
         tracer.traced_func_name = "_unfused_forward"
     try:

@@ -57,7 +57,7 @@ _KEY = object()  # the "layer" under which calls of gather are counted
 
 
 @dataclass(eq=False)
-class _Call:
+class _GatherCall:
     """One call by all shards.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Call:
 def _lead(around: Workers, tag: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Put all rows together, and make the one node of the local shards."""
     shards = [k for theirs in around.shards for k in theirs]
-    call = _Call(around, tag, [])
+    call = _GatherCall(around, tag, [])
     offered = [x.detach().requires_grad_(x.requires_grad and torch.is_grad_enabled()) for x in tensors]
     found = [x for x in call.swap("forward", offered, tensors[0].device) if x is not None]
     for k, x in zip(shards, found, strict=True):
@@ -100,15 +100,15 @@ def _lead(around: Workers, tag: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     if not any(x.requires_grad for x in found):
         return [whole.clone() for _ in tensors]  # a step function may change its own in place
     token = around.token if around.token is not None else torch.zeros(0, requires_grad=True)
-    around.token, *joint = _Joint.apply(call, whole, token, *tensors)  # type: ignore[no-untyped-call]  # torch's
+    around.token, *joint = _JointGather.apply(call, whole, token, *tensors)  # type: ignore[no-untyped-call]  # torch's
     return list(joint)
 
 
-class _Joint(torch.autograd.Function):
+class _JointGather(torch.autograd.Function):
     """The rows of all shards for all local shards."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, whole: Tensor, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _GatherCall, whole: Tensor, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         return (torch.zeros(0), *(whole.clone() for _ in tensors))
@@ -116,7 +116,7 @@ class _Joint(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
-        call: _Call = ctx.call
+        call: _GatherCall = ctx.call
         if current() is not None:
             raise UnsupportedError(
                 f"backward reached '{call.tag}' inside the forward of one shard, but needs the gradients of all; "
@@ -130,7 +130,7 @@ class _Joint(torch.autograd.Function):
         return None, None, torch.zeros(0), *(pieces[k].clone() for k in call.around.shards[call.around.me])
 
 
-def _sum(call: _Call, gradients: Sequence[Tensor | None]) -> Tensor | None:
+def _sum(call: _GatherCall, gradients: Sequence[Tensor | None]) -> Tensor | None:
     """The sum of the gradients of all shards, in tree order; None if there is none."""
     by_shard = dict(zip(call.around.shards[call.around.me], gradients, strict=True))
     device = next((g.device for g in gradients if g is not None), torch.device("cpu"))

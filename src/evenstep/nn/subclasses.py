@@ -52,7 +52,7 @@ class _WithItsForward(OfSubclass):
             return super(SyncBatchNorm, self).forward(*args, **kwargs)
 
 
-class _Watched(TorchFunctionMode):
+class _NormWatch(TorchFunctionMode):
     """Sees every batch norm that uses the running statistics of a layer, or its weight if it has none."""
 
     def __init__(self, layer: Any) -> None:
@@ -75,7 +75,7 @@ class _Watched(TorchFunctionMode):
         raise NotImplementedError
 
 
-class _Replaced(_Watched):
+class _Replaced(_NormWatch):
     """Makes the batch norm of a layer span all participants."""
 
     def __init__(self, layer: OfSubclass, num_rows: int | None) -> None:
@@ -95,7 +95,7 @@ class _Replaced(_Watched):
         return layer.normalize(part, running, lambda: F.batch_norm(**call))
 
 
-class _Noted(_Watched):
+class _NormRecorder(_NormWatch):
     """Records the batch norms of a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -137,7 +137,7 @@ def _normalizes_once(module: nn.Module) -> bool:
     ]
     for shape in chain.from_iterable(_SHAPES[n] for n in dims or _SHAPES):
         twin = copy.deepcopy(module).train()
-        with preserved(), torch.no_grad(), _Noted(twin) as noted:
+        with preserved(), torch.no_grad(), _NormRecorder(twin) as noted:
             x = torch.randn(_BATCH, module.num_features, *shape)
             try:
                 twin.forward(x if like is None else x.to(like))

@@ -11,6 +11,7 @@ __all__ = ["History"]
 _MOST_POINTS = 600
 _MOST_AT_ONCE = 20_000  # entries of the journal: whoever looks late sees the rest a second later
 _RATE_S = 10.0  # over how long samples a second are counted
+_FORGET_S = 60.0  # after how long the last look says nothing of how fast it goes now
 
 
 class History:
@@ -44,13 +45,15 @@ class History:
                 if isinstance(value, float | int):
                     self._add(name, found.step, float(value))
         now = monotonic()
+        if self._looks and self._looks[-1][0] < now - _FORGET_S:
+            self._looks.clear()
         self._looks.append((now, self.samples))
         while len(self._looks) > 2 and self._looks[1][0] < now - _RATE_S:
             self._looks.popleft()
 
     @property
     def samples_per_s(self) -> float | None:
-        """How many samples a second there were lately; None if nobody has looked before."""
+        """How many samples a second there were lately; None if nobody has looked within the last minute."""
         (then, before), (now, after) = self._looks[0], self._looks[-1]
         return (after - before) / (now - then) if now > then else None
 

@@ -79,19 +79,24 @@ def _add(found: Timeline, worker: int, spans: Sequence[_Span]) -> None:
         if open_:
             open_[-1].inner += span.end - span.begin
         open_.append(span)
-        if span.phase == "unfinished":
-            found.lost.append((worker, span.end, span.args["step"]))
-        if span.phase == "recovery" and span.args["generation"] > 1:
-            found.recoveries.append((span.begin, span.end - span.begin))
+        _add_fault(found, worker, span)
         if _is_step(span) and len(open_) == 1:
             found.steps[worker] += 1
             if last_end is not None:
                 found.spent[worker]["outside"] += span.begin - last_end
             last_end = span.end
-        elif span.name.endswith(", to be done again"):
-            found.again[worker] += 1
     while open_:
         _close(found, worker, open_)
+
+
+def _add_fault(found: Timeline, worker: int, span: _Span) -> None:
+    """Add a span that tells of a fault, if it does."""
+    if span.phase == "unfinished":
+        found.lost.append((worker, span.end, span.args["step"]))
+    if span.phase == "recovery" and span.args["generation"] > 1:
+        found.recoveries.append((span.begin, span.end - span.begin))
+    if span.name.endswith(", to be done again"):
+        found.again[worker] += 1
 
 
 def _is_step(span: _Span) -> bool:

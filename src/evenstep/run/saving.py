@@ -140,12 +140,7 @@ class Saving:
             if "failure" in facts:
                 return str(facts["failure"])
             self._engine.holdings.restored(facts["news"], facts["carried"], facts["version"], took_part)
-            for prepared, groups in zip(self._engine.optimizers, facts["groups"], strict=True):
-                prepared.set_hyperparameters(unpack(groups))
-            for name, value in self.tracked.items():
-                value.load_state_dict(unpack(facts["tracked"][name]))
-            self.position = self.next = facts["position"]
-            self._past = facts["data"]
+            self._take_over(facts)
             if took_part and self._engine.state.fingerprint() != facts["fingerprint"]:
                 raise CheckpointError(f"{path} was loaded but its fingerprint differs from the one that was saved")
             return None
@@ -153,6 +148,15 @@ class Saving:
         failure = self._perform("load", attempt, adopt)
         if failure is not None:
             raise CheckpointError(failure)
+
+    def _take_over(self, facts: dict[str, Any]) -> None:
+        """Adopt what a loaded checkpoint holds besides the engine's state."""
+        for prepared, groups in zip(self._engine.optimizers, facts["groups"], strict=True):
+            prepared.set_hyperparameters(unpack(groups))
+        for name, value in self.tracked.items():
+            value.load_state_dict(unpack(facts["tracked"][name]))
+        self.position = self.next = facts["position"]
+        self._past = facts["data"]
 
     def begin(self, directory: Path, every: int | str, keep: int, *, resume: bool) -> None:
         """See `Run.checkpoint`."""

@@ -34,7 +34,7 @@ def pack(value: Any, whose: str) -> bytes:
 def unpack(data: bytes) -> Any:
     """The inverse of `pack`; tensors are on the CPU, and a mapping is a dict."""
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-    return _Reader(data, end).read(json.loads(data[_LENGTH_BYTES:end]))
+    return _TensorReader(data, end).read(json.loads(data[_LENGTH_BYTES:end]))
 
 
 def _describe(value: Any, blobs: list[bytes], whose: str) -> Any:
@@ -62,7 +62,7 @@ def _take_out(tensor: Tensor, blobs: list[bytes]) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
-class _Reader:
+class _TensorReader:
     """Reads tensors in their order."""
 
     def __init__(self, data: bytes, place: int) -> None:

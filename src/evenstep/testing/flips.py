@@ -19,7 +19,7 @@ from evenstep.testing import faults, training
 from evenstep.testing.chaos import fingerprint_of, run
 from evenstep.testing.faults import Fault
 
-__all__ = ["Outcome", "main", "plan", "under"]
+__all__ = ["FlipsResult", "main", "plan", "under"]
 
 _WORKERS = 3
 _POINTS = {"batchnorm": ("gradient", "statistics", "buffer"), "transformer": ("gradient",)}
@@ -27,7 +27,7 @@ _NAMED = re.compile(r"worker (\d+) \(machine \S+, process \d+, core \d+\) comput
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FlipsResult:
     """The result of a training under flips.
 
     Attributes:
@@ -61,7 +61,7 @@ def plan(seed: int, num_flips: int, name: str) -> list[Fault]:
     return found
 
 
-def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, timeout_s: float = 1800.0) -> Outcome:
+def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, timeout_s: float = 1800.0) -> FlipsResult:
     """Run a training under flips in order, with every step computed twice, and once without flips.
 
     Args:
@@ -77,7 +77,7 @@ def under(planned: Sequence[Fault], name: str, steps: int, directory: Path, time
     launcher += ["--tolerate-wrong", str(len(planned))]
     wrong = run([*launcher, *script], faults.plant(planned, directory, in_order=True), timeout_s)
     flips = [fault for n, fault in enumerate(planned) if n in faults.struck(directory) and fault.kind == "flip"]
-    return Outcome(
+    return FlipsResult(
         fingerprint_of(healthy) == fingerprint_of(wrong) and wrong.returncode == 0,
         [fault.worker for fault in flips if fault.worker is not None],
         [int(worker) for worker, _ in _NAMED.findall(wrong.stderr)],

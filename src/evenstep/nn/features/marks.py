@@ -1,8 +1,9 @@
 """Which layers of a model the user has marked, and the one function that partitions them."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Literal, TypeAlias, get_args
 
 from torch import nn
@@ -61,6 +62,11 @@ def partition(
     tied = _check_ties(model, found)
     if mesh is not None:
         return over_mesh.distribute(model, found, mesh, tied)
+    return _replace(model, found, count)
+
+
+def _replace(model: nn.Module, found: Mapping[str, Kind], count: int) -> nn.Module:
+    """Put layers in parts in place of those found; return the model, or what replaces it."""
     memo: Memo = {}
     made: dict[int, Partitioned] = {}
     for name, kind in found.items():
@@ -90,11 +96,15 @@ def _resolve(model: nn.Module, marks: Mapping[str, Mark]) -> dict[str, Kind]:
         for name, module in fits:
             found[names.setdefault(id(module), name)] = mark
     kinds: dict[str, Kind] = {name: mark for name, mark in found.items() if mark != "batch"}
-    for name in kinds:
-        for other in kinds:
-            if other != name and (name == "" or other.startswith(name + ".")):
-                raise ConfigError(f"both '{name}' and '{other}' inside of it are marked; mark one of them")
+    _check_nesting(kinds)
     return kinds
+
+
+def _check_nesting(names: Collection[str]) -> None:
+    """Refuse a marked layer inside another."""
+    for name, other in product(names, names):
+        if other != name and (name == "" or other.startswith(name + ".")):
+            raise ConfigError(f"both '{name}' and '{other}' inside of it are marked; mark one of them")
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -43,7 +43,7 @@ def compute(layer: Layer, around: Workers, input: Tensor) -> Tensor:
     return output if torch.is_grad_enabled() else output.detach()
 
 
-class _Piece(NamedTuple):
+class _ShardPart(NamedTuple):
     """One part of one shard: its input, and where its backward begins (None: it has none)."""
 
     input: Tensor
@@ -51,7 +51,7 @@ class _Piece(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Call:
+class _LayerCall:
     """One call of a layer by all shards.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Call:
     shards: list[int]
     wanted: list[int] = field(default_factory=list)
     leaves: dict[int, list[Tensor]] = field(default_factory=dict)
-    pieces: dict[tuple[int, int], _Piece] = field(default_factory=dict)
+    pieces: dict[tuple[int, int], _ShardPart] = field(default_factory=dict)
 
     def swap(self, what: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Those of all workers, in order."""
@@ -85,7 +85,7 @@ def _lead(layer: Layer, around: Workers, tag: str, inputs: Sequence[Tensor]) -> 
     own = around.shards[around.me]
     shards = [k for theirs in around.shards for k in theirs]
     spans = cut(len(layer.parts), len(around.shards))
-    call = _Call(layer, around, tag, range(*spans[around.me]), shards)
+    call = _LayerCall(layer, around, tag, range(*spans[around.me]), shards)
     offered = [x.detach().requires_grad_(x.requires_grad and torch.is_grad_enabled()) for x in inputs]
     found = {k: x for k, x in zip(shards, call.swap("inputs", offered), strict=True) if x is not None}
     call.wanted = [k for k, x in found.items() if x.requires_grad]
@@ -96,11 +96,11 @@ def _lead(layer: Layer, around: Workers, tag: str, inputs: Sequence[Tensor]) -> 
     if not grad:
         return outputs
     token = around.token if around.token is not None else torch.zeros(0, requires_grad=True)
-    around.token, *joint = _Joint.apply(call, outputs, token, *inputs, *parameters)  # type: ignore[no-untyped-call]  # torch's
+    around.token, *joint = _JointLayer.apply(call, outputs, token, *inputs, *parameters)  # type: ignore[no-untyped-call]  # torch's
     return list(joint)
 
 
-def _compute_pieces(call: _Call, inputs: dict[int, Tensor], grad: bool) -> list[Tensor]:
+def _compute_pieces(call: _LayerCall, inputs: dict[int, Tensor], grad: bool) -> list[Tensor]:
     """The outputs of this worker's parts, for each of them those of all shards."""
     outputs = []
     for p in call.mine:
@@ -110,16 +110,18 @@ def _compute_pieces(call: _Call, inputs: dict[int, Tensor], grad: bool) -> list[
             x = _fresh(call.layer.cut.slice(inputs[k].detach(), p)).requires_grad_(k in call.wanted)
             with torch.set_grad_enabled(grad):
                 y = part(x)
-            call.pieces[p, k] = _Piece(x, get_gradient_edge(y) if y.requires_grad else None)
+            call.pieces[p, k] = _ShardPart(x, get_gradient_edge(y) if y.requires_grad else None)
             outputs.append(y.detach())
     return outputs
 
 
-class _Joint(torch.autograd.Function):
+class _JointLayer(torch.autograd.Function):
     """The layer for all local shards. Its outputs were computed before; it is there for their backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, outputs: list[Tensor], token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: _LayerCall, outputs: list[Tensor], token: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         return (torch.zeros(0), *outputs)
@@ -127,7 +129,7 @@ class _Joint(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: Tensor | None, *dys: Tensor | None) -> tuple[Any, ...]:
-        call: _Call = ctx.call
+        call: _LayerCall = ctx.call
         if current() is not None:
             raise UnsupportedError(
                 f"backward reached '{call.tag}' inside the forward of one shard, but needs the gradients of all; "
@@ -138,7 +140,7 @@ class _Joint(torch.autograd.Function):
         return None, None, torch.zeros(0), *_of_inputs(call, dxs), *dws
 
 
-def _differentiate(call: _Call, dys: dict[int, Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+def _differentiate(call: _LayerCall, dys: dict[int, Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Gradients of this worker's parts' inputs, of each part all wanted ones; and of all parts' parameters."""
     dxs: list[Tensor | None] = []
     dws: list[Tensor | None] = []
@@ -161,7 +163,7 @@ def _differentiate(call: _Call, dys: dict[int, Tensor | None]) -> tuple[list[Ten
     return dxs, dws
 
 
-def _backward(piece: _Piece, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
+def _backward(piece: _ShardPart, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
     """The gradients of a piece's input and parameters, None where there is none."""
     needed = [t for t in (piece.input, *leaves) if t.requires_grad]
     found = torch.autograd.grad([piece.edge], needed, [dy], allow_unused=True)
@@ -171,7 +173,7 @@ def _backward(piece: _Piece, leaves: Sequence[Tensor], dy: Tensor) -> list[Tenso
     return [by_tensor.get(id(t)) for t in (piece.input, *leaves)]
 
 
-def _of_inputs(call: _Call, mine: list[Tensor | None]) -> list[Tensor | None]:
+def _of_inputs(call: _LayerCall, mine: list[Tensor | None]) -> list[Tensor | None]:
     """The gradients of this worker's shards' inputs, from what all workers found for their parts."""
     gradients: list[Tensor | None] = []
     found = call.swap("input gradients", mine) if call.wanted else []

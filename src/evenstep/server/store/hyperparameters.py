@@ -85,16 +85,7 @@ def try_out(optimizer: Optimizer, options: Hyperparameters | None = None) -> Non
     Raises:
         RefusedError: It cannot; torch's own words say why.
     """
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        present = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        groups.append({**present, "params": samples(group["params"])})
-        for key, value in (options[number] if options is not None else {}).items():
-            if isinstance(present[key], Tensor):
-                present[key].fill_(value)
-            else:
-                groups[-1][key] = value
-    trial = make(type(optimizer), groups)
+    trial = _small_copy(optimizer, options)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -108,3 +99,17 @@ def try_out(optimizer: Optimizer, options: Hyperparameters | None = None) -> Non
         raise RefusedError(f"torch.optim.{type(optimizer).__name__} cannot step with these options: {error}") from error
     if not finite:
         raise RefusedError(f"torch.optim.{type(optimizer).__name__} steps to infinity with these options")
+
+
+def _small_copy(optimizer: Optimizer, options: Hyperparameters | None) -> Optimizer:
+    """An optimizer like this one, with other options if given, over one element of every kind of its parameters."""
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        present = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        groups.append({**present, "params": samples(group["params"])})
+        for key, value in (options[number] if options is not None else {}).items():
+            if isinstance(present[key], Tensor):
+                present[key].fill_(value)
+            else:
+                groups[-1][key] = value
+    return make(type(optimizer), groups)
