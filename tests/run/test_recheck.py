@@ -122,7 +122,7 @@ def test_a_parameter_that_changes_by_itself_is_taken_back_from_the_checkpoint_of
     found = cli_run("run", "-n", "1", "--recheck", "1", str(path), variables=plant([flip], tmp_path / "faults"))
     assert (found.code, found.stdout) == (0, expected.stdout), found.stderr
     assert re.search(
-        r"evenstep: at step 4 worker 0 \(machine \S+, process \d+, core \d+\) holds a wrong 'model\.0\.weight': element "
+        r"at step 4 worker 0 \(machine \S+, process \d+, core \d+\) holds a wrong 'model\.0\.weight': element "
         r"\[0, 2\] is \S+ \(bits \S+\), not \S+ \(bits \S+\); it is taken back from the checkpoint of this step\n",
         found.stderr,
     )
