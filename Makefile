@@ -30,7 +30,7 @@ demo: setup
 dist: setup
 	$(BIN)/python tools/dist.py dist
 
-# The wheel on pairs of a Python and a torch, PAIRS='--pair python3.12 2.6.0 --pair python3.13 2.15.0'; docs/tried.md has the list.
+# The wheel on pairs of a Python and a torch, PAIRS='--pair python3.12 2.11.0 --pair python3.13 2.15.0'; docs/tried.md has the list.
 PAIRS ?= --pair $(PYTHON) 2.13.0+cpu
 tried: dist
 	$(BIN)/python tools/tried.py --wheel dist/*.whl $(PAIRS)
