@@ -22,7 +22,7 @@ from pathlib import Path
 from engine import HERE, NUM_WARMUP_STEPS, exit_on_sigterm, single_threaded_environment
 from evenstep.plan.steps import StepCosts, predict_step
 from evenstep.plan.topology import Device, Link, LinkKind, Machine, Topology
-from evenstep.testing.network import Network, descendants, missing
+from evenstep.testing.network import Namespaces, descendants, missing
 from models import TASKS
 from results import AGAINST_PEERS, Record, add_option, shown
 
@@ -102,7 +102,7 @@ def step_rows(models: list[str], links: list[str], rounds: int) -> Iterator[list
 def ours_once(model: str, shards: int, link: str, machines: int = 2) -> Steps:
     """Train over some machines, with a worker on each."""
 
-    def commands(network: Network, folder: Path, out: Path) -> list[list[str]]:
+    def commands(network: Namespaces, folder: Path, out: Path) -> list[list[str]]:
         where, token = f"{network.addresses[0]}:{PORT}", str(folder / "token")
         Path(token).write_text("benchmark")
         head = [
@@ -129,16 +129,18 @@ def ours_once(model: str, shards: int, link: str, machines: int = 2) -> Steps:
 def ddp_once(model: str, link: str) -> Steps:
     """Train with DDP over gloo, with a rank on each of two machines."""
 
-    def commands(_: Network, __: Path, out: Path) -> list[list[str]]:
+    def commands(_: Namespaces, __: Path, out: Path) -> list[list[str]]:
         trained = ["--model", model, "--steps", str(TASKS[model].steps), "--out", str(out)]
         return [[sys.executable, str(HERE / "engine.py"), "--peer", "ddp", *trained]] * 2
 
     return measure(commands, link, TASKS[model].steps, 2)
 
 
-def measure(commands: Callable[[Network, Path, Path], list[list[str]]], link: str, steps: int, machines: int) -> Steps:
+def measure(
+    commands: Callable[[Namespaces, Path, Path], list[list[str]]], link: str, steps: int, machines: int
+) -> Steps:
     """Run a command on each machine; the first writes the times of its steps into a file."""
-    with tempfile.TemporaryDirectory() as folder, Network(machines) as network:
+    with tempfile.TemporaryDirectory() as folder, Namespaces(machines) as network:
         rate, out = LINKS[link], Path(folder, "times.json")
         if rate is not None:
             network.limit(rate)
@@ -207,7 +209,7 @@ def train(state_bytes: int) -> None:
 class Running:
     """A head that trains, and what it has said. A context manager."""
 
-    def __init__(self, network: Network, folder: Path, state_bytes: int) -> None:
+    def __init__(self, network: Namespaces, folder: Path, state_bytes: int) -> None:
         self._network, self._log, self._token = network, folder / "head.log", folder / "token"
         self._token.write_text("benchmark")
         self._where = f"{network.addresses[0]}:{PORT}"
@@ -257,7 +259,7 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 def loss_rows() -> Iterator[list[str]]:
     """From the moment at which a machine is lost to the next step that is committed without it."""
-    with tempfile.TemporaryDirectory() as folder, Network(2) as network:
+    with tempfile.TemporaryDirectory() as folder, Namespaces(2) as network:
         running = Running(network, Path(folder), 1_000_000)
         for what, times in (("its power goes", 5), ("its link is cut (2 s of silence)", 2)):
             found = []
@@ -277,7 +279,7 @@ def loss_rows() -> Iterator[list[str]]:
 
 def newcomer_rows() -> Iterator[list[str]]:
     """How long a newcomer takes to come, and how long the others wait for it."""
-    with tempfile.TemporaryDirectory() as folder, Network(2) as network:
+    with tempfile.TemporaryDirectory() as folder, Namespaces(2) as network:
         running = Running(network, Path(folder), STATE_BYTES)
         running.steps(1, 5)
         begin = time.time()

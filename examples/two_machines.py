@@ -1,6 +1,6 @@
 """Two machines on yours: a run over both, one of them is cut off in the middle, and the result is that of one.
 
-Network namespaces stand for the machines, so it needs root and Linux:
+Namespaces namespaces stand for the machines, so it needs root and Linux:
 
     sudo .venv/bin/python examples/two_machines.py
 """
@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from evenstep.testing.network import Network, missing
+from evenstep.testing.network import Namespaces, missing
 
 SCRIPT = """
 import time, torch, evenstep
@@ -39,7 +39,7 @@ def main() -> int:
     if (why := missing()) is not None:
         print(f"this needs machines: {why}")
         return 1
-    with tempfile.TemporaryDirectory() as folder, Network(2) as network:
+    with tempfile.TemporaryDirectory() as folder, Namespaces(2) as network:
         script, token, where = Path(folder, "train.py"), Path(folder, "token"), f"{network.addresses[0]}:7777"
         script.write_text(SCRIPT)
         token.write_text("only they know")

@@ -20,7 +20,7 @@ from evenstep.core.children import fork
 from evenstep.core.config import MAX_SHARDS
 from evenstep.launch.store import StoreProcess
 from evenstep.transport.bridge import Bridge
-from evenstep.transport.links import WORDS, GlooLinks, Link
+from evenstep.transport.links import WORDS, GlooLinks, Transfer
 from evenstep.transport.segment import Segment
 from workers import Outcome, WorkersFailed, outcomes_of
 
@@ -58,7 +58,7 @@ class _Counted:
     def __init__(self, links: GlooLinks, words: np.ndarray) -> None:
         self._links, self._words, self.machine, self.count = links, words, links.machine, links.count
 
-    def send(self, machine: int, lane: int, data: torch.Tensor) -> Link:
+    def send(self, machine: int, lane: int, data: torch.Tensor) -> Transfer:
         self._words[self.machine] += lane == WORDS
         return self._links.send(machine, lane, data)
 

@@ -14,10 +14,10 @@ import pytest
 
 import processes
 from evenstep.testing import relay
-from evenstep.testing.network import Network, missing
+from evenstep.testing.network import Namespaces, missing
 from workers import fork_cli
 
-__all__ = ["Machine", "Network", "finish", "needs_relay", "needs_root"]
+__all__ = ["Machine", "Namespaces", "finish", "needs_relay", "needs_root"]
 
 _NEW_NETWORK, _NEW_MOUNTS, _BIND, _PRIVATE = 0x40000000, 0x00020000, 0x1000, 0x40000 | 0x4000
 
@@ -60,7 +60,7 @@ class Machine:
         argv: What the command line is given.
     """
 
-    def __init__(self, network: Network, number: int, log: Path, *argv: str | Path) -> None:
+    def __init__(self, network: Namespaces, number: int, log: Path, *argv: str | Path) -> None:
         self.log, self._code = log, None
 
         def attach() -> None:

@@ -12,9 +12,9 @@ from evenstep.core.errors import ConfigError, PeerError, SilenceError
 
 pytest.importorskip("cloudpickle", reason="clusters need it: pip install 'evenstep[ray]'")
 from evenstep.agents.agent import Agent
-from evenstep.agents.head import Head, Order
+from evenstep.agents.head import Head, HeadOrder
 from evenstep.agents.shown import ScriptError, Shown
-from evenstep.agents.work import Work
+from evenstep.agents.work import ShippedWork
 from workers import run_workers
 
 
@@ -47,7 +47,7 @@ def by_value(function, *args):
 
     cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
     try:
-        return Work.of(function, args, {})
+        return ShippedWork.of(function, args, {})
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
 
@@ -76,7 +76,7 @@ def hear_out(head, shown):
 def test_a_lost_agent_costs_a_step_and_one_without_the_token_is_refused(capsys):
     seen, work = [], by_value(training, True)
     shown = Shown(lambda progress: seen.append(progress), quiet=False)
-    with Head(work, Order("127.0.0.1", "a secret", 3)) as head, Agent() as one, Agent() as two, Agent() as stranger:
+    with Head(work, HeadOrder("127.0.0.1", "a secret", 3)) as head, Agent() as one, Agent() as two, Agent() as stranger:
         for agent in (one, two, stranger):
             agent.warm_up()
         threads = [join(stranger, head, 1, work, "a guess"), join(one, head, 2, work), join(two, head, 1, work)]
@@ -106,13 +106,13 @@ def fails():
 
 
 def test_without_agents_the_head_computes_and_errors_stops_and_mistakes_are_told_apart():
-    with Head(by_value(fails), Order("127.0.0.1", "", 0)) as head:
+    with Head(by_value(fails), HeadOrder("127.0.0.1", "", 0)) as head:
         shown = Shown(None, quiet=True)
         hear_out(head, shown)
         with pytest.raises(ScriptError, match=r"^Traceback(?s:.*)in fails(?s:.*)ValueError: a bad day$"):
             shown.end(head.code, head.result)
     with pytest.raises(ConfigError, match=r"nobody can listen at 192\.0\.2\.77"):
-        Head(by_value(fails), Order("192.0.2.77", "", 0))
+        Head(by_value(fails), HeadOrder("192.0.2.77", "", 0))
 
 
 @pytest.mark.parametrize("code", [75, 130])
@@ -133,7 +133,7 @@ def test_nothing_outlives_whoever_has_started_it():
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        head, agent = Head(by_value(training, True), Order("127.0.0.1", "", 5)), Agent()
+        head, agent = Head(by_value(training, True), HeadOrder("127.0.0.1", "", 5)), Agent()
         os.write(writing, f"{head.pid} {agent.pid}".encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writing)

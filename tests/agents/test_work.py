@@ -12,7 +12,7 @@ from evenstep.core.errors import ConfigError
 pytest.importorskip("cloudpickle", reason="clusters need it: pip install 'evenstep[ray]'")
 from evenstep.agents import work as module
 from evenstep.agents.shipping import ship, unship
-from evenstep.agents.work import Work, hold, perform
+from evenstep.agents.work import ShippedWork, hold, perform
 from workers import run_workers
 
 
@@ -36,24 +36,24 @@ def test_work_survives_its_way(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("pass")
     for work in (
-        Work.of(double, (1,), {"plus": 3}),
-        Work.of(script, (1, "x"), {}),
-        Work.of(script, (), {}, str(tmp_path)),
+        ShippedWork.of(double, (1,), {"plus": 3}),
+        ShippedWork.of(script, (1, "x"), {}),
+        ShippedWork.of(script, (), {}, str(tmp_path)),
     ):
         text, data = work.pack()
-        assert Work.unpack(json.loads(json.dumps(text)), data) == work
+        assert ShippedWork.unpack(json.loads(json.dumps(text)), data) == work
     assert work.script == ("train.py", "pass"), "there it lies in a directory of the cluster's"
 
 
 def test_worker_0_gives_back_what_a_function_returns_and_nobody_else_does():
     result = os.memfd_create("result", 0)
     try:
-        hold(Work.of(double, (20,), {"plus": 2}), result)
+        hold(ShippedWork.of(double, (20,), {"plus": 2}), result)
         run_workers(1, lambda worker: perform(1))
         assert os.fstat(result).st_size == 0
         run_workers(1, lambda worker: perform(0))
         assert unship(os.pread(result, 100, 0)) == 42
-        hold(Work.of(threading.Lock, (), {}), result)
+        hold(ShippedWork.of(threading.Lock, (), {}), result)
         with pytest.raises(Exception, match="the function returned a lock that cannot be shipped"):
             run_workers(1, lambda worker: perform(0))
     finally:
@@ -68,7 +68,7 @@ def test_a_script_runs_as_it_was_where_the_run_was_asked_for(tmp_path, here):
     (tmp_path / "beside.py").write_text("WORD = ' and beside'")
     if here != "none":
         script.write_text(text if here == "the same" else "raise ValueError")
-    hold(Work(None, (str(script), text), (str(out),)))
+    hold(ShippedWork(None, (str(script), text), (str(out),)))
     try:
         run_workers(1, lambda worker: perform(0))
     finally:
@@ -79,7 +79,7 @@ def test_a_script_runs_as_it_was_where_the_run_was_asked_for(tmp_path, here):
 def test_the_error_of_a_script_that_is_not_here_shows_its_line(tmp_path):
     import traceback
 
-    hold(Work(None, (str(tmp_path / "gone.py"), "\nraise ValueError('a bad day')\n"), ()))
+    hold(ShippedWork(None, (str(tmp_path / "gone.py"), "\nraise ValueError('a bad day')\n"), ()))
 
     def body(worker):
         try:

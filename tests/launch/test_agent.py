@@ -7,7 +7,7 @@ import pytest
 
 from evenstep.core.errors import ConfigError, UnreachableError
 from evenstep.launch.agent import _connect, _job, _take_part, join
-from evenstep.launch.connection import Connection, Lost
+from evenstep.launch.connection import Lost, MachineConnection
 from evenstep.launch.door import PROTOCOL, proof_of
 
 
@@ -16,7 +16,7 @@ def ends():
     """The connection of a machine, and the head's end of it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         mine = _connect(server.getsockname(), None, 1.0)
-        head = Connection(server.accept()[0])
+        head = MachineConnection(server.accept()[0])
     with closing(mine), closing(head):
         yield mine, head
 

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from evenstep.launch.connection import FEW_BYTES, Connection, Lost
+from evenstep.launch.connection import FEW_BYTES, Lost, MachineConnection
 
 
 @pytest.fixture
 def ends():
     listening = socket.create_server(("127.0.0.1", 0))
-    one = Connection(socket.create_connection(listening.getsockname()))
-    other = Connection(listening.accept()[0], server=True)
+    one = MachineConnection(socket.create_connection(listening.getsockname()))
+    other = MachineConnection(listening.accept()[0], server=True)
     listening.close()
     yield one, other
     one.close()

@@ -10,8 +10,8 @@ import pytest
 
 import certificates
 from evenstep.core.errors import ConfigError
-from evenstep.launch.connection import Connection, Lost
-from evenstep.launch.door import PROTOCOL, Door, Listen, is_loopback, proof_of, read_token, split_address
+from evenstep.launch.connection import Lost, MachineConnection
+from evenstep.launch.door import PROTOCOL, HeadDoor, Listen, is_loopback, proof_of, read_token, split_address
 from evenstep.launch.likeness import difference, likeness
 
 
@@ -54,12 +54,12 @@ def talk(door, connection, message=None, *, proof=None):
 
 
 def knock(door):
-    return Connection(socket.create_connection(("127.0.0.1", door.port)))
+    return MachineConnection(socket.create_connection(("127.0.0.1", door.port)))
 
 
 def test_a_machine_that_knows_the_token_and_is_alike_is_let_in(host):
     with (
-        closing(Door(Listen("127.0.0.1", token="secret"), host, host.said.append)) as door,
+        closing(HeadDoor(Listen("127.0.0.1", token="secret"), host, host.said.append)) as door,
         closing(knock(door)) as machine,
     ):
         nonce = talk(door, machine)["nonce"]
@@ -81,7 +81,7 @@ def test_a_machine_that_knows_the_token_and_is_alike_is_let_in(host):
 )
 def test_a_machine_that_does_not_is_refused_with_a_sentence(host, mine, why):
     with (
-        closing(Door(Listen("127.0.0.1", token="secret"), host, host.said.append)) as door,
+        closing(HeadDoor(Listen("127.0.0.1", token="secret"), host, host.said.append)) as door,
         closing(knock(door)) as machine,
     ):
         talk(door, machine)
@@ -92,7 +92,7 @@ def test_a_machine_that_does_not_is_refused_with_a_sentence(host, mine, why):
 
 
 def test_a_machine_that_is_not_alike_hears_what_differs(host):
-    with closing(Door(Listen("127.0.0.1"), host, host.said.append)) as door, closing(knock(door)) as machine:
+    with closing(HeadDoor(Listen("127.0.0.1"), host, host.said.append)) as door, closing(knock(door)) as machine:
         nonce = talk(door, machine)["nonce"]
         talk(door, machine, {"protocol": PROTOCOL, "proof": proof_of("", "join", nonce), "nonce": "n"})
         assert talk(door, machine, {"name": "bad"}) == {"refused": "it is not good"}
@@ -100,7 +100,7 @@ def test_a_machine_that_is_not_alike_hears_what_differs(host):
 
 def test_a_stranger_that_says_nothing_or_nonsense_holds_up_nobody(host):
     with (
-        closing(Door(Listen("127.0.0.1"), host, host.said.append)) as door,
+        closing(HeadDoor(Listen("127.0.0.1"), host, host.said.append)) as door,
         closing(knock(door)),
         closing(knock(door)) as loud,
         closing(knock(door)) as machine,
@@ -115,30 +115,30 @@ def test_a_stranger_that_says_nothing_or_nonsense_holds_up_nobody(host):
 
 def test_an_address_that_others_can_reach_needs_a_token(host):
     with pytest.raises(ConfigError, match=r"--listen 0.0.0.0:0 can be reached from other machines.*--token-file"):
-        Door(Listen("0.0.0.0"), host, host.said.append)
+        HeadDoor(Listen("0.0.0.0"), host, host.said.append)
     assert is_loopback("localhost")
     assert not is_loopback("0.0.0.0")
 
 
 def test_an_address_in_use_and_a_certificate_that_is_none_are_named(host, tmp_path):
     with (
-        closing(Door(Listen("127.0.0.1"), host, host.said.append)) as door,
+        closing(HeadDoor(Listen("127.0.0.1"), host, host.said.append)) as door,
         pytest.raises(ConfigError, match="Address already in use; name a free address"),
     ):
-        Door(Listen("127.0.0.1", door.port), host, host.said.append)
+        HeadDoor(Listen("127.0.0.1", door.port), host, host.said.append)
     (tmp_path / "cert").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"--certfile .* cannot be used"):
-        Door(Listen("127.0.0.1", certfile=tmp_path / "cert"), host, host.said.append)
+        HeadDoor(Listen("127.0.0.1", certfile=tmp_path / "cert"), host, host.said.append)
 
 
 def test_with_a_certificate_the_connection_is_tls_and_others_get_nowhere(host, tmp_path):
     certfile, keyfile = certificates.make(tmp_path)
     listen = Listen("127.0.0.1", certfile=Path(certfile), keyfile=Path(keyfile))
     context = ssl.create_default_context(cafile=certfile)
-    with closing(Door(listen, host, host.said.append)) as door, closing(knock(door)) as plain:
+    with closing(HeadDoor(listen, host, host.said.append)) as door, closing(knock(door)) as plain:
         plain.send({"protocol": PROTOCOL, "proof": "", "nonce": ""})
         sock = socket.create_connection(("127.0.0.1", door.port))
-        with closing(Connection(sock, context, host="localhost")) as machine:
+        with closing(MachineConnection(sock, context, host="localhost")) as machine:
             machine.flush()
             nonce = talk(door, machine)["nonce"]
             mine = {"protocol": PROTOCOL, "proof": proof_of("", "join", nonce), "nonce": "n"}
@@ -147,9 +147,12 @@ def test_with_a_certificate_the_connection_is_tls_and_others_get_nowhere(host, t
         with pytest.raises(Lost):
             talk(door, plain)
     stranger = ssl.create_default_context()
-    with closing(Door(listen, host, host.said.append)) as door:
+    with closing(HeadDoor(listen, host, host.said.append)) as door:
         sock = socket.create_connection(("127.0.0.1", door.port))
-        with closing(Connection(sock, stranger, host="localhost")) as machine, pytest.raises(Lost, match="certificate"):
+        with (
+            closing(MachineConnection(sock, stranger, host="localhost")) as machine,
+            pytest.raises(Lost, match="certificate"),
+        ):
             talk(door, machine)
 
 

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from evenstep.exchange.generations import Generation
-from evenstep.launch.connection import Connection, Lost
+from evenstep.launch.connection import Lost, MachineConnection
 from evenstep.launch.far import There
 from evenstep.transport.bridge import Bridging
 
@@ -27,8 +27,8 @@ class Heard:
 def ends():
     """A machine, who hears of it, and the other end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        theirs = Connection(socket.create_connection(server.getsockname()))
-        ours = Connection(server.accept()[0])
+        theirs = MachineConnection(socket.create_connection(server.getsockname()))
+        ours = MachineConnection(server.accept()[0])
     for connection in (ours, theirs):
         connection.trust()
     heard = Heard()

@@ -15,7 +15,7 @@ from evenstep.launch.job import Job
 from evenstep.launch.machines import Machines
 from evenstep.testing import Fault, plant
 from evenstep.transport.links import ALTERED
-from namespaces import Machine, Network, needs_relay, needs_root
+from namespaces import Machine, Namespaces, needs_relay, needs_root
 from workers import cli_run
 
 SCRIPT = """
@@ -108,7 +108,7 @@ def expected(alone):
 
 @needs_root
 def test_machines_are_lost_and_come_back_and_the_fingerprint_is_that_of_one(run, expected, tmp_path):
-    with Network(3) as network:
+    with Namespaces(3) as network:
         start = run(network)
         head = start.head("-n", "1", "--machines", "2", "--silence", "2", pause_s=0.4)
         first = start.join(1, "-n", "2")
@@ -130,7 +130,7 @@ def test_machines_are_lost_and_come_back_and_the_fingerprint_is_that_of_one(run,
 
 @needs_root
 def test_when_the_head_is_lost_everyone_ends_and_resume_goes_on(run, expected, tmp_path):
-    with Network(2) as network:
+    with Namespaces(2) as network:
         start = run(network)
         checkpoints = (tmp_path / "checkpoints",)
         head = start.head("-n", "1", "--machines", "2", pause_s=0.2, checkpoints=checkpoints)
@@ -155,7 +155,7 @@ def test_when_the_head_is_lost_everyone_ends_and_resume_goes_on(run, expected, t
 
 @needs_root
 def test_a_machine_with_another_script_or_token_is_refused_and_the_run_goes_on(run, expected, tmp_path):
-    with Network(2) as network:
+    with Namespaces(2) as network:
         start = run(network)
         head = start.head("-n", "1", "--machines", "2", pause_s=0.0)
         head.awaits("other machines can join")
@@ -179,7 +179,7 @@ def test_a_machine_with_another_script_or_token_is_refused_and_the_run_goes_on(r
 
 @needs_root
 def test_machines_that_do_not_reach_each_other_and_one_that_is_stopped_and_wakes_up_later(run, expected, tmp_path):
-    with Network(3) as network:
+    with Namespaces(3) as network:
         start = run(network)
         head = start.head("-n", "1", "--machines", "3", "--silence", "1", pause_s=0.2)
         first, second = start.join(1, "-n", "1"), start.join(2, "-n", "1")
@@ -205,7 +205,7 @@ def test_machines_that_do_not_reach_each_other_and_one_that_is_stopped_and_wakes
 @needs_relay
 @pytest.mark.parametrize(("delay_s", "loss", "steps"), [(0.0, 0.02, 50), (0.1, 0.0, 4)])
 def test_links_that_lose_packets_or_take_their_time_cost_time_and_no_bit(run, alone, delay_s, loss, steps):
-    with Network(2, delay_s=delay_s, loss=loss) as network:
+    with Namespaces(2, delay_s=delay_s, loss=loss) as network:
         start = run(network)
         head = start.head("-n", "1", "--machines", "2", "--silence", "20", steps=steps, pause_s=0.0)
         other = start.join(1, "-n", "2")
@@ -218,7 +218,7 @@ def test_links_that_lose_packets_or_take_their_time_cost_time_and_no_bit(run, al
 @needs_root
 @pytest.mark.parametrize("machines", [2, 3])
 def test_a_machine_sends_no_more_than_its_share_of_the_gradients(run, machines, tmp_path):
-    with Network(machines) as network:
+    with Namespaces(machines) as network:
         start = run(network)
         (tmp_path / "train.py").write_text(WIDE)
         head = start.head("-n", "2", "--machines", str(machines))

@@ -9,7 +9,7 @@ from evenstep.launch.roster import (
     Announce,
     Ending,
     Fail,
-    Fault,
+    LastWord,
     LeaveOut,
     Lose,
     Regroup,
@@ -168,13 +168,13 @@ def test_a_worker_that_was_given_up_and_killed_did_not_crash():
 
 
 def test_a_script_that_fails_before_the_first_step_is_at_fault():
-    roster, decisions = begun(2).faults(1, Fault.ERROR).ended(1, 1, 0)
+    roster, decisions = begun(2).faults(1, LastWord.ERROR).ended(1, 1, 0)
     assert decisions == [Fail(1)]
     assert roster.ended(0, 7, 0) == (roster._set(0, stage=Stage.GONE, code=7), []), "the others fail because of it"
 
 
 def test_a_script_that_fails_once_is_given_another_try_and_twice_in_one_place_is_at_fault():
-    roster, decisions = working(2).faults(1, Fault.ERROR).ended(1, 1, 5)
+    roster, decisions = working(2).faults(1, LastWord.ERROR).ended(1, 1, 5)
     assert isinstance(decisions[0], Lose)
     roster = roster.started(1)
     roster, _ = roster.waits(1)
@@ -183,13 +183,13 @@ def test_a_script_that_fails_once_is_given_another_try_and_twice_in_one_place_is
     assert isinstance(roster.ended(1, 1, 6)[1][0], Lose), "somewhere else it may go well"
 
 
-@pytest.mark.parametrize("fault", [Fault.MISTAKE, Fault.HOPELESS])
+@pytest.mark.parametrize("fault", [LastWord.MISTAKE, LastWord.HOPELESS])
 def test_what_would_fail_again_ends_the_run_at_once(fault):
     assert working(2).faults(1, fault).ended(1, 2, 5)[1] == [Fail(1)]
 
 
 def test_a_worker_without_which_the_others_cannot_go_on_ends_the_run():
-    roster = working(2).faults(1, Fault.NONE, final=True).faults(1, Fault.ERROR)
+    roster = working(2).faults(1, LastWord.NONE, final=True).faults(1, LastWord.ERROR)
     assert roster.of(1).final
     assert roster.ended(1, 1, 5)[1] == [Fail(1)]
 
@@ -198,13 +198,13 @@ def test_those_who_wait_are_told_to_end_and_those_who_have_not_caught_up_are_kil
     roster, _ = working(3).scale(4, 8)
     roster = roster.started(3)
     roster, _ = roster.waits(0)
-    roster, decisions = roster.faults(2, Fault.MISTAKE).ended(2, 2, 5)
+    roster, decisions = roster.faults(2, LastWord.MISTAKE).ended(2, 2, 5)
     assert decisions == [Fail(2), Signal(0, signal.SIGTERM), Signal(3, signal.SIGKILL)]
 
 
 def test_a_newcomer_that_fails_before_it_has_caught_up_is_left_out():
     roster, _ = working(2).scale(3, 8)
-    roster, decisions = roster.started(2).faults(2, Fault.ERROR).ended(2, 1, 5)
+    roster, decisions = roster.started(2).faults(2, LastWord.ERROR).ended(2, 1, 5)
     assert decisions == [LeaveOut(2)]
     assert roster.wanted == 2
 

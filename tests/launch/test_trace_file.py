@@ -13,7 +13,7 @@ from evenstep.exchange.tracing import Kind, Span, pack
 from evenstep.launch.console import Console
 from evenstep.launch.job import Job
 from evenstep.launch.trace_file import TraceFile
-from evenstep.launch.trails import Piece
+from evenstep.launch.trails import TrailPiece
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def console():
 
 
 def piece(*spans, place=0, pid=100):
-    return Piece(place, pid, b"".join(map(pack, spans)))
+    return TrailPiece(place, pid, b"".join(map(pack, spans)))
 
 
 def events(path):

@@ -3,7 +3,7 @@
 import re
 import sys
 
-from namespaces import Network, finish, needs_root
+from namespaces import Namespaces, finish, needs_root
 from workers import cli_run
 
 SCRIPT = """
@@ -26,7 +26,7 @@ def test_torchrun_on_two_machines_ends_on_the_fingerprint_of_one_process(script)
     path = script(SCRIPT)
     alone = cli_run("run", "-n", "1", path).stdout.splitlines()[-1]
     assert re.fullmatch("fingerprint [0-9a-f]{64}", alone)
-    with Network(2) as network:
+    with Namespaces(2) as network:
         where = ["--master-addr", network.addresses[0], "--master-port", 29500]
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, *where]
         started = [network.start(m, *command, "--node-rank", m, path, apart=True) for m in range(2)]

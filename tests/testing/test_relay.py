@@ -2,7 +2,7 @@
 
 import sys
 
-from namespaces import Network, needs_relay
+from namespaces import Namespaces, needs_relay
 
 ASK = """
 import socket, sys, time
@@ -43,7 +43,7 @@ def answering(network, machine):
 
 @needs_relay
 def test_everything_takes_its_time_in_both_directions_and_machines_can_be_parted():
-    with Network(3, delay_s=0.1) as network:
+    with Namespaces(3, delay_s=0.1) as network:
         answering(network, 1)
         ask(network, 0, 1)  # who asks first asks for the way as well
         heard, seconds = ask(network, 0, 1)
@@ -59,7 +59,7 @@ def test_everything_takes_its_time_in_both_directions_and_machines_can_be_parted
 
 @needs_relay
 def test_a_part_of_the_packets_is_lost():
-    with Network(2, loss=0.2) as network:
+    with Namespaces(2, loss=0.2) as network:
         answering(network, 1)
         assert any(ask(network, 0, 1, 5, wait_s=1.0)[0] for _ in range(10))  # the way is known then
         heard, _ = ask(network, 0, 1, 400, wait_s=1.0)

@@ -6,7 +6,7 @@ Importing it brings no torch: only the process that forks workers needs that (`j
 from contextlib import suppress
 
 from evenstep.agents import process
-from evenstep.agents.work import Work
+from evenstep.agents.work import ShippedWork
 from evenstep.core.errors import ConfigError, PeerError, SilenceError
 
 __all__ = ["Agent"]
@@ -39,7 +39,7 @@ class Agent:
         """
         self._wait()
 
-    def join(self, address: tuple[str, int], num_workers: int, token: str, work: Work) -> None:
+    def join(self, address: tuple[str, int], num_workers: int, token: str, work: ShippedWork) -> None:
         """Take part in a run, after `warm_up`; returns when the run is over, however it ended.
 
         Raises:

@@ -15,18 +15,18 @@ from subprocess import PIPE
 from typing import Any
 
 from evenstep.agents import process
-from evenstep.agents.work import Work
+from evenstep.agents.work import ShippedWork
 from evenstep.core.control import ask
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Head", "Order"]
+__all__ = ["Head", "HeadOrder"]
 
 Report = dict[str, Any]
 _ENDING_S = 5.0
 
 
 @dataclass(frozen=True)
-class Order:
+class HeadOrder:
     """How a run is headed.
 
     Attributes:
@@ -61,7 +61,7 @@ class Head:
         ConfigError: The host is no address of this machine.
     """
 
-    def __init__(self, work: Work, order: Order) -> None:
+    def __init__(self, work: ShippedWork, order: HeadOrder) -> None:
         with _listening(order.host) as door:
             reading, writing = os.pipe()
             self._result = os.memfd_create("evenstep result", 0)

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from evenstep.agents import process
-from evenstep.agents.head import Order
-from evenstep.agents.work import MODULE, Work, hold
+from evenstep.agents.head import HeadOrder
+from evenstep.agents.work import MODULE, ShippedWork, hold
 from evenstep.core import events
 from evenstep.core.errors import EvenstepError
 from evenstep.launch.door import Listen
@@ -21,8 +21,8 @@ def _main(words: Sequence[str]) -> int:
     if found is None:
         return 0
     told, data = found
-    order = Order(**told["order"])
-    hold(Work.unpack(told["work"], data), result_fd)
+    order = HeadOrder(**told["order"])
+    hold(ShippedWork.unpack(told["work"], data), result_fd)
 
     def report(event: events.Event) -> None:
         events.send(events_fd, event)

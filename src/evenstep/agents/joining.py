@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from evenstep.agents import process
-from evenstep.agents.work import Work, hold
+from evenstep.agents.work import ShippedWork, hold
 from evenstep.core.errors import ConfigError, EvenstepError
 from evenstep.launch.agent import join
 from evenstep.launch.worker import warm_up
@@ -22,7 +22,7 @@ def _main(_: Sequence[str]) -> int:
         if order is None:
             return 0
         told, data = order
-        hold(Work.unpack(told["work"], data))
+        hold(ShippedWork.unpack(told["work"], data))
         try:
             join(told["address"], told["workers"], token=told["token"], wait_s=_WAIT_S)
         except EvenstepError as error:

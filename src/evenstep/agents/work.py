@@ -20,14 +20,14 @@ from evenstep.agents.shipping import ship
 from evenstep.core.errors import ConfigError
 from evenstep.launch.script import run_as_main
 
-__all__ = ["MODULE", "Work", "hold", "perform"]
+__all__ = ["MODULE", "ShippedWork", "hold", "perform"]
 
 MODULE = "evenstep.agents.worker"
 """What a worker runs as its script."""
 
 
 @dataclass(frozen=True)
-class Work:
+class ShippedWork:
     """What every worker runs.
 
     Attributes:
@@ -47,7 +47,7 @@ class Work:
         args: tuple[Any, ...],
         options: dict[str, Any],
         working_dir: str | None = None,
-    ) -> "Work":
+    ) -> "ShippedWork":
         """What is to be run, from what a user says.
 
         Args:
@@ -75,16 +75,16 @@ class Work:
         return {**asdict(self), "function": self.function is not None}, self.function or b""
 
     @classmethod
-    def unpack(cls, text: dict[str, Any], data: bytes) -> "Work":
+    def unpack(cls, text: dict[str, Any], data: bytes) -> "ShippedWork":
         """The inverse of `pack`, also after a way through JSON."""
         script = None if text["script"] is None else (text["script"][0], text["script"][1])
         return cls(data if text["function"] else None, script, tuple(text["args"]))
 
 
-_held: list[tuple[Work, int | None]] = []  # by the process that forks workers, and so by each of them
+_held: list[tuple[ShippedWork, int | None]] = []  # by the process that forks workers, and so by each of them
 
 
-def hold(work: Work, result_fd: int | None = None) -> None:
+def hold(work: ShippedWork, result_fd: int | None = None) -> None:
     """Let the workers that are forked from this process find what to do, and where worker 0 puts what comes of it."""
     _held[:] = [(work, result_fd)]
 

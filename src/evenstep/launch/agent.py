@@ -28,12 +28,12 @@ from evenstep.core.errors import ConfigError, PeerError, UnreachableError
 from evenstep.core.output import say
 from evenstep.core.signals import Signals
 from evenstep.exchange.generations import Generation
-from evenstep.launch.connection import Connection, Lost
+from evenstep.launch.connection import Lost, MachineConnection
 from evenstep.launch.door import PROTOCOL, proof_of, split_address
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import likeness
 from evenstep.launch.machine import End, Here
-from evenstep.launch.trails import Piece
+from evenstep.launch.trails import TrailPiece
 from evenstep.launch.worker import warm_up
 from evenstep.transport.bridge import Bridging
 from evenstep.transport.segment import Segment
@@ -50,7 +50,7 @@ class _Agent:
     """Carries out what the head asks for: see `Hears` for what it tells it."""
 
     def __init__(
-        self, number: int, connection: Connection, job: Job, segment: Segment, silence_s: float, *, traced: bool
+        self, number: int, connection: MachineConnection, job: Job, segment: Segment, silence_s: float, *, traced: bool
     ) -> None:
         self._connection, self._silence_s = connection, silence_s
         name = socket.gethostname()
@@ -135,7 +135,7 @@ class _Agent:
         waits = kind == "events" and any(b'"waits"' in line for line in lines)
         self._say("heard", b"\n".join(lines), place=place, kind=kind, round=self._here.round if waits else 0)
 
-    def did(self, machine: int, pieces: Sequence[Piece], ahead_ns: int = 0) -> None:
+    def did(self, machine: int, pieces: Sequence[TrailPiece], ahead_ns: int = 0) -> None:
         """See `Hears`."""
         for piece in pieces:
             self._say("did", piece.spans, place=piece.place, pid=piece.pid)
@@ -206,12 +206,12 @@ def _tls(cafile: Path | None) -> ssl.SSLContext | None:
         raise ConfigError(f"--cafile {cafile} cannot be used: {error.strerror or error}") from error
 
 
-def _connect(where: tuple[str, int], tls: ssl.SSLContext | None, wait_s: float) -> Connection:
+def _connect(where: tuple[str, int], tls: ssl.SSLContext | None, wait_s: float) -> MachineConnection:
     deadline = time.monotonic() + wait_s
     while True:
         try:
             sock = socket.create_connection(where, timeout=max(min(5.0, deadline - time.monotonic()), 0.1))
-            return Connection(sock, tls, host=where[0])
+            return MachineConnection(sock, tls, host=where[0])
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UnreachableError(
@@ -221,7 +221,7 @@ def _connect(where: tuple[str, int], tls: ssl.SSLContext | None, wait_s: float) 
             time.sleep(_AGAIN_S)
 
 
-def _take_part(connection: Connection, num_workers: int, token: str) -> int:
+def _take_part(connection: MachineConnection, num_workers: int, token: str) -> int:
     greeting, _ = connection.wait(_ANSWER_S)
     if greeting.get("protocol") != PROTOCOL:
         raise ConfigError(f"the head speaks protocol {greeting.get('protocol')}, not {PROTOCOL}: install one version")
@@ -243,7 +243,7 @@ def _take_part(connection: Connection, num_workers: int, token: str) -> int:
         return _Agent(number, connection, job, segment, said["silence_s"], traced=said["traced"]).run()
 
 
-def _answer(connection: Connection) -> dict[str, Any]:
+def _answer(connection: MachineConnection) -> dict[str, Any]:
     message, _ = connection.wait(_ANSWER_S)
     if "refused" in message:
         raise ConfigError(f"the head refuses this machine: {message['refused']}")

@@ -16,7 +16,7 @@ from typing import Any
 from evenstep.core.errors import EvenstepError
 from evenstep.launch.clocks import Clock
 
-__all__ = ["Connection", "Lost", "Message"]
+__all__ = ["Lost", "MachineConnection", "Message"]
 
 Message = tuple[dict[str, Any], bytes]
 _HEAD = struct.Struct("<IQ")  # bytes of the text, bytes beside it
@@ -32,7 +32,7 @@ class Lost(EvenstepError):
     """The other end is gone, or is nobody of ours. The message says how, and follows its name."""
 
 
-class Connection:
+class MachineConnection:
     """One end.
 
     Args:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from evenstep.core.errors import ConfigError
-from evenstep.launch.connection import Connection, Lost
+from evenstep.launch.connection import Lost, MachineConnection
 
-__all__ = ["PROTOCOL", "Arrival", "Door", "Listen", "is_loopback", "proof_of", "read_token", "split_address"]
+__all__ = ["PROTOCOL", "Arrival", "HeadDoor", "Listen", "is_loopback", "proof_of", "read_token", "split_address"]
 
 PROTOCOL = 2
 _PATIENCE_S = 20.0  # for all of it: the newcomer may have to look up and hash things on a slow disk
@@ -77,7 +77,7 @@ class Arrival(Protocol):
     def job(self) -> dict[str, Any]:
         """What it would run."""
 
-    def admit(self, connection: Connection, said: dict[str, Any]) -> str | None:
+    def admit(self, connection: MachineConnection, said: dict[str, Any]) -> str | None:
         """Let it in, with what it says it is like; or why not, as a sentence."""
 
 
@@ -126,7 +126,7 @@ def proof_of(token: str, who: str, nonce: str) -> str:
 
 @dataclass
 class _Arriving:
-    connection: Connection
+    connection: MachineConnection
     nonce: str
     since: float
     proved: bool = False
@@ -141,7 +141,7 @@ def _listening(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--listen {host}:{port}: {why}; name a free address") from error
 
 
-class Door:
+class HeadDoor:
     """Listens; everything happens in `turn`, which never waits.
 
     Args:
@@ -179,7 +179,7 @@ class Door:
                 sock.close()
                 return
             nonce = secrets.token_hex(16)
-            each = _Arriving(Connection(sock, self._tls, server=True), nonce, time.monotonic())
+            each = _Arriving(MachineConnection(sock, self._tls, server=True), nonce, time.monotonic())
             self._arriving.append(each)
             with suppress(Lost):
                 each.connection.send({"protocol": PROTOCOL, "nonce": nonce})

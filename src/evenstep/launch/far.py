@@ -5,9 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from evenstep.exchange.generations import Generation
-from evenstep.launch.connection import Connection, Lost
+from evenstep.launch.connection import Lost, MachineConnection
 from evenstep.launch.machine import End, Hears
-from evenstep.launch.trails import Piece
+from evenstep.launch.trails import TrailPiece
 from evenstep.transport.bridge import Bridging
 
 __all__ = ["There"]
@@ -34,7 +34,7 @@ class There:
         journal: How much of the journal it has, while no worker of it is in a generation; None: one is.
     """
 
-    def __init__(self, number: int, name: str, capacity: int, connection: Connection, hears: Hears) -> None:
+    def __init__(self, number: int, name: str, capacity: int, connection: MachineConnection, hears: Hears) -> None:
         self.number, self.name, self.capacity, self._round = number, name, capacity, 0
         self.connection, self._hears = connection, hears
         self.journal: int | None = 0
@@ -138,7 +138,7 @@ class There:
             case "rows":
                 self._rows = {int(place): dict(row) for place, row in message["rows"].items()}
             case "did":
-                piece = Piece(message["place"], message["pid"], data)
+                piece = TrailPiece(message["place"], message["pid"], data)
                 self._hears.did(self.number, [piece], self.connection.clock.ahead_ns)
             case "journal" if self._left_out:
                 self.journal = message["count"]

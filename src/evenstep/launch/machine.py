@@ -18,7 +18,7 @@ from evenstep.exchange.generations import Generation
 from evenstep.exchange.journal import Journal
 from evenstep.launch.job import Job
 from evenstep.launch.memory import Starvation
-from evenstep.launch.trails import Piece, Trails
+from evenstep.launch.trails import TrailPiece, Trails
 from evenstep.launch.worker import STACK_SIGNAL, run_worker
 from evenstep.launch.worker_process import WorkerProcess
 from evenstep.native import core
@@ -58,7 +58,7 @@ class Hears(Protocol):
     def heard(self, machine: int, place: int, kind: str, lines: Sequence[bytes]) -> None:
         """A worker has written whole lines: to "out", "err" or "events"."""
 
-    def did(self, machine: int, pieces: Sequence[Piece], ahead_ns: int = 0) -> None:
+    def did(self, machine: int, pieces: Sequence[TrailPiece], ahead_ns: int = 0) -> None:
         """What workers did when; the clock of their machine is ahead of this one's by so much."""
 
     def gave_up(self, machine: int, place: int, text: str, leaves: bool) -> None:

@@ -14,8 +14,8 @@ from evenstep.core.children import Children
 from evenstep.core.config import MAX_SHARDS
 from evenstep.exchange.generations import Generation
 from evenstep.launch.breaks import Breaks
-from evenstep.launch.connection import Connection, Lost
-from evenstep.launch.door import Door, Listen
+from evenstep.launch.connection import Lost, MachineConnection
+from evenstep.launch.door import HeadDoor, Listen
 from evenstep.launch.far import There
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import difference, likeness
@@ -68,11 +68,11 @@ class Machines:
         self._breaks = Breaks(here.number)
         self.workers_awaited = self._listen.workers if self._listen is not None else 0
         self._stack = ExitStack()
-        self._door: Door | None = None
+        self._door: HeadDoor | None = None
         if self._listen is not None:
             check_backend(self._listen.between)
             self._likeness = likeness(job.script, job.shards)
-            self._door = self._stack.enter_context(closing(Door(self._listen, self, say)))
+            self._door = self._stack.enter_context(closing(HeadDoor(self._listen, self, say)))
             self._store = StoreProcess()
             self._stack.callback(lambda: self._store.close())
 
@@ -169,7 +169,7 @@ class Machines:
             "silence_s": self._listen.silence_s if self._listen is not None else None,
         }
 
-    def admit(self, connection: Connection, said: dict[str, Any]) -> str | None:
+    def admit(self, connection: MachineConnection, said: dict[str, Any]) -> str | None:
         """See `Arrival`."""
         name, count, theirs = said.get("name"), said.get("workers"), said.get("likeness")
         if not isinstance(name, str) or type(count) is not int or count < 1 or not isinstance(theirs, dict):

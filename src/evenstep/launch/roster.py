@@ -16,7 +16,7 @@ __all__ = [
     "Decision",
     "Ending",
     "Fail",
-    "Fault",
+    "LastWord",
     "LeaveOut",
     "Lose",
     "Regroup",
@@ -58,7 +58,7 @@ class Script(Enum):
     ENDED = "at its end, without having left its run"
 
 
-class Fault(Enum):
+class LastWord(Enum):
     """What a worker has said of its end."""
 
     NONE = "nothing"
@@ -101,7 +101,7 @@ class Worker(NamedTuple):
     place: int
     stage: Stage
     script: Script = Script.OUTSIDE
-    fault: Fault = Fault.NONE
+    fault: LastWord = LastWord.NONE
     final: bool = False
     given_up: bool = False
     starved: bool = False
@@ -294,7 +294,7 @@ class Roster(NamedTuple):
             return self  # it has ended as it should
         return self._set(place, script=script)
 
-    def faults(self, place: int, fault: Fault, *, final: bool = False) -> "Roster":
+    def faults(self, place: int, fault: LastWord, *, final: bool = False) -> "Roster":
         """A worker says why it is about to end."""
         worker = self.of(place)
         assert worker is not None, "it speaks"
@@ -341,7 +341,7 @@ class Roster(NamedTuple):
             return roster.form()
         if self.ending is Ending.STOPS:
             return roster._lose(worker, code)
-        if worker.fault is Fault.BEGINS_AGAIN:
+        if worker.fault is LastWord.BEGINS_AGAIN:
             return roster._lose(worker, code)
         if worker.is_late and not (worker.closed or worker.final) and code >= 0 and roster.alive:
             return roster._replace(wanted=min(self.wanted, len(roster.alive))), [LeaveOut(place)]
@@ -353,7 +353,7 @@ class Roster(NamedTuple):
             final, roster = self.crashes_always(worker._replace(code=code)), self
         else:
             again, roster = self.failed_at == committed, self._replace(failed_at=committed)
-            fatal = worker.fault in (Fault.MISTAKE, Fault.HOPELESS) or worker.final or worker.closed
+            fatal = worker.fault in (LastWord.MISTAKE, LastWord.HOPELESS) or worker.final or worker.closed
             final = fatal or again or not self.stepped
         return roster._fail(worker.place) if final else roster._lose(worker, code)
 

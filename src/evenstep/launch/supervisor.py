@@ -38,7 +38,7 @@ from evenstep.launch.roster import (
     Decision,
     Ending,
     Fail,
-    Fault,
+    LastWord,
     LeaveOut,
     Lose,
     Regroup,
@@ -52,7 +52,7 @@ from evenstep.launch.roster import (
 from evenstep.launch.scribe import Scribe
 from evenstep.launch.seat import Seat
 from evenstep.launch.trace_file import TraceFile
-from evenstep.launch.trails import Piece
+from evenstep.launch.trails import TrailPiece
 from evenstep.launch.worker import warm_up
 from evenstep.page.answers import answer
 from evenstep.page.process import PageProcess
@@ -297,7 +297,7 @@ class _Supervisor:
             self._abort(culprit, text)
             self._machines.broke(generation, machine, culprit, text)
 
-    def did(self, machine: int, pieces: Sequence[Piece], ahead_ns: int = 0) -> None:
+    def did(self, machine: int, pieces: Sequence[TrailPiece], ahead_ns: int = 0) -> None:
         """See `Hears`."""
         if self._trace is not None:
             self._trace.add(machine, self._machines.all[machine].name, pieces, ahead_ns)
@@ -490,13 +490,13 @@ class _Supervisor:
 
     def _on_error(self, worker: Seat, event: Event) -> None:
         worker.error = event["error"]
-        hopeless = Fault.HOPELESS if event.get("hopeless") else Fault.ERROR
-        self._roster = self._roster.faults(worker.number, Fault.MISTAKE if event.get("mistake") else hopeless)
+        hopeless = LastWord.HOPELESS if event.get("hopeless") else LastWord.ERROR
+        self._roster = self._roster.faults(worker.number, LastWord.MISTAKE if event.get("mistake") else hopeless)
         self._console.log_error(worker.number, event["error"])
 
     def _on_begins_again(self, worker: Seat, _: Event) -> None:
         worker.begins_again = True
-        self._roster = self._roster.faults(worker.number, Fault.BEGINS_AGAIN)
+        self._roster = self._roster.faults(worker.number, LastWord.BEGINS_AGAIN)
 
     def _on_final(self, worker: Seat, _: Event) -> None:
         self._roster = self._roster.faults(worker.number, self._of(worker).fault, final=True)
@@ -544,7 +544,7 @@ class _Supervisor:
     def _report_failure(self, worker: Seat) -> int:
         """Show the error of the worker that failed first (the others fail because of it), last and whole."""
         found, code = self._of(worker), worker.ended.code
-        if found.fault is not Fault.MISTAKE:
+        if found.fault is not LastWord.MISTAKE:
             always = self._roster.crashes_always(found)
             again = f", as {MAX_CRASHES - 1} before it without a committed step in between" if always else ""
             self._console.say(f"{worker.ended.text}{again}")

@@ -17,7 +17,7 @@ from evenstep.core.errors import ConfigError
 from evenstep.exchange.tracing import Kind, Span, unpack
 from evenstep.launch.console import Console
 from evenstep.launch.job import Job
-from evenstep.launch.trails import Piece
+from evenstep.launch.trails import TrailPiece
 
 __all__ = ["TraceFile"]
 
@@ -59,7 +59,7 @@ class TraceFile:
         except OSError as error:
             raise ConfigError(f"--trace: {path} cannot be written: {error.strerror}; name another place") from error
 
-    def add(self, machine: int, name: str, pieces: Iterable[Piece], ahead_ns: int) -> None:
+    def add(self, machine: int, name: str, pieces: Iterable[TrailPiece], ahead_ns: int) -> None:
         """Write what workers of a machine did, and what the supervisor has said meanwhile.
 
         Args:

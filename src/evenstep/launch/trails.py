@@ -8,12 +8,12 @@ from evenstep.exchange.tracing import Kind, Span, pack
 from evenstep.transport.segment import Segment
 from evenstep.transport.trail import Trail
 
-__all__ = ["Piece", "Trails"]
+__all__ = ["TrailPiece", "Trails"]
 
 _EVERY_S = 0.2
 
 
-class Piece(NamedTuple):
+class TrailPiece(NamedTuple):
     """Spans of one worker, packed."""
 
     place: int
@@ -34,7 +34,7 @@ class Trails:
         self._trails: dict[int, Trail] = {}
         self._pids: dict[int, int] = {}
         self._dropped: dict[int, int] = {}
-        self._ready: list[Piece] = []
+        self._ready: list[TrailPiece] = []
         self._next_s = 0.0
 
     def started(self, place: int, pid: int) -> None:
@@ -50,9 +50,9 @@ class Trails:
         if begin_ns:
             inside = "waiting" if doing.waiting else "" if doing.shard is None else f"shard {doing.shard}"
             span = Span(begin_ns, time.monotonic_ns() - begin_ns, doing.step, Kind.UNFINISHED, inside)
-            self._ready.append(Piece(place, self._pids[place], pack(span)))
+            self._ready.append(TrailPiece(place, self._pids[place], pack(span)))
 
-    def take(self, *, at_once: bool = False) -> list[Piece]:
+    def take(self, *, at_once: bool = False) -> list[TrailPiece]:
         """What has come since this was called last, now and then.
 
         Args:
@@ -74,4 +74,4 @@ class Trails:
             lost = Span(time.monotonic_ns(), 0, dropped - self._dropped[place], Kind.LOST, "")
             spans, self._dropped[place] = spans + pack(lost), dropped
         if spans:
-            self._ready.append(Piece(place, self._pids[place], spans))
+            self._ready.append(TrailPiece(place, self._pids[place], spans))

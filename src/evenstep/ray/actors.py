@@ -5,8 +5,8 @@ from typing import Any
 import ray
 
 from evenstep.agents.agent import Agent
-from evenstep.agents.head import Head, Order
-from evenstep.agents.work import Work
+from evenstep.agents.head import Head, HeadOrder
+from evenstep.agents.work import ShippedWork
 from evenstep.core.errors import ConfigError, EvenstepError
 
 __all__ = ["AgentActor", "HeadActor"]
@@ -19,7 +19,7 @@ class AgentActor:
     def __init__(self) -> None:
         self._agent = Agent()
 
-    def join(self, address: tuple[str, int], num_workers: int, token: str, work: Work) -> tuple[bool, str]:
+    def join(self, address: tuple[str, int], num_workers: int, token: str, work: ShippedWork) -> tuple[bool, str]:
         """Take part in a run until it is over; returns whether the head has refused this node, and what was said."""
         try:
             self._agent.warm_up()
@@ -33,8 +33,8 @@ class AgentActor:
 class HeadActor:
     """The head."""
 
-    def __init__(self, work: Work, options: dict[str, Any]) -> None:
-        self._head = Head(work, Order(ray.util.get_node_ip_address(), **options))
+    def __init__(self, work: ShippedWork, options: dict[str, Any]) -> None:
+        self._head = Head(work, HeadOrder(ray.util.get_node_ip_address(), **options))
 
     def address(self) -> tuple[str, int]:
         """Where agents come to."""

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from evenstep.agents.shares import limits, share_out
 from evenstep.agents.shown import ScriptError, Shown
-from evenstep.agents.work import Work
+from evenstep.agents.work import ShippedWork
 from evenstep.core import env
 from evenstep.core.errors import ConfigError, PeerError
 from evenstep.ray.actors import AgentActor, HeadActor
@@ -89,7 +89,7 @@ def run(
         PeerError: The head's node is lost.
     """
     least, most = limits(workers)
-    work = Work.of(function_or_script, args, options, working_dir)
+    work = ShippedWork.of(function_or_script, args, options, working_dir)
     connected_here = _connect(address, working_dir)
     shown = Shown(on_progress, quiet=quiet)
     more = {"shards": shards, "max_restarts": max_restarts, "step_timeout_s": step_timeout_s, "resume": resume}
@@ -129,7 +129,7 @@ class _Guest:
     """One run."""
 
     def __init__(
-        self, work: Work, least: int, most: int, needs: dict[str, float], start_timeout_s: float, shown: Shown
+        self, work: ShippedWork, least: int, most: int, needs: dict[str, float], start_timeout_s: float, shown: Shown
     ) -> None:
         self._work, self._least, self._most, self._needs = work, least, most, needs
         self._start_timeout_s, self._shown = start_timeout_s, shown

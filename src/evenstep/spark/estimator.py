@@ -152,12 +152,12 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
 
     def write(self) -> Any:
         """What saves it; functions are kept by name."""
-        return _Writer(self)
+        return _EstimatorWriter(self)
 
     @classmethod
     def read(cls) -> Any:
         """What loads it."""
-        return _Reader(cls)
+        return _EstimatorReader(cls)
 
 
 def divide(dataset: DataFrame, columns: list[str], key: str | None, part: float) -> tuple[DataFrame, DataFrame | None]:
@@ -172,13 +172,13 @@ def divide(dataset: DataFrame, columns: list[str], key: str | None, part: float)
     return rows.filter(~chosen), rows.filter(chosen)
 
 
-class _Writer(DefaultParamsWriter):
+class _EstimatorWriter(DefaultParamsWriter):
     def saveImpl(self, path: str) -> None:  # Spark's name
         plain_params = self.instance.plain_params()
         DefaultParamsWriter.saveMetadata(self.instance, path, self.sparkSession, paramMap=plain_params)
 
 
-class _Reader(DefaultParamsReader):
+class _EstimatorReader(DefaultParamsReader):
     def load(self, path: str) -> Estimator:
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         estimator = Estimator()

@@ -21,13 +21,13 @@ from evenstep.spark.params import TrainingParams
 from evenstep.spark.rows import plain_columns
 from evenstep.spark.training import inputs_of
 
-__all__ = ["Model", "Prediction"]
+__all__ = ["Model", "Predictor"]
 
 _loaded: dict[str, nn.Module] = {}  # of this process, by fingerprint: a model is loaded once
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Predictor:
     """How rows are predicted, on an executor.
 
     Attributes:
@@ -144,7 +144,7 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
         if probability is not None:
             fields.append(StructField(probability, ArrayType(DoubleType())))
         session = dataset.sparkSession
-        how = Prediction(
+        how = Predictor(
             self.getOrDefault(self.model),
             session.sparkContext.broadcast(self.weights),
             self.fingerprint,
@@ -173,15 +173,15 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
 
     def write(self) -> Any:
         """What saves it."""
-        return _Writer(self)
+        return _ModelWriter(self)
 
     @classmethod
     def read(cls) -> Any:
         """What loads it."""
-        return _Reader(cls)
+        return _ModelReader(cls)
 
 
-class _Writer(DefaultParamsWriter):
+class _ModelWriter(DefaultParamsWriter):
     def saveImpl(self, path: str) -> None:  # Spark's name
         model: Model = self.instance
         DefaultParamsWriter.saveMetadata(model, path, self.sparkSession, paramMap=model.plain_params())
@@ -191,7 +191,7 @@ class _Writer(DefaultParamsWriter):
         rows.coalesce(1).write.parquet(f"{path}/data")
 
 
-class _Reader(DefaultParamsReader):
+class _ModelReader(DefaultParamsReader):
     def load(self, path: str) -> Model:
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         row = self.sparkSession.read.parquet(f"{path}/data").head()

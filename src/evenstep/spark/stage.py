@@ -11,14 +11,14 @@ from pyspark import InheritableThread
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from evenstep.agents.head import Head, Order
+from evenstep.agents.head import Head, HeadOrder
 from evenstep.agents.shares import limits
 from evenstep.agents.shown import ScriptError, Shown
-from evenstep.agents.work import Work
+from evenstep.agents.work import ShippedWork
 from evenstep.core.errors import ConfigError
 from evenstep.run.progress import Progress
 from evenstep.spark.said import said_in
-from evenstep.spark.task import Task, take_part
+from evenstep.spark.task import SparkTask, take_part
 
 __all__ = ["ScriptError", "run", "session_of"]
 
@@ -86,10 +86,10 @@ def run(
     """
     context = session_of(session).sparkContext
     least, most = limits(workers)
-    work = Work.of(function_or_script, args, options)
+    work = ShippedWork.of(function_or_script, args, options)
     awaited = min(_await_slots(context, least, start_timeout_s), most)
     shown, token = Shown(on_progress, quiet=quiet), secrets.token_hex(16)
-    order = Order(
+    order = HeadOrder(
         context.getConf().get("spark.driver.host"),
         token,
         awaited,
@@ -99,7 +99,7 @@ def run(
     )
     with (
         Head(work, order) as head,
-        _Stage(context, Task(work, head.address, token, secrets.token_hex(8)), most) as stage,
+        _Stage(context, SparkTask(work, head.address, token, secrets.token_hex(8)), most) as stage,
     ):
         is_stopping = False
         while head.code is None:
@@ -118,7 +118,7 @@ def run(
 class _Stage:
     """The tasks, in a job of Spark's. A context manager."""
 
-    def __init__(self, context: Any, task: Task, count: int) -> None:
+    def __init__(self, context: Any, task: SparkTask, count: int) -> None:
         self._context, self._task, self._count = context, task, count
         self._num_stages = 0
         self._error: Exception | None = None

@@ -7,17 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from evenstep.agents.agent import Agent
-from evenstep.agents.work import Work
+from evenstep.agents.work import ShippedWork
 from evenstep.core.errors import SilenceError
 
-__all__ = ["Task", "take_part"]
+__all__ = ["SparkTask", "take_part"]
 
 _LONGEST_S = 120.0  # that the first task of an executor may take until it has an agent
 _TAKEN, _OVER = b"t", b"o"
 
 
 @dataclass(frozen=True)
-class Task:
+class SparkTask:
     """What every task has to know.
 
     Attributes:
@@ -27,13 +27,13 @@ class Task:
         name: Of the run: tasks of another one are none of our business.
     """
 
-    work: Work
+    work: ShippedWork
     address: tuple[str, int]
     token: str
     name: str
 
 
-def take_part(task: Task) -> None:
+def take_part(task: SparkTask) -> None:
     """Be a task, until the run is over.
 
     The tasks of an executor are forked from one process, by which they find each other: the first that comes starts an
@@ -61,7 +61,7 @@ def take_part(task: Task) -> None:
             return
 
 
-def _lead(task: Task, door: socket.socket) -> None:
+def _lead(task: SparkTask, door: socket.socket) -> None:
     lodgers: list[socket.socket] = []
     try:
         with Agent() as agent:

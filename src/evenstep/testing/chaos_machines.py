@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 from evenstep.testing import training
-from evenstep.testing.network import Network, descendants, missing
+from evenstep.testing.network import Namespaces, descendants, missing
 
 __all__ = ["Chaos", "main", "recoveries"]
 
@@ -40,7 +40,7 @@ class Chaos:
         dice: The source of randomness.
     """
 
-    def __init__(self, network: Network, directory: Path, name: str, dice: random.Random) -> None:
+    def __init__(self, network: Namespaces, directory: Path, name: str, dice: random.Random) -> None:
         self._network, self._directory, self._name, self._dice = network, directory, name, dice
         self._log = directory / "head.log"
         self._agents: dict[int, subprocess.Popen[str]] = {}
@@ -198,7 +198,7 @@ def main() -> int:
     while total < options.faults and good:
         name = training.TRAININGS[seed % len(training.TRAININGS)]
         begin = time.monotonic()
-        with tempfile.TemporaryDirectory() as directory, Network(options.machines) as network:
+        with tempfile.TemporaryDirectory() as directory, Namespaces(options.machines) as network:
             chaos = Chaos(network, Path(directory), name, random.Random(seed))
             good = chaos.run(options.steps) and _fingerprint(chaos.said) == quiet[name]
         count = sum(chaos.struck.values())

@@ -1,6 +1,6 @@
 """Simulated machines: network namespaces around a bridge, with links that can be cut, shaped and counted.
 
-Needs root and the `ip` command; `tc` to limit rates. Everything is gone when a `Network` is closed.
+Needs root and the `ip` command; `tc` to limit rates. Everything is gone when a `Namespaces` is closed.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 from evenstep.core.children import Child
 from evenstep.testing.relay import relay
 
-__all__ = ["Network", "descendants", "missing"]
+__all__ = ["Namespaces", "descendants", "missing"]
 
 
 def missing() -> str | None:
@@ -51,7 +51,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-class Network:
+class Namespaces:
     """Several machines that reach each other. A context manager.
 
     Args:
@@ -72,7 +72,7 @@ class Network:
         self._started: list[subprocess.Popen[str]] = []
         self._closing: list[Callable[[], None]] = []
 
-    def __enter__(self) -> "Network":
+    def __enter__(self) -> "Namespaces":
         try:
             self._ip("link", "add", self._bridge, "type", "bridge")
             self._ip("link", "set", self._bridge, "up")

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from evenstep.native import core
-from evenstep.transport.links import RANGES, WORDS, Link, Links, connect
+from evenstep.transport.links import RANGES, WORDS, Links, Transfer, connect
 from evenstep.transport.outbox import ARRIVED, EVERYONE, POST, Mark, Request, Requests
 from evenstep.transport.segment import SEGMENT_BYTES, Segment
 from evenstep.transport.silence import Silence
@@ -42,7 +42,7 @@ _LOOK_S = 0.05
 _ANY_PORT = 9
 _PROBE_S = 1.0  # how long a machine may take to answer at all
 _NOBODY = -1
-_UnderWay: TypeAlias = "tuple[int, Link, Tensor]"  # to which machine, and what; must stay alive until it has left
+_UnderWay: TypeAlias = "tuple[int, Transfer, Tensor]"  # to which machine, and what; must stay alive until it has left
 
 
 @dataclass(frozen=True)

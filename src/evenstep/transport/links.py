@@ -25,9 +25,9 @@ __all__ = [
     "RANGES",
     "WORDS",
     "GlooLinks",
-    "Link",
     "Links",
     "SealedLinks",
+    "Transfer",
     "address_towards",
     "check_backend",
     "connect",
@@ -43,7 +43,7 @@ _TOGETHER_BYTES = 1 << 16  # up to here a message is copied, to go as one with i
 _FOREVER = timedelta(days=365)  # who is lost is not for us to find out
 
 
-class Link(Protocol):
+class Transfer(Protocol):
     """Something on its way."""
 
     def wait(self) -> Any:
@@ -65,7 +65,7 @@ class Links(Protocol):
     machine: int
     count: int
 
-    def send(self, machine: int, lane: int, data: Tensor) -> Link:
+    def send(self, machine: int, lane: int, data: Tensor) -> Transfer:
         """Start to send bytes [n]; they must stay until it is over."""
 
     def receive(self, machine: int, lane: int, data: Tensor) -> None:
@@ -130,9 +130,9 @@ class GlooLinks:
             group.set_timeout(_FOREVER)
             self._lanes.append(group)
 
-    def send(self, machine: int, lane: int, data: Tensor) -> Link:
+    def send(self, machine: int, lane: int, data: Tensor) -> Transfer:
         """See `Links`."""
-        link: Link = self._lanes[lane].send([data], machine, 0)
+        link: Transfer = self._lanes[lane].send([data], machine, 0)
         return link
 
     def receive(self, machine: int, lane: int, data: Tensor) -> None:
@@ -151,7 +151,7 @@ class _OtherLinks:
         dist.init_process_group(backend, store=store, rank=machine, world_size=count, timeout=timeout)
         self._lanes = [dist.new_group(timeout=_FOREVER) for _ in range(LANES)]
 
-    def send(self, machine: int, lane: int, data: Tensor) -> Link:
+    def send(self, machine: int, lane: int, data: Tensor) -> Transfer:
         staged = data if self._device is None else data.to(self._device)
         work = dist.isend(staged, machine, self._lanes[lane])
         assert work is not None, "this machine is in the group"
@@ -174,7 +174,7 @@ class SealedLinks:
     def __init__(self, links: Links) -> None:
         self._links, self.machine, self.count = links, links.machine, links.count
 
-    def send(self, machine: int, lane: int, data: Tensor) -> Link:
+    def send(self, machine: int, lane: int, data: Tensor) -> Transfer:
         """See `Links`."""
         seal = _seal(data)
         if data.numel() <= _TOGETHER_BYTES:
@@ -212,11 +212,11 @@ def _seal(data: Tensor) -> Tensor:
 class _Sent:
     """A message on its way, and the memory that must stay until it has left."""
 
-    links: Sequence[Link]
+    links: Sequence[Transfer]
     held: Sequence[Tensor]
 
     def wait(self) -> None:
-        """See `Link`."""
+        """See `Transfer`."""
         for link in self.links:
             link.wait()
 

@@ -5,7 +5,7 @@ import os
 import torch
 
 from evenstep.server.wire.areas import Area, hand_over, map_image, places
-from evenstep.server.wire.tensors import Head, Spec, encode, fresh
+from evenstep.server.wire.tensors import Spec, TensorHead, encode, fresh
 
 SPECS = {"w": Spec(torch.float32, (3, 5)), "none": Spec(torch.float32, (0,)), "n": Spec(torch.int64, ())}
 
@@ -25,7 +25,7 @@ def test_two_processes_see_one_image():
 
 
 def test_an_area_is_free_when_nobody_holds_its_tensors():
-    head = Head.parse(bytes(encode({"w": torch.zeros(4)})[0][8:]), 16)
+    head = TensorHead.parse(bytes(encode({"w": torch.zeros(4)})[0][8:]), 16)
     area = Area(fresh(16))
     held = area.tensors(head)
     assert area.tensors(head)["w"] is held["w"], "made once"

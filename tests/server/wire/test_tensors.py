@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.wire.tensors import DTYPES, Head, ParameterLayout, Sender, Spec, encode, head_length
+from evenstep.server.wire.tensors import DTYPES, ParameterLayout, Sender, Spec, TensorHead, encode, head_length
 
 
 def test_heads_of_tensors_are_refused_or_exact():
@@ -20,7 +20,7 @@ def test_heads_of_tensors_are_refused_or_exact():
         for _ in range(dice.randint(0, 3)):
             data[dice.randrange(len(data))] = dice.choice(b'0123456789,:[]{}" -F')
         try:
-            head = Head.parse(bytes(data), 60)
+            head = TensorHead.parse(bytes(data), 60)
         except RefusedError:
             continue
         accepted += 1
@@ -42,7 +42,7 @@ def test_messages_are_safetensors_in_both_directions():
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     data = safetensors.torch.save(tensors)
     length = 8 + head_length(data[:8], len(data))
-    read = Head.parse(data[8:length], len(data) - length).tensors(bytearray(data[length:]))
+    read = TensorHead.parse(data[8:length], len(data) - length).tensors(bytearray(data[length:]))
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 

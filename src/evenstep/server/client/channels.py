@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError, RefusedError, ServerError
-from evenstep.server.wire.tensors import KEPT_BYTES, Head, Spec, bytes_of, fresh
+from evenstep.server.wire.tensors import KEPT_BYTES, Spec, TensorHead, bytes_of, fresh
 
 __all__ = ["INTELLIGIBLE", "Channel", "Fields", "Receiver", "fields_of"]
 
@@ -61,11 +61,13 @@ class Receiver:
     """
 
     def __init__(self) -> None:
-        self._head: Head | None = None
+        self._head: TensorHead | None = None
         self._known: list[Any] = []
         self._pieces: list[memoryview] = []
 
-    def room_for(self, head: Head, out: Mapping[str, Tensor] | None) -> tuple[list[memoryview], dict[str, Tensor]]:
+    def room_for(
+        self, head: TensorHead, out: Mapping[str, Tensor] | None
+    ) -> tuple[list[memoryview], dict[str, Tensor]]:
         """Where to read the data of a reply to, piece by piece, and the tensors made of them.
 
         Raises:

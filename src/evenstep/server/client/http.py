@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenstep.core.errors import RefusedError, ServerError
 from evenstep.server.client.channels import INTELLIGIBLE, Channel, Fields, Receiver, fields_of
-from evenstep.server.wire.tensors import LENGTH_BYTES, Head, encode, head_length
+from evenstep.server.wire.tensors import LENGTH_BYTES, TensorHead, encode, head_length
 from evenstep.server.wire.text import read_json
 
 __all__ = ["HttpChannel"]
@@ -82,7 +82,7 @@ class HttpChannel(Channel):
             _fill(response.readinto, memoryview(prefix := bytearray(LENGTH_BYTES)))
             text = bytearray(head_length(prefix, num_bytes))
             _fill(response.readinto, memoryview(text))
-            head = Head.parse(text, num_bytes - LENGTH_BYTES - len(text))
+            head = TensorHead.parse(text, num_bytes - LENGTH_BYTES - len(text))
         pieces, found = Receiver().room_for(head, out)
         for piece in pieces:
             _fill(response.readinto, piece)

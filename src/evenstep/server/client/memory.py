@@ -13,7 +13,7 @@ from evenstep.core.errors import ConfigError, RefusedError
 from evenstep.server.client.channels import INTELLIGIBLE, Channel, Fields, fields_of
 from evenstep.server.wire.areas import Area, hand_over, map_image
 from evenstep.server.wire.frames import Frames
-from evenstep.server.wire.tensors import DTYPES, LENGTH_BYTES, Head, Spec, encode
+from evenstep.server.wire.tensors import DTYPES, LENGTH_BYTES, Spec, TensorHead, encode
 
 __all__ = ["MemoryChannel"]
 
@@ -67,7 +67,7 @@ class MemoryChannel(Channel):
         parts = encode(tensors)
         text = bytes(parts[0][LENGTH_BYTES:])
         num_bytes = sum(len(part) for part in parts[1:])
-        head = Head.parse(text, num_bytes)
+        head = TensorHead.parse(text, num_bytes)
         request = {**fields, "head": text.decode(), "data_bytes": num_bytes}
         if self._area is not None and len(self._area.data) >= num_bytes:
             self._fill(self._area, head, tensors)
@@ -85,7 +85,7 @@ class MemoryChannel(Channel):
             reply = self._next()
         return reply
 
-    def _fill(self, area: Area, head: Head, tensors: Mapping[str, Tensor]) -> None:
+    def _fill(self, area: Area, head: TensorHead, tensors: Mapping[str, Tensor]) -> None:
         for name, place in area.tensors(head).items():
             hand_over(place, tensors[name])
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from evenstep.core.errors import RefusedError
 from evenstep.server.service.requests import StageUpdate, Update
 from evenstep.server.store.rounds import Contribution
-from evenstep.server.wire.tensors import Head, ParameterLayout, Spec
+from evenstep.server.wire.tensors import ParameterLayout, Spec, TensorHead
 
 __all__ = ["INDICES", "VALUES", "Incoming", "Places"]
 
@@ -60,7 +60,7 @@ class Incoming:
         """What alone determines which tensors are allowed."""
         return self.layout, self._request.spans, self._request.shards, self._buffers
 
-    def check(self, head: Head) -> Places:
+    def check(self, head: TensorHead) -> Places:
         """Check that a message carries only allowed tensors; return what each is.
 
         Raises:
@@ -86,7 +86,7 @@ class Incoming:
         whole = self._request.shards is None and not self._buffers
         return Places(places, whole and all(specs.get(name) == spec for name, spec in head.specs.items()))
 
-    def _check_sparse(self, name: str, indices: Spec, head: Head) -> None:
+    def _check_sparse(self, name: str, indices: Spec, head: TensorHead) -> None:
         if self._request.shards is not None:
             raise RefusedError("tree nodes are whole; send top-k values as a mean")
         expected, values = self.layout.find(name), head.specs.get(name + VALUES)

@@ -52,7 +52,7 @@ from evenstep.server.store.store import Store
 from evenstep.server.store.workers import Acknowledged
 from evenstep.server.wire.areas import Area
 from evenstep.server.wire.slices import LAYOUT
-from evenstep.server.wire.tensors import Head, ParameterLayout, encode
+from evenstep.server.wire.tensors import ParameterLayout, TensorHead, encode
 
 __all__ = ["Reply", "Service", "ServiceCall"]
 
@@ -141,7 +141,7 @@ class Service:
             raise RefusedError(f"'{verb}' takes no tensors but {body_bytes} bytes follow")
         return ServiceCall(self, verb, request, body_bytes)
 
-    def incoming(self, layout: ParameterLayout, request: Update | StageUpdate, head: Head) -> Incoming:
+    def incoming(self, layout: ParameterLayout, request: Update | StageUpdate, head: TensorHead) -> Incoming:
         """An update before its data have arrived. One of a form already checked is not checked again."""
         incoming = Incoming(layout, request)
         key = (head, incoming.form)
@@ -194,7 +194,7 @@ class ServiceCall:
     def __init__(self, service: Service, verb: str, request: Request, body_bytes: int) -> None:
         self._service, self._store = service, service.store
         self.verb, self._request, self.body_bytes = verb, request, body_bytes
-        self._head: Head | None = None
+        self._head: TensorHead | None = None
         self._incoming: Incoming | None = None
         self._taken = self._placed_bytes = 0
         self._area: Area | None = None
@@ -206,7 +206,7 @@ class ServiceCall:
         """Whether it carries tensors."""
         return isinstance(self._request, _WITH_TENSORS)
 
-    def check(self, head: Head) -> None:
+    def check(self, head: TensorHead) -> None:
         """Check what the tensors will be.
 
         Raises:
@@ -224,7 +224,7 @@ class ServiceCall:
                 raise RefusedError(f"the parameters were put by '{self._store.state.owner}' already", 409)
             layout.check_whole({name: spec for name, spec in head.specs.items() if name != LAYOUT})
 
-    def expect(self, head: Head) -> memoryview:
+    def expect(self, head: TensorHead) -> memoryview:
         """Check what the tensors will be; return a writable buffer for their data. May block until there is room.
 
         Raises:
@@ -240,7 +240,7 @@ class ServiceCall:
         self._head, self._area = head, self._spare
         return self._spare.data[: head.data_bytes]
 
-    def place(self, head: Head, area: Area) -> None:
+    def place(self, head: TensorHead, area: Area) -> None:
         """Note that the tensors were checked, and are in memory shared with the client."""
         self._head, self._area, self._placed_bytes = head, area, head.data_bytes
 

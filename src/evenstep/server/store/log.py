@@ -19,7 +19,7 @@ from torch import Tensor
 
 from evenstep.core.errors import CheckpointError, RefusedError
 from evenstep.core.files import open_regular
-from evenstep.server.wire.tensors import LENGTH_BYTES, Head, encode, head_length
+from evenstep.server.wire.tensors import LENGTH_BYTES, TensorHead, encode, head_length
 from evenstep.server.wire.text import write_json
 
 __all__ = ["Log", "LogEntry", "Record", "read"]
@@ -186,7 +186,7 @@ def _record(data: mmap.mmap, at: int, end: int) -> Record | None:
     try:
         facts: dict[str, Any] = json.loads(data[at + _HEAD.size : begin])
         head_bytes = LENGTH_BYTES + head_length(body[:LENGTH_BYTES], len(body))
-        head = Head.parse(body[LENGTH_BYTES:head_bytes], len(body) - head_bytes)
+        head = TensorHead.parse(body[LENGTH_BYTES:head_bytes], len(body) - head_bytes)
     except (RefusedError, ValueError):
         return None
     return facts, head.tensors(bytearray(body[head_bytes:] or b"\0"))

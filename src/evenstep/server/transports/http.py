@@ -24,7 +24,7 @@ from evenstep.server.service.metrics import CONTENT_TYPE, prometheus
 from evenstep.server.service.requests import from_query
 from evenstep.server.service.service import Reply, Service, ServiceCall
 from evenstep.server.transports.web import Handler, Json, WebServer, connection_of, guarded, page, token_of
-from evenstep.server.wire.tensors import LENGTH_BYTES, Head, head_length
+from evenstep.server.wire.tensors import LENGTH_BYTES, TensorHead, head_length
 
 __all__ = ["HttpServer"]
 
@@ -171,7 +171,7 @@ class HttpServer:
                     head_bytes += head_length(begin[:LENGTH_BYTES], call.body_bytes)
                 if len(begin) < head_bytes:
                     continue
-                head = Head.parse(begin[LENGTH_BYTES:head_bytes], call.body_bytes - head_bytes)
+                head = TensorHead.parse(begin[LENGTH_BYTES:head_bytes], call.body_bytes - head_bytes)
                 buffer = await self._do(lambda head=head: call.expect(head))  # type: ignore[misc]  # binds it
                 piece = bytes(begin[head_bytes:])
             buffer[: len(piece)] = piece

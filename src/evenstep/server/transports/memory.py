@@ -19,7 +19,7 @@ from evenstep.core.errors import RefusedError
 from evenstep.server.service.service import Reply, Service, ServiceCall
 from evenstep.server.transports.sockets import Connections, Conversation, SharedTensors
 from evenstep.server.wire.areas import Area
-from evenstep.server.wire.tensors import Head
+from evenstep.server.wire.tensors import TensorHead
 
 __all__ = ["MemoryServer"]
 
@@ -65,7 +65,7 @@ class _MemoryConversation(Conversation):
         num_bytes, most = placed.data_bytes, self.service.limits.body_bytes
         if num_bytes > most:
             raise RefusedError(f"{num_bytes} bytes of tensors, expected at most {most}", 413)
-        head = Head.parse(placed.head.encode(), num_bytes)
+        head = TensorHead.parse(placed.head.encode(), num_bytes)
         call.check(head)
         if self._area is None or len(self._area.data) < max(num_bytes, 1):
             self._area = Area(memoryview(self._make_area(max(num_bytes, 1))))

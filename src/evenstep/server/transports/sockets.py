@@ -15,7 +15,7 @@ from evenstep.server.service.fields import read_whole
 from evenstep.server.service.service import Reply, Service, ServiceCall
 from evenstep.server.transports.door import Door
 from evenstep.server.wire.frames import Frames
-from evenstep.server.wire.tensors import LENGTH_BYTES, Head, head_length
+from evenstep.server.wire.tensors import LENGTH_BYTES, TensorHead, head_length
 
 __all__ = ["Connections", "Conversation", "SharedTensors"]
 
@@ -102,7 +102,7 @@ class Conversation:
             left -= len(prefix)
             text = self.frames.take(head_length(prefix, call.body_bytes))
             left -= len(text)
-            buffer = call.expect(Head.parse(text, left))
+            buffer = call.expect(TensorHead.parse(text, left))
         except RefusedError:
             self.frames.drain(left)
             raise

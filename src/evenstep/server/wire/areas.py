@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evenstep.native import core
-from evenstep.server.wire.tensors import Head, Spec
+from evenstep.server.wire.tensors import Spec, TensorHead
 from evenstep.transport.memory import aligned
 
 __all__ = ["Area", "hand_over", "map_image", "places"]
@@ -26,10 +26,10 @@ class Area:
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
-        self._head: Head | None = None
+        self._head: TensorHead | None = None
         self._tensors: dict[str, Tensor] = {}
 
-    def tensors(self, head: Head) -> dict[str, Tensor]:
+    def tensors(self, head: TensorHead) -> dict[str, Tensor]:
         """The tensors of a message whose data is here."""
         if head is not self._head:
             self._head, self._tensors = head, head.tensors(self.data)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenstep.core.errors import RefusedError
-from evenstep.server.wire.tensors import LENGTH_BYTES, Head, head_length
+from evenstep.server.wire.tensors import LENGTH_BYTES, TensorHead, head_length
 from evenstep.server.wire.text import read_json, write_json
 
 __all__ = ["Frames", "receive_head"]
@@ -187,7 +187,7 @@ class Frames:
         self.stream.close()
 
 
-def receive_head(frames: Frames, body_bytes: int) -> Head:
+def receive_head(frames: Frames, body_bytes: int) -> TensorHead:
     """Read the head of the tensors.
 
     Raises:
@@ -196,7 +196,7 @@ def receive_head(frames: Frames, body_bytes: int) -> Head:
     if body_bytes < LENGTH_BYTES:
         raise RefusedError(f"{body_bytes} bytes of tensors, expected safetensors")
     text = frames.take(head_length(frames.take(LENGTH_BYTES), body_bytes))
-    return Head.parse(text, body_bytes - LENGTH_BYTES - len(text))
+    return TensorHead.parse(text, body_bytes - LENGTH_BYTES - len(text))
 
 
 def _after(parts: list[memoryview], count: int) -> list[memoryview]:

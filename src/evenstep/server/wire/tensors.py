@@ -25,10 +25,10 @@ __all__ = [
     "LENGTH_BYTES",
     "MAX_HEAD_BYTES",
     "VALUES",
-    "Head",
     "ParameterLayout",
     "Sender",
     "Spec",
+    "TensorHead",
     "bytes_of",
     "encode",
     "fresh",
@@ -103,7 +103,7 @@ class Spec:
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class TensorHead:
     """The checked head of a message.
 
     Attributes:
@@ -117,7 +117,7 @@ class Head:
     data_bytes: int
 
     @classmethod
-    def parse(cls, text: bytes | bytearray | memoryview, data_bytes: int) -> "Head":
+    def parse(cls, text: bytes | bytearray | memoryview, data_bytes: int) -> "TensorHead":
         """Read the JSON of a head.
 
         Args:
@@ -130,7 +130,7 @@ class Head:
         return _parse(bytes(text), data_bytes)
 
     @classmethod
-    def read(cls, text: bytes, data_bytes: int) -> "Head":
+    def read(cls, text: bytes, data_bytes: int) -> "TensorHead":
         """As `parse`, but not cached."""
         value = read_json(text, "the head of the tensors")
         value.pop("__metadata__", None)
@@ -212,9 +212,9 @@ class ParameterLayout:
 
 
 @lru_cache(maxsize=64)
-def _parse(text: bytes, data_bytes: int) -> Head:
+def _parse(text: bytes, data_bytes: int) -> TensorHead:
     """Parse a head; cached, as a client sends the same one again and again."""
-    return Head.read(text, data_bytes)
+    return TensorHead.read(text, data_bytes)
 
 
 def head_length(prefix: bytes | bytearray | memoryview, body_bytes: int) -> int:
