@@ -119,6 +119,7 @@ def test_what_is_prepared_by_a_worker_that_was_let_in_but_has_to_catch_up_is_lai
     group.worker = 2
     group._take(Generation(2, 0, [0, 1, 2], None, machines=machines))
     sharing.lay_out(prepared)
+    holdings.settle()
     assert sharing.mine == range(0)
     if machines == [0, 0, 0]:  # beyond that, there is no way to another machine here
         sharing.replan()

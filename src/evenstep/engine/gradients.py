@@ -39,12 +39,14 @@ class Gradients:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
+        self._laid_out = False
         self.reduced: Callable[[int, dict[int, Tensor | None]], None] | None = None
         self.expects: Callable[[int], None] | None = None
 
     def lay_out(self, plan: Summing, delivery: Delivery) -> None:
         """Adopt a plan after the workers, or their shards, have changed."""
         self.plan, self.delivery = plan, delivery
+        self._laid_out = True
 
     def begin(self, token: int, active: Sequence[int], shards: Sequence[int]) -> None:
         """Start a step; see `Delivery.begin`.
@@ -135,5 +137,7 @@ class Gradients:
     def clear(self) -> None:
         """Drop all gradients."""
         self._sums, self._to_reduce = {}, []
+        if not self._laid_out:  # a worker that was let in while the others prepare catches up first
+            return
         self.delivery.end()
         self._counter = Counter(self.plan.leaves, 0, (), lambda *_: None)

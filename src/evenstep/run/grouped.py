@@ -99,7 +99,7 @@ class GroupedUpdates:
     @property
     def bundles(self) -> Bundles:
         """How the model is cut."""
-        assert self._bundles is not None, "gradients are laid out when a model is prepared"
+        assert self._bundles is not None, "a model is cut when it is prepared"
         return self._bundles
 
     @property
@@ -126,10 +126,15 @@ class GroupedUpdates:
 
     def lay_out(self, prepared: PreparedOptimizer, spans: Sequence[Span]) -> tuple[Summing, Delivery]:
         """See `Updates`. Parameters of a bundle are added up together."""
+        bundles = self._cut(prepared)
+        return prepared.in_tree(spans, [bundles.trained[bundle] for bundle in bundles.filled])
+
+    def _cut(self, prepared: PreparedOptimizer) -> Bundles:
+        """Cut the model into bundles, whoever owns them."""
         sizes = {name: p.numel() * p.element_size() for name, p in self._holdings.models.slots.parameters.items()}
         num_servers = len(self._standing.servers[self._standing.server_group])
         self._bundles = Bundles.of(sizes, prepared.names, num_servers)
-        return prepared.in_tree(spans, [self._bundles.trained[bundle] for bundle in self._bundles.filled])
+        return self._bundles
 
     def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
         """See `Updates`. Everyone begins with the values that the first group puts on all servers."""
@@ -155,7 +160,7 @@ class GroupedUpdates:
 
     def _open(self, model: nn.Module, prepared: PreparedOptimizer) -> None:
         """Make what carries bundles to the servers and back."""
-        timeout_s, bundles, entries = self._holdings.config.timeout_s, self.bundles, self._holdings.state.entries
+        timeout_s, bundles, entries = self._holdings.config.timeout_s, self._cut(prepared), self._holdings.state.entries
         buffers = list(self._holdings.models.slots.buffers)
         servers = Servers(
             self._standing, bundles.names, bundles.server_of, buffers, timeout_s, self.others.stop_if_asked
