@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in items if quick.is_quick(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
-    if config.getoption("dist", "no") != "no":
+    if hasattr(config, "workerinput"):  # one of several processes
         items.sort(key=lanes.order)
 
 

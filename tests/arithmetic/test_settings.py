@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -40,6 +40,17 @@ def main_frame() -> SimpleNamespace:
 
 
 @pytest.fixture
+def alone(monkeypatch):
+    """This process is that of a script, in one thread, whoever runs the tests."""
+    script = ModuleType("__main__")
+    script.__file__ = "train.py"
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--lr", "0.1"])
+    monkeypatch.setattr(threading, "active_count", lambda: 1 + len(set(threading.enumerate()) - before))
+    before = set(threading.enumerate())
+
+
+@pytest.fixture
 def started(monkeypatch) -> list[tuple[list[str], dict[str, str]]]:
     """Instead of becoming another process, this one notes what it would become."""
     found: list[tuple[list[str], dict[str, str]]] = []
@@ -72,9 +83,8 @@ def test_what_is_set_already_needs_no_new_start(variables, started):
 
 
 @pytest.mark.parametrize("wrong", [{}, {**settings.PORTABLE, "MKL_CBWR": "AVX2"}])
-def test_a_script_that_makes_the_run_itself_is_started_again(variables, started, capsys, monkeypatch, wrong):
+def test_a_script_that_makes_the_run_itself_is_started_again(variables, started, alone, capsys, wrong):
     variables(wrong)
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--lr", "0.1"])
     with pytest.raises(ConfigError):  # where it goes on only because this test does not become another process
         settings.insist(main_frame(), Environment())
     assert started == [([sys.executable, "train.py", "--lr", "0.1"], settings.PORTABLE)]
@@ -97,7 +107,7 @@ def test_others_are_told_what_to_do(variables, started, caller, place):
     assert "export ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE" in str(caught.value)
 
 
-def test_a_process_with_threads_is_not_started_again(variables, started):
+def test_a_process_with_threads_is_not_started_again(variables, started, alone):
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()
