@@ -114,7 +114,9 @@ def accelerate(rank: int, _: Path) -> State:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true")
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # of tests that ran in this process before
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == NUM_RANKS
     data = torch.utils.data.TensorDataset(*map(torch.cat, zip(*batches(0), strict=True)))
