@@ -269,11 +269,11 @@ def test_a_collective_may_take_longer_than_the_timeout_as_long_as_it_moves():
         pids = [None] * 2
         dist.all_gather_object(pids, os.getpid())
         dist.barrier()
-        dist.group.WORLD.set_timeout(timedelta(seconds=0.6))
-        work = dist.all_reduce(torch.ones(3_000_000), async_op=True)
+        dist.group.WORLD.set_timeout(timedelta(seconds=1.3))
+        work = dist.all_reduce(torch.ones(6_000_000), async_op=True)
         for _ in range(5 if rank == 0 else 0):  # slow, not silent
             os.kill(pids[1], signal.SIGSTOP)
-            time.sleep(0.2)
+            time.sleep(0.3)
             ran = ran_ns(pids[1])
             os.kill(pids[1], signal.SIGCONT)
             deadline = time.monotonic() + 5
