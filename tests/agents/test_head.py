@@ -129,6 +129,14 @@ def test_how_a_run_ends_is_told_apart(code):
         shown.end(139, None)
 
 
+def test_an_agent_that_does_not_get_on_is_given_up(monkeypatch):
+    monkeypatch.setattr("evenstep.agents.agent._WARM_S", 0.2)
+    with Agent() as agent:
+        os.kill(agent.pid, signal.SIGSTOP)
+        with pytest.raises(SilenceError, match=r"has not imported torch within 0\.2 s"):
+            agent.warm_up()
+
+
 def test_nothing_outlives_whoever_has_started_it():
     reading, writing = os.pipe()
     pid = os.fork()

@@ -3,6 +3,7 @@
 Importing it brings no torch: only the process that forks workers needs that (`joining.py`).
 """
 
+import select
 from contextlib import suppress
 
 from evenstep.agents import process
@@ -12,6 +13,7 @@ from evenstep.core.errors import ConfigError, PeerError, SilenceError
 __all__ = ["Agent"]
 
 _ENDING_S = 5.0
+_WARM_S = 120.0  # to import torch, on a node that has never done so
 
 
 class Agent:
@@ -35,8 +37,14 @@ class Agent:
         """Wait until it has imported what its workers need.
 
         Raises:
-            SilenceError: It has ended instead.
+            SilenceError: It has ended instead, or does not get on.
         """
+        assert self._process.stdout is not None, "it was asked for"
+        if not select.select([self._process.stdout], [], [], _WARM_S)[0]:
+            raise SilenceError(
+                f"the agent (pid {self.pid}) has not imported torch within {_WARM_S:g} s; look whether the node can "
+                "read its Python environment"
+            )
         self._wait()
 
     def join(self, address: tuple[str, int], num_workers: int, token: str, work: ShippedWork) -> None:

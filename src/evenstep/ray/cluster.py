@@ -24,7 +24,7 @@ from evenstep.agents.shares import limits, share_out
 from evenstep.agents.shown import ScriptError, Shown
 from evenstep.agents.work import ShippedWork
 from evenstep.core import env
-from evenstep.core.errors import ConfigError, PeerError
+from evenstep.core.errors import ConfigError, PeerError, SilenceError
 from evenstep.ray.actors import AgentActor, HeadActor
 from evenstep.run.progress import Progress
 
@@ -87,6 +87,7 @@ def run(
         ScriptError: The function or script has failed; the message is its traceback.
         KeyboardInterrupt: The run was interrupted, and has stopped after a step.
         PeerError: The head's node is lost.
+        SilenceError: The first workers were not there in time.
     """
     least, most = limits(workers)
     work = ShippedWork.of(function_or_script, args, options, working_dir)
@@ -139,6 +140,8 @@ class _Guest:
         self._placed: list[_Placed] = []
         self._refused: set[str] = set()  # nodes
         self._looked_at = 0.0
+        self._has_begun = False
+        self._deadline = time.monotonic() + start_timeout_s
         self._code: int | None = None
         self._is_stopping = False
 
@@ -178,7 +181,7 @@ class _Guest:
         Raises:
             ConfigError: There is too little room, also after waiting for what may be free soon.
         """
-        deadline = time.monotonic() + min(_PLACING_S, self._start_timeout_s)
+        deadline = min(time.monotonic() + _PLACING_S, self._deadline)
         while True:
             nodes = _nodes()
             room = [_room(free, self._needs) for free in nodes.values()]
@@ -241,9 +244,28 @@ class _Guest:
                 self._ended(agents[reference])
             else:
                 self._hear()
-        if time.monotonic() - self._looked_at > _NODES_S and self._code is None and not self._needs["GPU"]:
+        if time.monotonic() - self._looked_at > _NODES_S and self._code is None:
             self._looked_at = time.monotonic()
-            self._use_room()
+            self._check_begun()
+            if not self._needs["GPU"]:
+                self._use_room()
+
+    def _check_begun(self) -> None:
+        """Check that the workers meet in time.
+
+        Raises:
+            SilenceError: They do not.
+        """
+        if not self._begun() and time.monotonic() > self._deadline:
+            raise SilenceError(
+                f"the first workers were not there within {self._start_timeout_s:g} s: {self._least} were to come, and "
+                f"{len(self._placed)} nodes have an agent; look at Ray's log, or give it more time: start_timeout_s"
+            )
+
+    def _begun(self) -> bool:
+        """Whether the workers have met."""
+        self._has_begun = self._has_begun or self._of_head(self._head.has_begun.remote())
+        return self._has_begun
 
     def _of_head(self, reference: Any) -> Any:
         """What the head answers.
@@ -278,7 +300,7 @@ class _Guest:
             return  # the head is about to say how it ended
         if refused:
             self._refused.add(agent.node)
-        if not self._of_head(self._head.has_begun.remote()):
+        if not self._begun():
             if refused:
                 raise ConfigError(f"node {agent.node[:8]}: {said}")
             self._use_room()

@@ -24,6 +24,7 @@ __all__ = ["ScriptError", "run", "session_of"]
 
 _LOOK_S = 0.25
 _ENDING_S = 5.0  # how long tasks may take to end once the run is over
+_CANCELLING_S = 60.0  # how long Spark may take to end them itself
 _MOST_STAGES = 8
 
 
@@ -131,11 +132,11 @@ class _Stage:
         self._thread.join(_ENDING_S if kind is None else 0.0)
         if self._thread.is_alive():  # tasks that never got a place, or that are of no use any more
             self._context.cancelJobGroup(self._task.name)
-            self._thread.join()
+            self._thread.join(_CANCELLING_S)
 
     def _submit(self) -> None:
         self._num_stages += 1
-        self._thread = InheritableThread(target=self._run, name="evenstep stage")
+        self._thread = InheritableThread(target=self._run, name="evenstep stage", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
