@@ -12,7 +12,7 @@ from evenstep.launch.door import Listen
 from evenstep.launch.job import Job
 from evenstep.launch.supervisor import supervise
 
-_SILENCE_S = 5.0  # of a machine that hangs or is cut off; of one that ends its connection says so at once
+_SILENCE_S = 5.0  # until a machine that hangs or is cut off is given up; one that dies closes its connection at once
 
 
 def _main(words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""The process of an agent: imports what workers need, hears which head to join, and has workers until the end."""
+"""The process of an agent: imports what workers need, is told which head to join, and runs workers until the end."""
 
 import os
 import sys
@@ -10,12 +10,12 @@ from evenstep.core.errors import ConfigError, EvenstepError
 from evenstep.launch.agent import join
 from evenstep.launch.worker import warm_up
 
-_WAIT_S = 30.0  # for the head, which listens already
+_WAIT_S = 30.0  # for the head, which is listening already
 
 
 def _main(_: Sequence[str]) -> int:
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # what anybody prints is no message
+        os.dup2(2, 1)  # what imported code prints must not be read as a message
         warm_up()
         process.send(out, {"ready": True})
         order = process.receive(sys.stdin.buffer)

@@ -1,6 +1,6 @@
-"""A process of ours beside one of somebody else's: what it is told, what it says, and that it never outlives the other.
+"""A process of our own beside a process of the cluster: starting it, talking to it, and never letting it live longer.
 
-Messages are JSON lines, perhaps with bytes behind them, through the standard streams.
+Messages are JSON lines, optionally followed by bytes, through the standard streams.
 """
 
 import json
@@ -22,10 +22,10 @@ def begin(module: str, words: Sequence[str] = (), *, err: int | None = None, kee
     """Start a module as a process that is killed when the thread that calls this ends.
 
     Args:
-        module: It calls `serve`.
+        module: The module to run, which must call `serve`.
         words: Its arguments.
         err: Where its standard error goes; None: where ours goes.
-        keep: Descriptors that it has under the same numbers.
+        keep: Descriptors that it inherits under the same numbers.
     """
     return Popen(
         [sys.executable, "-m", module, str(os.getpid()), *words],
@@ -39,24 +39,24 @@ def begin(module: str, words: Sequence[str] = (), *, err: int | None = None, kee
 
 
 def serve(main: Callable[[Sequence[str]], int]) -> int:
-    """Be such a process: call `main` with its arguments and return its exit code."""
+    """The body of a process that `begin` started: calls `main` with the arguments and returns its exit code."""
     core.die_with_parent()
     if os.getppid() != int(sys.argv[1]):
-        return 1  # the other one was gone before
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # an actor of Ray's blocks SIGINT
+        return 1  # our parent had gone already
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a Ray actor blocks SIGINT
     return main(sys.argv[2:])
 
 
 def send(pipe: IO[bytes] | None, message: dict[str, Any], data: bytes = b"") -> None:
     """Send a message."""
-    assert pipe is not None, "it was asked for"
+    assert pipe is not None, "the process was started with pipes"
     pipe.write(json.dumps({**message, "num_bytes": len(data)}).encode() + b"\n" + data)
     pipe.flush()
 
 
 def receive(pipe: IO[bytes] | None) -> tuple[dict[str, Any], bytes] | None:
     """Wait for a message; None: there will be no more."""
-    assert pipe is not None, "it was asked for"
+    assert pipe is not None, "the process was started with pipes"
     line = pipe.readline()
     if not line.endswith(b"\n"):
         return None
@@ -65,5 +65,5 @@ def receive(pipe: IO[bytes] | None) -> tuple[dict[str, Any], bytes] | None:
 
 
 def describe_end(code: int) -> str:
-    """How a process ended, in words that follow its name."""
+    """How a process ended, phrased to follow its name."""
     return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
