@@ -19,7 +19,7 @@ _NOTHING = {  # of a worker of which nothing was heard yet
 
 
 class There:
-    """A machine that has joined: see `Machine`.
+    """A machine that has joined: see `RunMachine`.
 
     What cannot be sent any more is not said here: `turn` raises when the connection is lost, and then the machine is.
 
@@ -50,39 +50,39 @@ class There:
 
     @property
     def round(self) -> int:
-        """See `Machine`."""
+        """See `RunMachine`."""
         return self._round
 
     # ---- what it is to do ----
 
     def start(self, place: int, num_workers: int) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._do("start", place=place, num_workers=num_workers)
 
     def signal(self, place: int, number: int) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._do("signal", place=place, number=number)
 
     def give_up(self, place: int, why: str, *, leaves: bool = False) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._do("give up", place=place, why=why, leaves=leaves)
 
     def abort(self, culprit: int, why: str) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._do("abort", culprit=culprit, why=why)
 
     def limit(self, timeout_s: float | None) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._do("limit", timeout_s=timeout_s)
 
     def announce(self, generation: Generation, bridging: Bridging | None, *, lacks_state: bool) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self.journal, self._left_out = None, False
         plan = None if bridging is None else asdict(bridging)
         self._do("announce", generation=asdict(generation), bridging=plan, lacks_state=lacks_state)
 
     def leave_out(self) -> None:
-        """See `Machine`. It answers how much of the journal it has."""
+        """See `RunMachine`. It answers how much of the journal it has."""
         if not self._left_out:
             self._left_out = True
             self._do("leave out")
@@ -97,11 +97,11 @@ class There:
         self._do("end", code=code)
 
     def row_of(self, place: int) -> dict[str, Any]:
-        """See `Machine`. As it was up to half a second ago."""
+        """See `RunMachine`. As it was up to half a second ago."""
         return self._rows.get(place, _NOTHING)
 
     def pid_of(self, place: int) -> int:
-        """See `Machine`."""
+        """See `RunMachine`."""
         return self._pids.get(place, 0)
 
     # ---- what happens there ----

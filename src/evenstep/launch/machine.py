@@ -1,6 +1,6 @@
 """The workers of one machine: their processes, their segment, the bridge to other machines, and a watch over them.
 
-What is to be done is decided elsewhere (`Machine` is what whoever decides sees of a machine, near or far), and what
+What is to be done is decided elsewhere (`RunMachine` is what whoever decides sees of a machine, near or far), and what
 happens is told to `Hears`. The machine itself decides one thing: a worker of it that is stopped or stuck is killed.
 """
 
@@ -26,7 +26,7 @@ from evenstep.transport import bridge
 from evenstep.transport.bridge import Bridging
 from evenstep.transport.segment import Segment
 
-__all__ = ["End", "Hears", "Here", "Machine"]
+__all__ = ["End", "Hears", "Here", "RunMachine"]
 
 _STOPPED_S = 1.0  # how long a worker may be stopped
 _STACK_S = 0.3  # how long a worker that is given up has to write its stack
@@ -71,7 +71,7 @@ class Hears(Protocol):
         """The bridge of a generation has ended, because the machine of a worker, the culprit, cannot be reached."""
 
 
-class Machine(Protocol):
+class RunMachine(Protocol):
     """A machine, as seen by whoever decides.
 
     Attributes:
@@ -123,7 +123,7 @@ class Machine(Protocol):
 
 
 class Here:
-    """This machine: see `Machine`.
+    """This machine: see `RunMachine`.
 
     Args:
         number: Which one it is.
@@ -163,7 +163,7 @@ class Here:
 
     @property
     def round(self) -> int:
-        """See `Machine`."""
+        """See `RunMachine`."""
         slots = range(self._segment.num_workers)
         return max(core.last_post(self._segment.base, place)[0] >> 32 for place in slots)
 
@@ -178,7 +178,7 @@ class Here:
         self.children.adopt(child)
 
     def start(self, place: int, num_workers: int) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self.board.clear(place)
 
         def main(pipes: Mapping[str, int]) -> int:
@@ -207,11 +207,11 @@ class Here:
         self._processes[place] = WorkerProcess(place, child, where=f" on {self.name}" if self._machines else "")
 
     def signal(self, place: int, number: int) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._processes[place].child.signal(number)
 
     def give_up(self, place: int, why: str, *, leaves: bool = False) -> None:
-        """See `Machine`. Who is about to be killed already is left to that."""
+        """See `RunMachine`. Who is about to be killed already is left to that."""
         worker = self._processes[place]
         if not worker.child.alive or worker.kill_at is not None:
             return
@@ -226,11 +226,11 @@ class Here:
         worker.child.signal(signal.SIGCONT)
 
     def abort(self, culprit: int, why: str) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         core.abort_all(self._segment.base, self._segment.num_workers, culprit, why)
 
     def limit(self, timeout_s: float | None) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._timeout_s = timeout_s
 
     def ask(self, what: Asks, number: int) -> None:
@@ -238,7 +238,7 @@ class Here:
         self.board.ask(what, number)
 
     def announce(self, generation: Generation, bridging: Bridging | None, *, lacks_state: bool) -> None:
-        """See `Machine`. What the last bridge has begun is over before anybody hears of this generation."""
+        """See `RunMachine`. What the last bridge has begun is over before anybody hears of this generation."""
         self._end_bridge()
         if lacks_state:
             self.board.lacks_state = True
@@ -247,15 +247,15 @@ class Here:
         generations.announce(self._segment, generation)
 
     def leave_out(self) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._end_bridge()
 
     def row_of(self, place: int) -> dict[str, Any]:
-        """See `Machine`."""
+        """See `RunMachine`."""
         return self.board.row(place)
 
     def pid_of(self, place: int) -> int:
-        """See `Machine`."""
+        """See `RunMachine`."""
         return self._processes[place].child.pid
 
     @property

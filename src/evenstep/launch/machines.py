@@ -19,7 +19,7 @@ from evenstep.launch.door import HeadDoor, Listen
 from evenstep.launch.far import There
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import difference, likeness
-from evenstep.launch.machine import Hears, Here, Machine
+from evenstep.launch.machine import Hears, Here, RunMachine
 from evenstep.launch.store import StoreProcess
 from evenstep.transport.bridge import Bridging
 from evenstep.transport.links import ALTERED, check_backend
@@ -33,10 +33,10 @@ class Decides(Hears, Protocol):
     def room(self, count: int) -> str | None:
         """Whether so many more workers can come; why not, as a sentence."""
 
-    def joined(self, machine: Machine, places: Sequence[int]) -> None:
+    def joined(self, machine: RunMachine, places: Sequence[int]) -> None:
         """A machine has come; its workers can be started."""
 
-    def lost(self, machine: Machine, places: Sequence[int], why: str) -> None:
+    def lost(self, machine: RunMachine, places: Sequence[int], why: str) -> None:
         """A machine is lost, with the workers of these places."""
 
 
@@ -60,7 +60,7 @@ class Machines:
     def __init__(self, here: Here, job: Job, decides: Decides, say: Callable[[str], None]) -> None:
         self.here, self._job, self._decides, self._say = here, job, decides, say
         self._listen: Listen | None = job.listen
-        self.all: dict[int, Machine] = {here.number: here}
+        self.all: dict[int, RunMachine] = {here.number: here}
         self._far: dict[int, There] = {}
         self._machine_of: dict[int, int] = dict.fromkeys(range(job.num_workers), here.number)
         self._last: set[int] = set()  # the machines of the present generation
@@ -94,7 +94,7 @@ class Machines:
 
     # ---- who is where ----
 
-    def of(self, place: int) -> Machine:
+    def of(self, place: int) -> RunMachine:
         """The machine of a place; one that has had none yet is put where there is room."""
         if self._machine_of.get(place) not in self.all:
             held = list(self._machine_of.values())
@@ -110,7 +110,7 @@ class Machines:
         """Nobody is in a place any more, nor will be."""
         self._machine_of.pop(place, None)
 
-    def places_of(self, machine: Machine) -> list[int]:
+    def places_of(self, machine: RunMachine) -> list[int]:
         """The places of a machine's workers."""
         return sorted(place for place, number in self._machine_of.items() if number == machine.number)
 
@@ -146,7 +146,7 @@ class Machines:
             ],
         }
 
-    def describe(self, machine: Machine) -> str:
+    def describe(self, machine: RunMachine) -> str:
         """Which one."""
         return f"machine {machine.number} ({machine.name})"
 
@@ -216,7 +216,7 @@ class Machines:
         """Whether something is on its way to a machine."""
         return any(there.connection.has_more for there in self._far.values())
 
-    def lose(self, machine: Machine, why: str) -> None:
+    def lose(self, machine: RunMachine, why: str) -> None:
         """A machine is lost: nothing of it is heard any more."""
         there = self._far.pop(machine.number, None)
         if there is None:
@@ -273,7 +273,7 @@ class Machines:
             machine.announce(said, bridging, lacks_state=bool(self._last) and number not in self._last)
         self._last = set(taking_part)
 
-    def _bridging(self, machine: Machine, machines: Sequence[int], workers: Sequence[Sequence[int]]) -> Bridging:
+    def _bridging(self, machine: RunMachine, machines: Sequence[int], workers: Sequence[Sequence[int]]) -> Bridging:
         assert self._listen is not None, "else there are no others"
         far = self._far
         way = next(iter(far.values())).connection.here  # an address under which others have come

@@ -37,4 +37,4 @@ class WorkerProcess:
 
     def describe_end(self) -> str:
         """How it ended, as a sentence."""
-        return f"{self.describe()} {self.child.describe_end()}{' for want of memory' if self.starved else ''}"
+        return f"{self.describe()} {self.child.describe_end()}{' (out of memory)' if self.starved else ''}"
