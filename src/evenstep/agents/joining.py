@@ -10,10 +10,13 @@ from evenstep.core.errors import ConfigError, EvenstepError
 from evenstep.launch.agent import join
 from evenstep.launch.worker import warm_up
 
+__all__ = ["main"]
+
 _WAIT_S = 30.0  # for the head, which is listening already
 
 
-def _main(_: Sequence[str]) -> int:
+def main(_: Sequence[str]) -> int:
+    """Join the head that is named on standard input."""
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # what imported code prints must not be read as a message
         warm_up()
@@ -30,7 +33,3 @@ def _main(_: Sequence[str]) -> int:
             return error.exit_code
         process.send(out, {"over": True})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(process.serve(_main))

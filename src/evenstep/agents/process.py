@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from subprocess import PIPE, Popen
 from typing import IO, Any
 
@@ -22,13 +23,13 @@ def begin(module: str, words: Sequence[str] = (), *, err: int | None = None, kee
     """Start a module as a process that is killed when the thread that calls this ends.
 
     Args:
-        module: The module to run, which must call `serve`.
+        module: A module of this package whose `main` is called with `words` and returns the exit code.
         words: Its arguments.
         err: Where its standard error goes; None: where ours goes.
         keep: Descriptors that it inherits under the same numbers.
     """
     return Popen(
-        [sys.executable, "-m", module, str(os.getpid()), *words],
+        [sys.executable, "-m", "evenstep.agents", module, str(os.getpid()), *words],
         stdin=PIPE,
         stdout=PIPE,
         stderr=err,
@@ -38,13 +39,17 @@ def begin(module: str, words: Sequence[str] = (), *, err: int | None = None, kee
     )
 
 
-def serve(main: Callable[[Sequence[str]], int]) -> int:
-    """The body of a process that `begin` started: calls `main` with the arguments and returns its exit code."""
+def serve(module: str, parent: int, words: Sequence[str]) -> int:
+    """The body of a process that `begin` started; returns its exit code.
+
+    The module is imported after the kernel was told to end this process with its parent: importing torch may take long.
+    """
     core.die_with_parent()
-    if os.getppid() != int(sys.argv[1]):
+    if os.getppid() != parent:
         return 1  # our parent had gone already
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a Ray actor blocks SIGINT
-    return main(sys.argv[2:])
+    code: int = import_module(module).main(words)
+    return code
 
 
 def send(pipe: IO[bytes] | None, message: dict[str, Any], data: bytes = b"") -> None:
