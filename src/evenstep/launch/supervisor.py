@@ -120,7 +120,7 @@ class Supervisor:
     def _wait_s(self) -> float:
         now = time.monotonic()
         look = now + (0.01 if self._machines.is_busy else _LOOK_S)
-        return min(look, *self._crew.next_look(), *self._here.next_look) - now
+        return min([look, *self._crew.next_look(), *self._here.next_look]) - now
 
     def _finish(self) -> int:
         self._console.end_progress()
