@@ -6,7 +6,7 @@ import signal
 import pytest
 
 import processes
-from evenstep.launch import supervisor
+from evenstep.launch import crew
 from workers import Cli, cli_run
 
 TRAIN = """
@@ -30,7 +30,7 @@ def shared_memory() -> set[str]:
 
 @pytest.fixture
 def short_grace(monkeypatch):
-    monkeypatch.setattr(supervisor, "_GRACE_S", 0.2)  # forked launchers inherit it
+    monkeypatch.setattr(crew, "_GRACE_S", 0.2)  # forked launchers inherit it
 
 
 # ---- what it shows ----
