@@ -227,7 +227,7 @@ def test_a_field_that_is_there_twice_is_refused(servers):
     with contextlib.closing(client):
         client._connection.request("GET", "/parameters?min_version=0&min_version=1")
         response = client._connection.getresponse()
-        assert (response.status, json.loads(response.read())["error"]) == (400, "min_version is there twice")
+        assert (response.status, json.loads(response.read())["error"]) == (400, "min_version was given twice")
 
 
 OPTIONS = [

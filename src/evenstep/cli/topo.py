@@ -102,7 +102,7 @@ def _topo(options: argparse.Namespace) -> int:
 def _costs(options: argparse.Namespace) -> StepCosts:
     for name in ("shard_seconds", "message_seconds", "meetings"):
         if not 0 <= getattr(options, name) < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}, expected a number from 0 on")
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}, expected a number of at least 0")
     return StepCosts(options.shard_seconds, options.meetings, options.message_seconds)
 
 
@@ -119,7 +119,7 @@ def _read(options: argparse.Namespace) -> Topology:
     try:
         return from_text(sys.stdin.read(), "standard input")
     except UnicodeDecodeError as error:
-        raise ConfigError("standard input is no text; give it a JSON file of machines") from error
+        raise ConfigError("standard input is not text; give it a JSON file of machines") from error
 
 
 def _devices(topology: Topology, names: str | None) -> list[int]:

@@ -89,7 +89,7 @@ class WholeBatch:
             where, first = self._first
             raise ConfigError(
                 f"{where} has {len(first)} samples but {name} has {len(value)}; everything in a batch must have as "
-                "many (what belongs to no sample, the step function takes from outside of the batch)"
+                "many (what belongs to no sample, the step function takes from outside the batch)"
             )
         if _is_array(value):
             return
@@ -146,7 +146,7 @@ def _in_structure(name: str, value: Any, *, outermost: bool = False) -> Iterator
         if not isinstance(value, _PLAIN):
             raise ConfigError(
                 f"{name} is a {type(value).__name__}, of which it cannot be told whether it has samples; pass tensors, "
-                "arrays or lists (what belongs to no sample, the step function takes from outside of the batch)"
+                "arrays or lists (what belongs to no sample, the step function takes from outside the batch)"
             )
     elif is_sequence(value) and not outermost:
         if value:

@@ -268,7 +268,7 @@ class Compute:
             if own and p.grad is not None:
                 p.grad = None
                 raise UnsupportedError(
-                    f"the step function used parameter '{name}' through a reference kept outside of the model; "
+                    f"the step function used parameter '{name}' through a reference kept outside the model; "
                     "in a model with synchronized batch norm take it from the module, as in model.layer.weight"
                 )
 
@@ -287,8 +287,8 @@ class Compute:
             if found is None and self._calling:
                 leaf.grad = None
                 raise ConfigError(
-                    "the step function called backward() by itself; expected that it returns the mean loss of its "
-                    "part, from which run.step goes backward (for smaller micro-batches use more shards)"
+                    "the step function called backward() by itself; expected it to return the mean loss of its "
+                    "part, on which run.step calls backward (for smaller micro-batches use more shards)"
                 )
             if found is not None and leaf.grad is not None:
                 work, index, shard = found

@@ -188,7 +188,7 @@ class Models:
             if parameter._version != version:
                 raise NondeterminismError(
                     f"parameter '{name}' was changed between steps; it is one tensor for all workers, so every worker "
-                    "would change it once more. Let one of them do it for all: run.edit(lambda: "
+                    "would change it again. Let one of them do it for all: run.edit(lambda: "
                     "model.load_state_dict(...)), or change it before run.prepare"
                 )
 
@@ -250,7 +250,7 @@ def check_model(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedError(
-                f"layer '{name}' was built with sparse=True; evenstep adds dense gradients only: build it with "
+                f"layer '{name}' was built with sparse=True; evenstep adds only dense gradients: build it with "
                 "sparse=False"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -268,6 +268,6 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
             "use partition(model, marks, parts=P), without a mesh"
         )
     if tensor.layout != torch.strided:
-        raise UnsupportedError(f"'{name}' is a {tensor.layout} tensor; evenstep trains dense ones only")
+        raise UnsupportedError(f"'{name}' is a {tensor.layout} tensor; evenstep trains only dense ones")
     if tensor.requires_grad and tensor.dtype not in _GRADIENT_DTYPES:
         raise UnsupportedError(f"'{name}' has dtype {tensor.dtype}; evenstep trains {_GRADIENT_DTYPES}")

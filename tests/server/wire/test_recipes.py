@@ -62,7 +62,7 @@ def test_what_is_no_recipe_is_refused():
         describe(torch.optim.Adam(model.parameters(), torch.tensor(0.1)), named(model))
     kinds = [{"class": kind, "groups": []} for kind in ("Optimizer", "__doc__", "LBFGS", "lr_scheduler")]
     for recipe in kinds:
-        with pytest.raises(RefusedError, match=r"is no optimizer of torch\.optim that a server can use"):
+        with pytest.raises(RefusedError, match=r"is not an optimizer of torch\.optim that a server can use"):
             build(recipe, {})
 
 

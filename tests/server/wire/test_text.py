@@ -24,7 +24,7 @@ def test_what_is_written_is_read(value):
         (b'{"a": NaN}', "NaN is no number"),
         (b'{"a": -Infinity}', "-Infinity is no number"),
         (b'{"a": 1e999}', "1e999 is too large a number"),
-        (b'{"a": 1, "a": 1}', "a name is there twice"),
+        (b'{"a": 1, "a": 1}', "a name occurs twice"),
         (rb'{"a": "\ud800"}', "half of a character"),
         (rb'{"\udc00": 1}', "half of a character"),
         (b"\xff", "it is no JSON"),

@@ -104,7 +104,7 @@ def _check_nesting(names: Collection[str]) -> None:
     """Refuse a marked layer inside another."""
     for name, other in product(names, names):
         if other != name and (name == "" or other.startswith(name + ".")):
-            raise ConfigError(f"both '{name}' and '{other}' inside of it are marked; mark one of them")
+            raise ConfigError(f"both '{name}' and '{other}' inside it are marked; mark one of them")
 
 
 def _fits(name: str, pattern: str) -> bool:

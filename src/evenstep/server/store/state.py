@@ -192,7 +192,7 @@ class ParameterState:
             if applied.kind == "peer":
                 self.on_peer(applied.tensors)
         else:
-            assert self.optimizer is not None, "gradients are refused where there is no optimizer"
+            assert self.optimizer is not None, "gradients are refused by a server without an optimizer"
             assert self._stepper is not None, "every optimizer has a stepper"
             if not self.has_options(applied.options):
                 assert applied.options is not None, "options that differ from the present ones were given"
