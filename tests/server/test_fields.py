@@ -91,7 +91,7 @@ class Frames:
         _, fields_bytes, body_bytes = struct.unpack("<4sIQ", self._take(16))
         reply = json.loads(self._take(fields_bytes))
         self._take(body_bytes)
-        if "is no JSON" in reply.get("error", ""):  # this ends the connection
+        if "is not JSON" in reply.get("error", ""):  # this ends the connection
             assert self._stream.recv(1) == b""
             self.close()
         return reply["status"], reply.get("error")

@@ -66,7 +66,7 @@ def frame(fields, body=b"", body_bytes=None):
     [
         (b"GET / HTTP/1.1\r\n\r\n", b"a frame begins with"),
         (struct.pack("<4sIQ", b"EVST", 1 << 30, 0), b"bytes of fields, expected at most 4096"),
-        (frame(b"[" * 4000), b"is no JSON"),
+        (frame(b"[" * 4000), b"is not JSON"),
         (frame(b'{"verb": "dance"}'), b"there is no verb 'dance'"),
         (frame(b'{"verb": "status", "verb": "put"}'), b"a name occurs twice"),
         (frame(b'{"verb": "status"}', b"x"), b"'status' takes no tensors"),

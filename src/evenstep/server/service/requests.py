@@ -250,7 +250,7 @@ def parse(verb: str, given: Mapping[str, Any]) -> Request:
 
 def _unknown(verb: str, name: Any, known: Iterable[str]) -> RefusedError:
     there = ", ".join(sorted(known)) or "none"
-    return RefusedError(f"'{verb}' has no field {fields.shown(name)}; expected one of: {there}")
+    return RefusedError(f"'{verb}' has no field {fields.shown(name)}; its fields are: {there}")
 
 
 def _check_nodes(request: Update | StageUpdate) -> None:

@@ -115,7 +115,7 @@ class Frames:
                 count = self.stream.recv_into(self._ahead)
             except (BlockingIOError, ssl.SSLWantReadError):
                 if not patient:
-                    raise TimeoutError("the other side has sent nothing") from None
+                    raise TimeoutError("the other side is silent") from None
                 continue
             if not count:
                 return False
