@@ -270,12 +270,7 @@ def _run(options: argparse.Namespace) -> int:
     wanted = (options.workers or "auto") if setup is None else str(setup.workers)
     num_workers = _num_workers(wanted, options.shards)
     weights = _weights(options.weights, num_workers)
-    counts = (("--recheck", options.recheck), ("--tolerate-wrong", options.tolerate_wrong))
-    for name, value in (("--max-restarts", options.max_restarts), ("--grace", options.grace), *counts):
-        if value is not None and value < 0:
-            raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
-    if options.step_timeout is not None and not options.step_timeout > 0:
-        raise ConfigError(f"--step-timeout {options.step_timeout:g}, expected a number of seconds above 0")
+    _check_numbers(options)
     if setup is not None and setup.servers and options.listen is not None:
         raise ConfigError("--listen with --groups: groups run on one machine so far; give one of the two")
     settings.choose(options.arithmetic)
@@ -308,6 +303,15 @@ def _run(options: argparse.Namespace) -> int:
     from evenstep.launch.groups import conduct  # here: it imports torch, like the supervisor
 
     return conduct(job, setup)
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    counts = (("--recheck", options.recheck), ("--tolerate-wrong", options.tolerate_wrong))
+    for name, value in (("--max-restarts", options.max_restarts), ("--grace", options.grace), *counts):
+        if value is not None and value < 0:
+            raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
+    if options.step_timeout is not None and not options.step_timeout > 0:
+        raise ConfigError(f"--step-timeout {options.step_timeout:g}, expected a number of seconds above 0")
 
 
 def _weights(text: str | None, num_workers: int) -> tuple[float, ...] | None:

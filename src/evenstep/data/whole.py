@@ -134,12 +134,16 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor | np.ndarray)
 
 
+def _check_dense(name: str, value: Tensor | np.ndarray[Any, Any]) -> None:
+    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+        raise ConfigError(f"{name} is a {value.layout} tensor, whose rows cannot be cut; pass a dense one")
+
+
 def _in_structure(name: str, value: Any, *, outermost: bool = False) -> Iterator[Named]:
     """The arrays and lists of a structure, without what is in the lists."""
     held = children(value)
     if _is_array(value):
-        if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
-            raise ConfigError(f"{name} is a {value.layout} tensor, whose rows cannot be cut; pass a dense one")
+        _check_dense(name, value)
         if value.ndim:
             yield name, value
     elif held is None:

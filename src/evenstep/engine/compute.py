@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -189,14 +190,7 @@ class Compute:
         for lane in lanes:
             lane.begin(buffers)
 
-        def function_of(shard: int, part: Any) -> Callable[[], Any]:
-            def function() -> Any:
-                self.context.begins(shard)
-                return split(work.function(part))
-
-            return function
-
-        functions = [function_of(shard, part) for shard, part in work.parts.items()]
+        functions = [partial(self._call, work, shard) for shard in shards]
         streams = [Stream() for _ in shards]
         for stream, shard in zip(streams, shards, strict=True):
             stream.reseed(self.context.seed_of(work.number, shard))
@@ -208,9 +202,7 @@ class Compute:
                 values = self._lanes.run(shards, lanes, streams, work.where, crew, rows, functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
-            if (
-                token is not None
-            ):  # where no shard here uses a layer's output, other workers still wait for its backward
+            if token is not None:  # other workers wait for a layer's backward even if no shard here uses its output
                 losses.append(token.sum())
             self._look_for_strangers(work, losses, lanes)
             self._backward(losses, lanes, work, shards)
@@ -220,6 +212,11 @@ class Compute:
         for shard, lane in zip(shards, lanes, strict=True):
             self._keep_buffers(work, shard, lane)
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
+
+    def _call(self, work: Work, shard: int) -> Any:
+        """Call the step function for a shard."""
+        self.context.begins(shard)
+        return split(work.function(work.parts[shard]))
 
     def _keep_buffers(self, work: Work, shard: int, lane: Lane) -> None:
         """Keep the buffers that a shard has left, if it is the one whose buffers count."""

@@ -99,12 +99,15 @@ class DeviceCompute:
                 if work.counts:
                     gradients.take(shard, found)
             if products.buffers is not None:
-                for buffer in products.buffers.values():
-                    points.touch("buffer", buffer)
-                if work.witness is not None:
-                    work.witness.buffers(shards[0], products.buffers)
-                self.models.keep_buffers(products.buffers)
+                self._keep_buffers(work, shards[0], products.buffers)
         return arrivals.wait
+
+    def _keep_buffers(self, work: Work, shard: int, buffers: dict[str, Tensor]) -> None:
+        for buffer in buffers.values():
+            points.touch("buffer", buffer)
+        if work.witness is not None:
+            work.witness.buffers(shard, buffers)
+        self.models.keep_buffers(buffers)
 
     def _run(self, work: Work, shards: list[int], arrivals: "_Arrivals", *, spanning: bool) -> Products:
         for shard in shards:
