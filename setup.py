@@ -17,6 +17,7 @@ CORE = [
     "norm",
     "parallel",
     "team",
+    "view",
     "sums",
     "module",
 ]
