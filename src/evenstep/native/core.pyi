@@ -48,6 +48,7 @@ class Turn:
 
 class Team:
     number: int
+    looks: int
     spin: int
     step_bytes: int
     def __init__(
