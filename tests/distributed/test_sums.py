@@ -1,5 +1,6 @@
 """Sums that are known take a short way through the C core. What is not as usual does not; failures read the same."""
 
+import contextlib
 import os
 import re
 import signal
@@ -143,7 +144,7 @@ def elsewhere() -> None:
 
 
 def until_it_hears_of_it() -> None:
-    with pytest.raises(SilenceError):
+    with contextlib.suppress(SilenceError):
         while True:
             dist.group.WORLD._ranks.check()
             time.sleep(0.01)
