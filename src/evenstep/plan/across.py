@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from evenstep.plan import tree
 from evenstep.plan.machines import machine_spans
 from evenstep.plan.placement import balance
-from evenstep.plan.summing import BUCKET_BYTES, Span, Summing, buckets_of, plan_summing
+from evenstep.plan.summing import Span, Summing, buckets_of, plan_summing
 
 __all__ = ["Across", "Piece", "num_pieces", "plan_across"]
 
 _ALIGNMENT = 64
+_BUCKET_BYTES = 1 << 21  # how much of several small parameters travels together: every message costs, on every machine
+_PIECE_BYTES = 1 << 21  # how much of a large parameter travels and is added up at once
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def plan_across(
     """
     num_shards, here = spans[-1][1], machines[rank]
     workers = range(machines.index(here), machines.index(here) + machines.count(here))
-    buckets = buckets_of(sizes)
+    buckets = buckets_of(sizes, _BUCKET_BYTES)
     mine = [spans[worker] for worker in workers]
     local = plan_summing(sizes, mine, rank - workers.start, buckets, whole=whole, num_shards=num_shards)
     offsets = [0] * len(sizes)
@@ -130,7 +132,7 @@ def plan_across(
 
 def num_pieces(sizes: Sequence[int]) -> int:
     """How many pieces the gradients of parameters are cut into, on any number of machines."""
-    return sum(len(_cut(sum(_aligned(sizes[i]) for i in bucket))) for bucket in buckets_of(sizes))
+    return sum(len(_cut(sum(_aligned(sizes[i]) for i in bucket))) for bucket in buckets_of(sizes, _BUCKET_BYTES))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -139,6 +141,6 @@ def _aligned(num_bytes: int) -> int:
 
 def _cut(size: int) -> list[tuple[int, int]]:
     """The pieces of a bucket; only a bucket of one parameter that is too large has more than one."""
-    if size <= 2 * BUCKET_BYTES:
+    if size <= 2 * _PIECE_BYTES:
         return [(0, size)]
-    return [(begin, min(begin + BUCKET_BYTES, size)) for begin in range(0, size, BUCKET_BYTES)]
+    return [(begin, min(begin + _PIECE_BYTES, size)) for begin in range(0, size, _PIECE_BYTES)]
