@@ -11,6 +11,7 @@ CORE = [
     "copy",
     "checksum",
     "reduce",
+    "rows",
     "ways",
     "collective",
     "mail",

@@ -148,14 +148,12 @@ def check_mistakes(said):
     assert said["failing"].startswith("ScriptError: Traceback")
     assert said["failing"].endswith("ValueError: a bad day")
     assert "evenstep/agents" not in said["failing"], "our own frames interest nobody"
-    assert said["zero"] == (
-        "ConfigError: workers=0, expected a whole number above 0, or the least and the most of them"
-    )
+    assert said["zero"] == ("ConfigError: workers=0, expected a whole number above 0, or a pair (at least, at most)")
     assert said["range"].startswith("ConfigError: workers=(3, 2), expected")
     assert "cannot be shipped to the workers: cannot pickle '_thread.lock' object" in said["unshippable"]
-    assert "cannot be called like this: too many positional arguments" in said["arguments"]
+    assert "cannot be called with these arguments: too many positional arguments" in said["arguments"]
     assert said["missing"] == "ConfigError: there is no script nowhere.py; name a Python file to run"
-    assert said["option"] == "ConfigError: x=... is no option of run; a script takes none by name"
+    assert said["option"] == "ConfigError: run() has no option x, and a script takes no keyword arguments"
 
 
 def common_mistakes(run, **where):

@@ -111,7 +111,7 @@ def test_without_agents_the_head_computes_and_errors_stops_and_mistakes_are_told
         hear_out(head, shown)
         with pytest.raises(ScriptError, match=r"^Traceback(?s:.*)in fails(?s:.*)ValueError: a bad day$"):
             shown.end(head.code, head.result)
-    with pytest.raises(ConfigError, match=r"nobody can listen at 192\.0\.2\.77"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.77"):
         Head(by_value(fails), HeadOrder("192.0.2.77", "", 0))
 
 
@@ -133,7 +133,7 @@ def test_an_agent_that_does_not_get_on_is_given_up(monkeypatch):
     monkeypatch.setattr("evenstep.agents.agent._WARM_S", 0.2)
     with Agent() as agent:
         os.kill(agent.pid, signal.SIGSTOP)
-        with pytest.raises(SilenceError, match=r"has not imported torch within 0\.2 s"):
+        with pytest.raises(SilenceError, match=r"did not import torch within 0\.2 s"):
             agent.warm_up()
 
 

@@ -13,7 +13,7 @@ def test_a_number_is_the_least_and_the_most():
 
 @pytest.mark.parametrize("workers", [0, -1, True, 2.0, "2", (3, 2), (0, 2), (1, 2, 3), None])
 def test_what_is_no_number_of_workers_is_refused(workers):
-    with pytest.raises(ConfigError, match=r"workers=.*, expected a whole number above 0, or the least and the most"):
+    with pytest.raises(ConfigError, match=r"workers=.*, expected a whole number above 0, or a pair"):
         limits(workers)
 
 

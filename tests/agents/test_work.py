@@ -24,9 +24,9 @@ def test_what_cannot_be_shipped_is_one_sentence():
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"<lambda> cannot be shipped to the workers: cannot pickle '_thread.lock'"):
         ship(lambda: lock)
-    with pytest.raises(ConfigError, match="3 cannot be called; expected a function, or the path of a script"):
+    with pytest.raises(ConfigError, match="3 cannot be called; expected a function or the path of a script"):
         ship(3)
-    with pytest.raises(ConfigError, match="double cannot be called like this: missing a required argument"):
+    with pytest.raises(ConfigError, match="double cannot be called with these arguments: missing a required argument"):
         ship(double)
     with pytest.raises(ConfigError, match="what the function returned cannot be read here"):
         unship(b"no pickle")

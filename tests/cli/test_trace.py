@@ -157,5 +157,5 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_starts(script):
     done = cli_run("run", "-n", "2", "--trace", "/nowhere/trace.json", "train.py", "1")
     assert done.code == 2
     assert done.stderr.strip() == (
-        "evenstep: --trace: /nowhere/trace.json cannot be written: No such file or directory; name another place"
+        "evenstep: --trace: cannot write /nowhere/trace.json: No such file or directory; name another file"
     )

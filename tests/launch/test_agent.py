@@ -38,9 +38,9 @@ def test_an_address_that_is_none_and_a_file_that_is_no_certificate_are_refused(t
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ([{"protocol": 99}], f"the head speaks protocol 99, not {PROTOCOL}"),
+        ([{"protocol": 99}], f"the head speaks protocol 99, expected {PROTOCOL}"),
         ([{"protocol": PROTOCOL, "nonce": "n"}, {"refused": "no room"}], "the head refuses this machine: no room"),
-        ([{"protocol": PROTOCOL, "nonce": "n"}, {"proof": "guess"}], "does not know the token: it is not the head"),
+        ([{"protocol": PROTOCOL, "nonce": "n"}, {"proof": "guess"}], "does not know the token, so it is not the head"),
     ],
 )
 def test_a_head_that_refuses_or_is_none_is_a_sentence(ends, said, sentence):

@@ -88,7 +88,7 @@ def test_an_end_that_closes_is_lost_at_once_but_what_it_said_is_heard(ends):
 def test_a_stranger_is_sent_away(ends, data):
     one, other = ends
     one._socket.send(data)
-    with pytest.raises(Lost, match="no message of ours"):
+    with pytest.raises(Lost, match="sent something that is not a message"):
         heard(other)
 
 

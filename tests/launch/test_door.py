@@ -75,7 +75,7 @@ def test_a_machine_that_knows_the_token_and_is_alike_is_let_in(host):
     ("mine", "why"),
     [
         ({"protocol": PROTOCOL, "proof": proof_of("guess", "join", "?"), "nonce": "n"}, "does not know the token"),
-        ({"protocol": 99}, "another protocol"),
+        ({"protocol": 99}, "does not speak protocol"),
         ({"protocol": PROTOCOL, "proof": "é", "nonce": "n"}, "does not know the token"),
     ],
 )
@@ -183,6 +183,6 @@ def test_what_differs_between_machines_is_named(tmp_path):
     assert "number of shards is 4 there, but 8 on the head" in (difference({**ours, "number of shards": 4}, ours) or "")
     with pytest.raises(ConfigError, match="it must be on every machine"):
         likeness(tmp_path / "elsewhere.py", 8)
-    with pytest.raises(ConfigError, match="the module no_such_module of the head is not here"):
+    with pytest.raises(ConfigError, match="the head runs the module no_such_module, which this machine does not have"):
         likeness("no_such_module", 8)
     assert likeness("json.tool", 8)

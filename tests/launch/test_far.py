@@ -118,7 +118,7 @@ def test_silence_nonsense_and_an_end_are_losses(ends):
         there.turn(time.monotonic() + 3.0, 2.0)
     agent.send({"say": "started"})
     until_heard(there)
-    with pytest.raises(Lost, match="says what nobody understands"):
+    with pytest.raises(Lost, match="sent a message that makes no sense"):
         there.turn(time.monotonic(), 2.0)
     agent.close()
     until_heard(there)

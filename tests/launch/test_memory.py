@@ -136,7 +136,7 @@ def test_a_worker_that_starves_is_replaced_and_the_bits_are_the_same(script, tmp
     done = starve(script, tmp_path, "claim()")
     assert done.code == 0, done.stderr
     assert re.search(
-        r"worker [01] \(pid \d+\) was killed by SIGKILL for want of memory at step 3; it is rep", done.stderr
+        r"worker [01] \(pid \d+\) was killed by SIGKILL \(out of memory\) at step 3; it is rep", done.stderr
     )
     quiet = cli_run("run", "-n", "1", script(SCRIPT.replace("WHEN", "False")), tmp_path)
     assert done.stdout == quiet.stdout
@@ -147,4 +147,4 @@ def test_a_step_that_never_has_enough_memory_ends_the_run(script, tmp_path):
     done = starve(script, tmp_path, "True")
     assert done.code == 128 + signal.SIGKILL, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert re.search(r"was killed by SIGKILL for want of memory, as 3 before it without a committed step", last), last
+    assert re.search(r"was killed by SIGKILL \(out of memory\), like 3 before it, with no step committed", last), last

@@ -60,7 +60,7 @@ def test_tensorboard_reads_the_events(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"--log-json: .* cannot be written: Not a directory; name another place"):
+    with pytest.raises(ConfigError, match=r"--log-json: cannot write .*: Not a directory; name another file"):
         JsonLines(tmp_path / "file" / "steps.json")
-    with pytest.raises(ConfigError, match=r"--tensorboard .* cannot be made"):
+    with pytest.raises(ConfigError, match=r"--tensorboard: cannot create .*; name another directory"):
         EventFile(tmp_path / "file" / "board")

@@ -261,7 +261,7 @@ def test_a_worker_that_hangs_while_it_catches_up_does_not_keep_the_run_from_endi
                 if run.worker == 1 and run.version == 9 and once(r'{tmp_path}/once'): os.kill(os.getpid(), 9)"""
     done = cli_run("run", "-n", "3", "--step-timeout", "1", script(training(before)), timeout_s=30)
     assert_same(done, undisturbed)
-    assert re.search(r"worker 1 \(pid \d+\) has not caught up [\d.]+ s after the others had ended", done.stderr)
+    assert re.search(r"worker 1 \(pid \d+\) has not caught up [\d.]+ s after the others ended", done.stderr)
 
 
 def test_a_worker_whose_script_catches_the_error_of_a_step_is_replaced_and_the_error_told(script, undisturbed):

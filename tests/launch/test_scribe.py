@@ -64,7 +64,7 @@ def test_a_full_disk_is_said_once_and_the_other_file_goes_on(new_segment, tmp_pa
         journal.append(Entry(f"step {number}", [1.0, {}, None, [], [], False], aside=aside))
         scribe.finish(trained=True)
     scribe.close()
-    assert said == ["--log-json /dev/full cannot be written from step 1 on: No space left on device"]
+    assert said == ["--log-json /dev/full could not be written from step 1 on: No space left on device"]
     (events,) = tmp_path.iterdir()
     assert events.read_bytes().count(b"loss") == 3
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 import processes
-from evenstep.launch import supervisor
+from evenstep.launch import crew
 from workers import Cli, cli_run
 
 TRAIN = """
@@ -30,7 +30,7 @@ def shared_memory() -> set[str]:
 
 @pytest.fixture
 def short_grace(monkeypatch):
-    monkeypatch.setattr(supervisor, "_GRACE_S", 0.2)  # forked launchers inherit it
+    monkeypatch.setattr(crew, "_GRACE_S", 0.2)  # forked launchers inherit it
 
 
 # ---- what it shows ----
@@ -296,7 +296,7 @@ def test_a_script_without_a_run_is_told_that_it_ran_several_times(script):
     done = cli_run("run", "-n", "2", script("print('hello')"))
     assert done.code == 0
     assert sorted(done.stdout.split()) == ["[0]", "[1]", "hello", "hello"]
-    assert "made no evenstep.Run: 2 workers have each run all of it by themselves; train inside" in done.stderr
+    assert "made no evenstep.Run: 2 workers each ran all of it by themselves; train inside" in done.stderr
     assert "made no" not in cli_run("run", "-n", "1", script("print('hello')")).stderr
 
 
@@ -309,4 +309,4 @@ def test_a_worker_that_crashes_in_the_same_step_every_time_ends_the_run(script):
     done = cli_run("run", "-n", "1", path, timeout_s=30)
     assert done.code == 128 + signal.SIGSEGV
     assert done.stderr.count("was killed by SIGSEGV") == 4
-    assert "as 3 before it without a committed step in between" in done.stderr.splitlines()[-1]
+    assert "like 3 before it, with no step committed in between" in done.stderr.splitlines()[-1]

@@ -117,7 +117,7 @@ def test_ctrl_c_stops_after_the_step(script, tmp_path, options):
         family = processes.descendants(terminal.pid)
         terminal.press(b"\x03")
         assert terminal.wait() == 75
-        assert "stopping after this step; once more stops at once" in terminal.said
+        assert "stopping after this step; a second signal stops at once" in terminal.said
         assert re.search(r"stopped by SIGINT after step \d+", terminal.said)
         assert "Traceback" not in terminal.said
         assert "KeyboardInterrupt" not in terminal.said
@@ -140,7 +140,7 @@ def test_ctrl_c_twice_stops_at_once(script):
         terminal.until_it_says("[1] inside")
         family = processes.descendants(terminal.pid)
         terminal.press(b"\x03")
-        terminal.until_it_says("once more stops at once")
+        terminal.until_it_says("a second signal stops at once")
         terminal.press(b"\x03")
         assert terminal.wait() == 128 + signal.SIGINT
         assert "Traceback" not in terminal.said

@@ -92,7 +92,7 @@ def test_a_full_disk_leaves_what_was_there_whole_and_is_said_once(tmp_path, cons
         file.add(0, "host", [piece(Span(2, 1, 1, Kind.UPDATE, ""))], 0)
     file.close()
     assert len([event for event in events(path) if event["ph"] == "X"]) == 1
-    assert capsys.readouterr().err.count("cannot be written any more: No space left on device") == 1
+    assert capsys.readouterr().err.count("can no longer be written: No space left on device") == 1
 
 
 def test_spans_that_are_missing_are_said(tmp_path, console, capsys):
@@ -105,12 +105,12 @@ def test_spans_that_are_missing_are_said(tmp_path, console, capsys):
 
 def test_what_is_no_trace_is_not_replaced(tmp_path, console):
     (tmp_path / "train.py").write_text("import torch\n")
-    with pytest.raises(ConfigError, match=r"train\.py is there and is no trace, so it is not replaced; name another"):
+    with pytest.raises(ConfigError, match=r"train\.py exists and is not a trace, so it is not replaced; name another"):
         TraceFile(tmp_path / "train.py", Job("other.py", (), 2), console)
     assert (tmp_path / "train.py").read_text() == "import torch\n"
 
 
 @pytest.mark.parametrize("place", ["/nowhere/trace.json", "/"])
 def test_a_place_that_cannot_be_written_is_one_sentence(place, console):
-    with pytest.raises(ConfigError, match=f"--trace: {place} cannot be written: .*; name another place"):
+    with pytest.raises(ConfigError, match=f"--trace: cannot write {place}: .*; name another file"):
         TraceFile(Path(place), Job("train.py", (), 2), console)

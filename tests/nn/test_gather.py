@@ -142,9 +142,9 @@ def test_mistakes_are_one_sentence(act, said):
         model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         with pytest.raises(evenstep.EvenstepError, match=said):
             run.step(torch.ones(8, 6), lambda part: model(part).mean() + act(run, part).mean())
-        with pytest.raises(evenstep.ConfigError, match="outside of a step function"):
+        with pytest.raises(evenstep.ConfigError, match="outside a step function"):
             run.gather(torch.ones(2))
-        with pytest.raises(evenstep.ConfigError, match="outside of a step function"):
+        with pytest.raises(evenstep.ConfigError, match="outside a step function"):
             _ = run.rows
 
 

@@ -89,10 +89,10 @@ def test_mistakes_get_a_sentence_and_errors_of_the_script_their_traceback(ray):
     said = ray.call(mistakes)
     guests.check_mistakes(said)
     assert said["room"].startswith("ConfigError: there is room for 2 workers, expected at least 9: each takes 1 CPU")
-    assert said["late"].startswith("SilenceError: the first workers were not there within 0.1 s: 1 were to come")
+    assert said["late"].startswith("SilenceError: the first workers did not start within 0.1 s: 1 were expected")
     assert said["gpu"].startswith(
-        "ConfigError: there is room for 0 workers, expected at least 1 on one node, for GPUs of several nodes are not "
-        "used together: each takes 1 CPU and 1 GPU, and "
+        "ConfigError: there is room for 0 workers, expected at least 1 on one node, since GPUs of several nodes are "
+        "not used together: each takes 1 CPU and 1 GPU, and "
     )
 
 

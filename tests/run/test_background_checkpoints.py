@@ -214,7 +214,7 @@ def test_the_second_signal_and_a_deadline_stop_at_once(script, tmp_path):
     with Cli("run", "-n", "2", forever, tmp_path / "a") as cli:
         cli.until_it_says("here", times=2)
         cli.kill(signal.SIGTERM)
-        assert processes.until(lambda: "once more stops at once" in cli.stderr)
+        assert processes.until(lambda: "a second signal stops at once" in cli.stderr)
         cli.kill(signal.SIGTERM)
         assert cli.wait(20.0).code == 143
     with Cli("run", "-n", "2", "--grace", "0.5", forever, tmp_path / "b") as cli:

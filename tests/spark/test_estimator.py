@@ -106,7 +106,7 @@ def test_regression_in_a_pipeline_is_saved_and_loaded(spark, tmp_path):
     same, refused, history, kept = spark.call(regress, str(tmp_path))
     assert same
     assert history
-    assert "cannot be saved: only a function that can be imported by name can" in refused
+    assert "cannot be saved: expected a function that can be imported by name" in refused
     assert kept == {"mse_loss", "total", "mine_for_spark:single"}
 
 
@@ -136,8 +136,8 @@ def test_mistakes_get_a_sentence(spark):
     missing, loss, column, split, storage, name = spark.call(mistakes)
     assert missing == "ConfigError: Estimator(model=...) is missing; expected a function that builds the model"
     assert loss.startswith("ConfigError: loss='crossentropy'; expected a function of torch.nn.functional")
-    assert column.startswith("ConfigError: there is no column 'nowhere' in the DataFrame, which has features")
-    assert split == "ConfigError: validationSplit=1.5, expected a part between 0 and 1"
+    assert column.startswith("ConfigError: the DataFrame has no column 'nowhere'; its columns are features")
+    assert split == "ConfigError: validationSplit=1.5, expected a fraction between 0 and 1"
     assert storage.startswith("ConfigError: there is no directory storage='/nowhere'")
     assert name.startswith("ConfigError: Estimator has no parameter 'epochz'")
 

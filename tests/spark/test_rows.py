@@ -70,7 +70,7 @@ def mistakes(session, directory):
 def test_what_cannot_be_trained_on_is_one_sentence(spark, tmp_path):
     empty, missing, null, no_vector, ragged, other = spark.call(mistakes, str(tmp_path))
     assert empty == "ConfigError: the DataFrame has no rows; expected at least one"
-    assert missing == "ConfigError: there is no column 'y' in the DataFrame, which has x"
+    assert missing == "ConfigError: the DataFrame has no column 'y'; its columns are x"
     assert null.startswith("ConfigError: column 'x' of the DataFrame has no value in row ")
     assert no_vector.startswith("ConfigError: column 'features' of the DataFrame has no value in row 0")
     assert ragged.startswith("ConfigError: column 'x' of the data has ")

@@ -72,4 +72,4 @@ def mistakes(session):
 def test_mistakes_get_a_sentence_and_errors_of_the_script_their_traceback(spark):
     said = spark.call(mistakes)
     guests.check_mistakes(said)
-    assert said["slots"].startswith("ConfigError: 9 workers, but the application has 4 slots for tasks")
+    assert said["slots"].startswith("ConfigError: 9 workers, but the application has 4 task slots")

@@ -1,6 +1,6 @@
-"""What a process of the cluster has of an agent, which joins a head with the workers of a node.
+"""The handle that a process of the cluster holds on an agent, which joins a head with the workers of a node.
 
-Importing it brings no torch: only the process that forks workers needs that (`joining.py`).
+Importing this module does not import torch: only the process that forks workers needs it (`joining.py`).
 """
 
 import select
@@ -13,11 +13,11 @@ from evenstep.core.errors import ConfigError, PeerError, SilenceError
 __all__ = ["Agent"]
 
 _ENDING_S = 5.0
-_WARM_S = 120.0  # to import torch, on a node that has never done so
+_WARM_S = 120.0  # to import torch on a node that has never done so
 
 
 class Agent:
-    """An agent in a process of its own, which ends with the thread that has made this. A context manager."""
+    """An agent in a process of its own, which ends with the thread that created this object. A context manager."""
 
     def __init__(self) -> None:
         self._process = process.begin("evenstep.agents.joining")
@@ -30,20 +30,20 @@ class Agent:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The process id of the agent."""
         return self._process.pid
 
     def warm_up(self) -> None:
-        """Wait until it has imported what its workers need.
+        """Wait until the agent has imported what its workers need.
 
         Raises:
-            SilenceError: It has ended instead, or does not get on.
+            SilenceError: It has ended instead, or takes longer than two minutes.
         """
-        assert self._process.stdout is not None, "it was asked for"
+        assert self._process.stdout is not None, "the process was started with a pipe as its standard output"
         if not select.select([self._process.stdout], [], [], _WARM_S)[0]:
             raise SilenceError(
-                f"the agent (pid {self.pid}) has not imported torch within {_WARM_S:g} s; look whether the node can "
-                "read its Python environment"
+                f"the agent (pid {self.pid}) did not import torch within {_WARM_S:g} s; check that the node can read "
+                "its Python environment"
             )
         self._wait()
 
@@ -51,13 +51,13 @@ class Agent:
         """Take part in a run, after `warm_up`; returns when the run is over, however it ended.
 
         Raises:
-            ConfigError: The head refuses this node; the message says why.
+            ConfigError: The head has refused this node; the message says why.
             PeerError: The head is lost.
             SilenceError: The agent has ended.
         """
         text, data = work.pack()
         host, port = address
-        with suppress(BrokenPipeError):  # it has ended, which is said below
+        with suppress(BrokenPipeError):  # the agent has ended, which _wait reports
             order = {"address": f"{host}:{port}", "workers": num_workers, "token": token, "work": text}
             process.send(self._process.stdin, order, data)
         said = self._wait()
@@ -70,14 +70,14 @@ class Agent:
         found = process.receive(self._process.stdout)
         if found is None:
             code = self._process.wait(_ENDING_S)
-            raise SilenceError(f"the agent (pid {self.pid}) {process.describe_end(code)}; look at the node's log")
+            raise SilenceError(f"the agent (pid {self.pid}) {process.describe_end(code)}; see the node's log")
         return found[0]
 
     def close(self) -> None:
-        """End it, with its workers."""
+        """End the agent and its workers."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None, "it was asked for"
+            assert pipe is not None, "the process was started with pipes"
             with suppress(BrokenPipeError):
                 pipe.close()

@@ -1,7 +1,7 @@
-"""What whoever asks for a run on a cluster has of its head.
+"""The handle that the caller of a run on a cluster holds on its head.
 
-The head stands where they are: if that is lost, so is the run. Everybody else may be lost. Importing this brings no
-torch: only the process itself needs that (`heading.py`).
+The head runs on the caller's machine: if that machine is lost, so is the run; any other may be lost. Importing this
+module does not import torch: only the head's own process needs it (`heading.py`).
 """
 
 import json
@@ -27,17 +27,17 @@ _ENDING_S = 5.0
 
 @dataclass(frozen=True)
 class HeadOrder:
-    """How a run is headed.
+    """What a head is asked to do.
 
     Attributes:
-        host: Where agents come to; an address of this machine.
-        token: What they must know.
+        host: The address of this machine at which agents connect.
+        token: The secret that agents must present.
         awaited: How many workers must be offered before the first step.
-        workers: How many the head itself has; 0: one that only keeps the state.
-        shards: Parts of every batch; None: the script's.
+        workers: How many workers the head itself has; 0: one that only keeps the state.
+        shards: Parts of every batch; None: as the script says.
         max_restarts: How many workers may be replaced; None: any number.
-        step_timeout_s: How long a step may take; None: the script's.
-        resume: Whether to go on from the newest checkpoint.
+        step_timeout_s: How long a step may take; None: as the script says.
+        resume: Whether to continue from the newest checkpoint.
     """
 
     host: str
@@ -51,14 +51,14 @@ class HeadOrder:
 
 
 class Head:
-    """A head in a process of its own, which ends with the thread that has made this. A context manager.
+    """A head in a process of its own, which ends with the thread that created this object. A context manager.
 
     Attributes:
-        address: Where agents come to, from now on.
-        code: Its exit code, once it has ended and all that it said has been heard.
+        address: Where agents connect; open as soon as this object exists.
+        code: The exit code, once the head has ended and all its reports have been read.
 
     Raises:
-        ConfigError: The host is no address of this machine.
+        ConfigError: The host is not an address of this machine.
     """
 
     def __init__(self, work: ShippedWork, order: HeadOrder) -> None:
@@ -70,10 +70,10 @@ class Head:
             self._process = process.begin("evenstep.agents.heading", list(map(str, given)), err=PIPE, keep=given)
         os.close(writing)
         self.code: int | None = None
-        self._pipes: dict[int, tuple[str, bytes]] = {}  # by descriptor: what it carries, and a line that has begun
+        self._pipes: dict[int, tuple[str, bytes]] = {}  # by descriptor: what it carries, and the start of its next line
         self._selector = selectors.DefaultSelector()
-        assert self._process.stdout is not None, "it was asked for"
-        assert self._process.stderr is not None, "it was asked for"
+        assert self._process.stdout is not None, "the process was started with pipes"
+        assert self._process.stderr is not None, "the process was started with pipes"
         self._events = os.fdopen(reading, "rb", buffering=0)
         for kind, pipe in (("out", self._process.stdout), ("err", self._process.stderr), ("event", self._events)):
             self._pipes[pipe.fileno()] = (kind, b"")
@@ -89,11 +89,11 @@ class Head:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The process id of the head."""
         return self._process.pid
 
     def reports(self, timeout_s: float) -> list[Report]:
-        """What it has said, after waiting for so long at most: lines of "out" and "err", and events by "event"."""
+        """What the head has said, waiting at most `timeout_s`: lines under "out" and "err", events under "event"."""
         found: list[Report] = []
         for key, _ in self._selector.select(max(timeout_s, 0.0)):
             kind, begun = self._pipes[key.fd]
@@ -110,12 +110,12 @@ class Head:
 
     @property
     def result(self) -> bytes | None:
-        """What worker 0 has returned, if it has."""
+        """What worker 0 returned, if it has."""
         size = os.fstat(self._result).st_size
         return os.pread(self._result, size, 0) if size else None
 
     def stop(self) -> None:
-        """Let it stop after this step; called again, at once."""
+        """Ask the run to stop after this step; a second call stops it at once."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
 
@@ -125,22 +125,22 @@ class Head:
         try:
             return bool(ask({}, self.pid)["generation"])
         except ConfigError:
-            return False  # it is just starting or ending
+            return False  # the head is starting or ending
 
     def wait_for(self, num_workers: int) -> None:
-        """Let the first step wait for so many workers, no more."""
-        with suppress(ConfigError):  # it is just ending
+        """Make the first step wait for this many workers, no more."""
+        with suppress(ConfigError):  # the head is ending
             ask({"await": num_workers}, self.pid)
 
     def close(self) -> None:
-        """End it, with its worker."""
+        """End the head and its worker."""
         self._process.kill()
         self._process.wait()
         self._selector.close()
-        assert self._process.stdin is not None, "it was asked for"
+        assert self._process.stdin is not None, "the process was started with pipes"
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr, self._events):
             with suppress(BrokenPipeError):
-                pipe.close()  # type: ignore[union-attr]  # all were asked for
+                pipe.close()  # type: ignore[union-attr]  # the process was started with pipes
         os.close(self._result)
 
 
@@ -153,6 +153,6 @@ def _listening(host: str) -> socket.socket:
         return socket.create_server((host, 0), family=socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0])
     except OSError as error:
         raise ConfigError(
-            f"nobody can listen at {host} ({error.strerror or error}); expected an address of this machine that the "
+            f"cannot listen on {host} ({error.strerror or error}); expected an address of this machine that the "
             "cluster can reach"
         ) from error

@@ -12,10 +12,13 @@ from evenstep.launch.door import Listen
 from evenstep.launch.job import Job
 from evenstep.launch.supervisor import supervise
 
-_SILENCE_S = 5.0  # of a machine that hangs or is cut off; of one that ends its connection says so at once
+__all__ = ["main"]
+
+_SILENCE_S = 5.0  # until a machine that hangs or is cut off is given up; one that dies closes its connection at once
 
 
-def _main(words: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
+    """Supervise a run; the words are descriptors: a socket that listens, a pipe for events, a file for the result."""
     door_fd, events_fd, result_fd = map(int, words)
     found = process.receive(sys.stdin.buffer)
     if found is None:
@@ -45,7 +48,3 @@ def _main(words: Sequence[str]) -> int:
     except EvenstepError as error:
         report({"mistake": str(error)})
         return error.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(process.serve(_main))

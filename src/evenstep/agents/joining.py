@@ -1,4 +1,4 @@
-"""The process of an agent: imports what workers need, hears which head to join, and has workers until the end."""
+"""The process of an agent: imports what workers need, is told which head to join, and runs workers until the end."""
 
 import os
 import sys
@@ -10,12 +10,15 @@ from evenstep.core.errors import ConfigError, EvenstepError
 from evenstep.launch.agent import join
 from evenstep.launch.worker import warm_up
 
-_WAIT_S = 30.0  # for the head, which listens already
+__all__ = ["main"]
+
+_WAIT_S = 30.0  # for the head, which is listening already
 
 
-def _main(_: Sequence[str]) -> int:
+def main(_: Sequence[str]) -> int:
+    """Join the head that is named on standard input."""
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # what anybody prints is no message
+        os.dup2(2, 1)  # what imported code prints must not be read as a message
         warm_up()
         process.send(out, {"ready": True})
         order = process.receive(sys.stdin.buffer)
@@ -30,7 +33,3 @@ def _main(_: Sequence[str]) -> int:
             return error.exit_code
         process.send(out, {"over": True})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(process.serve(_main))

@@ -1,13 +1,14 @@
-"""A process of ours beside one of somebody else's: what it is told, what it says, and that it never outlives the other.
+"""A process of our own beside a process of the cluster: starting it, talking to it, and never letting it live longer.
 
-Messages are JSON lines, perhaps with bytes behind them, through the standard streams.
+Messages are JSON lines, optionally followed by bytes, through the standard streams.
 """
 
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from subprocess import PIPE, Popen
 from typing import IO, Any
 
@@ -22,13 +23,13 @@ def begin(module: str, words: Sequence[str] = (), *, err: int | None = None, kee
     """Start a module as a process that is killed when the thread that calls this ends.
 
     Args:
-        module: It calls `serve`.
+        module: A module of this package whose `main` is called with `words` and returns the exit code.
         words: Its arguments.
         err: Where its standard error goes; None: where ours goes.
-        keep: Descriptors that it has under the same numbers.
+        keep: Descriptors that it inherits under the same numbers.
     """
     return Popen(
-        [sys.executable, "-m", module, str(os.getpid()), *words],
+        [sys.executable, "-m", "evenstep.agents", module, str(os.getpid()), *words],
         stdin=PIPE,
         stdout=PIPE,
         stderr=err,
@@ -38,25 +39,29 @@ def begin(module: str, words: Sequence[str] = (), *, err: int | None = None, kee
     )
 
 
-def serve(main: Callable[[Sequence[str]], int]) -> int:
-    """Be such a process: call `main` with its arguments and return its exit code."""
+def serve(module: str, parent: int, words: Sequence[str]) -> int:
+    """The body of a process that `begin` started; returns its exit code.
+
+    The module is imported after the kernel was told to end this process with its parent: importing torch may take long.
+    """
     core.die_with_parent()
-    if os.getppid() != int(sys.argv[1]):
-        return 1  # the other one was gone before
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # an actor of Ray's blocks SIGINT
-    return main(sys.argv[2:])
+    if os.getppid() != parent:
+        return 1  # our parent had gone already
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a Ray actor blocks SIGINT
+    code: int = import_module(module).main(words)
+    return code
 
 
 def send(pipe: IO[bytes] | None, message: dict[str, Any], data: bytes = b"") -> None:
     """Send a message."""
-    assert pipe is not None, "it was asked for"
+    assert pipe is not None, "the process was started with pipes"
     pipe.write(json.dumps({**message, "num_bytes": len(data)}).encode() + b"\n" + data)
     pipe.flush()
 
 
 def receive(pipe: IO[bytes] | None) -> tuple[dict[str, Any], bytes] | None:
     """Wait for a message; None: there will be no more."""
-    assert pipe is not None, "it was asked for"
+    assert pipe is not None, "the process was started with pipes"
     line = pipe.readline()
     if not line.endswith(b"\n"):
         return None
@@ -65,5 +70,5 @@ def receive(pipe: IO[bytes] | None) -> tuple[dict[str, Any], bytes] | None:
 
 
 def describe_end(code: int) -> str:
-    """How a process ended, in words that follow its name."""
+    """How a process ended, phrased to follow its name."""
     return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

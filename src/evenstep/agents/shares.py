@@ -1,4 +1,4 @@
-"""How many workers go where: decided from numbers alone."""
+"""How many workers each node gets: pure arithmetic."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ __all__ = ["limits", "share_out"]
 
 
 def limits(workers: int | tuple[int, int]) -> tuple[int, int]:
-    """The least and the most of the workers that were asked for.
+    """The smallest and the largest number of workers that the caller wants.
 
     Raises:
-        ConfigError: They are no such numbers.
+        ConfigError: `workers` is neither a positive number nor such a pair.
     """
     least, most = workers if isinstance(workers, tuple) and len(workers) == 2 else (workers, workers)
     if not (type(least) is int and type(most) is int and 1 <= least <= most):
-        raise ConfigError(f"workers={workers!r}, expected a whole number above 0, or the least and the most of them")
+        raise ConfigError(f"workers={workers!r}, expected a whole number above 0, or a pair (at least, at most)")
     return least, most
 
 

@@ -1,4 +1,4 @@
-"""What whoever has started a run on a cluster sees of it: progress, lines, and how it ends."""
+"""What the caller of a run on a cluster sees of it: progress, output, and how it ends."""
 
 import signal
 import sys
@@ -16,15 +16,15 @@ _INTERRUPTED = (Stopped.exit_code, 128 + signal.SIGINT)
 
 
 class ScriptError(EvenstepError):
-    """The script or function failed on a worker. Its own traceback is the message."""
+    """The script or function failed on a worker. The message is its traceback."""
 
 
 class Shown:
     """Shows what a head reports.
 
     Args:
-        on_progress: Called with every progress.
-        quiet: Show nothing.
+        on_progress: Called with each progress report.
+        quiet: Print nothing.
     """
 
     def __init__(self, on_progress: Callable[[Progress], None] | None, *, quiet: bool) -> None:
@@ -35,12 +35,12 @@ class Shown:
         self._last = "the run has failed"
 
     def say(self, sentence: str) -> None:
-        """Say something of our own."""
+        """Show a sentence of our own."""
         if not self._quiet:
             say(sentence)
 
     def hear(self, report: dict[str, Any]) -> None:
-        """Take what the head reports."""
+        """Show one report of the head."""
         event = report.get("event", {})
         self._error = event.get("error", self._error)
         self._mistake = event.get("mistake", self._mistake)
@@ -59,13 +59,13 @@ class Shown:
                 self._display.write(report[kind], stream)
 
     def end(self, code: int, result: bytes | None) -> Any:
-        """The head has ended: give back what the function returned.
+        """The result of the function, once the head has ended.
 
         Raises:
-            ScriptError: The script has failed.
-            ConfigError: The head could not begin.
-            KeyboardInterrupt: The run was stopped, as was asked for.
-            SilenceError: The run has failed otherwise.
+            ScriptError: The script failed.
+            ConfigError: The head could not start.
+            KeyboardInterrupt: The run was stopped by the user.
+            SilenceError: The run failed for another reason.
         """
         self._display.close()
         if code in _INTERRUPTED:

@@ -1,7 +1,7 @@
-"""What workers on somebody else's cluster run: a function or a script, as a value that travels with them.
+"""What workers on a foreign cluster run: a function or a script, as a value that can be sent to their nodes.
 
-It is given to the process that forks the workers, which holds it in its memory: they have it from there, and no file is
-left however they end. Functions travel as the cluster ships them itself, see `shipping`.
+The process that forks the workers holds it in memory and they inherit it, so no file is left behind however they end.
+Functions travel as the cluster's own functions do; see `shipping`.
 """
 
 import linecache
@@ -31,9 +31,9 @@ class ShippedWork:
     """What every worker runs.
 
     Attributes:
-        function: A call of a function, as `ship` gives it; None: there is a script.
-        script: The path of a script, and what it says.
-        args: Of the script.
+        function: A function call as `ship` encodes it; None: there is a script.
+        script: The path of a script, and its text.
+        args: The arguments of the script.
     """
 
     function: bytes | None
@@ -48,55 +48,55 @@ class ShippedWork:
         options: dict[str, Any],
         working_dir: str | None = None,
     ) -> "ShippedWork":
-        """What is to be run, from what a user says.
+        """The work that a user asks for.
 
         Args:
             what: A function, or the path of a script.
             args: Its arguments.
             options: Keyword arguments of the function.
-            working_dir: The script lies there under the same path on all nodes, if it does here.
+            working_dir: A directory in which the workers of every node run; a script inside it is named relative to it.
 
         Raises:
-            ConfigError: There is no such script, it was given options, or the function cannot be shipped.
+            ConfigError: There is no such script, it was given keyword arguments, or the function cannot be shipped.
         """
         if not isinstance(what, str | Path):
             return cls(ship(what, args, options), None, ())
         if not Path(what).is_file():
             raise ConfigError(f"there is no script {what}; name a Python file to run")
         if options:
-            raise ConfigError(f"{next(iter(options))}=... is no option of run; a script takes none by name")
+            raise ConfigError(f"run() has no option {next(iter(options))}, and a script takes no keyword arguments")
         path = Path(what).resolve()
         if working_dir is not None and path.is_relative_to(Path(working_dir).resolve()):
             path = path.relative_to(Path(working_dir).resolve())
         return cls(None, (str(path), Path(what).read_text()), tuple(map(str, args)))
 
     def pack(self) -> tuple[dict[str, Any], bytes]:
-        """What is text of it, and what is not."""
+        """The parts that JSON can hold, and the bytes that it cannot."""
         return {**asdict(self), "function": self.function is not None}, self.function or b""
 
     @classmethod
     def unpack(cls, text: dict[str, Any], data: bytes) -> "ShippedWork":
-        """The inverse of `pack`, also after a way through JSON."""
+        """The inverse of `pack`, also after a round trip through JSON."""
         script = None if text["script"] is None else (text["script"][0], text["script"][1])
         return cls(data if text["function"] else None, script, tuple(text["args"]))
 
 
-_held: list[tuple[ShippedWork, int | None]] = []  # by the process that forks workers, and so by each of them
+_held: list[tuple[ShippedWork, int | None]] = []  # held by the process that forks workers, inherited by each of them
 
 
 def hold(work: ShippedWork, result_fd: int | None = None) -> None:
-    """Let the workers that are forked from this process find what to do, and where worker 0 puts what comes of it."""
+    """Say what workers forked from this process run, and where worker 0 writes its result."""
     _held[:] = [(work, result_fd)]
 
 
 def perform(worker: int) -> None:
-    """Do it, as one of the workers."""
+    """Do the work that is held, as one of the workers."""
     __tracebackhide__ = True
     work, result_fd = _held[0]
     if work.script is not None:
         _run_script(*work.script, work.args)
         return
-    assert work.function is not None, "it is one of the two"
+    assert work.function is not None, "work is either a script or a function"
     function, args, options = pickle.loads(work.function)
     result = function(*args, **options)
     if worker == 0 and result_fd is not None:
@@ -113,7 +113,7 @@ def _packed(result: Any) -> bytes:
 
 
 def _run_script(path: str, text: str, args: tuple[str, ...]) -> None:
-    """Run the script that is here if it says the same, else what it says."""
+    """Run the script at `path` if this node has it with the same text, otherwise the text that was sent."""
     __tracebackhide__ = True
     here = Path(path)
     if here.is_file() and here.read_text() == text:

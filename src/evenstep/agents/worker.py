@@ -1,4 +1,4 @@
-"""The script of workers on a cluster: whatever the process that has forked them holds."""
+"""The script of workers on a cluster: runs the work that the process which forked them holds."""
 
 from evenstep.agents.work import perform
 from evenstep.core import env

@@ -52,33 +52,40 @@ class RunConfig:
     def resolve(
         cls, env: Environment, *, shards: int | None, arithmetic: str | None = None, **rest: object
     ) -> "RunConfig":
-        """Merge what the script said with what the environment says, and check it.
+        """Merge what the script says with what the environment says, which takes precedence, and check it.
 
         Raises:
-            ConfigError: A value is out of range, or script and command line contradict each other.
+            ConfigError: A value is out of range, or script and command line contradict each other on what the bits
+                depend on.
         """
+        for name in ("timeout_s", "recheck", "tolerate_wrong"):
+            if (said := getattr(env, name)) is not None:
+                rest[name] = said
         rest["arithmetic"] = _agreed("arithmetic", env.arithmetic, arithmetic, "native")
         config = cls(shards=_agreed("shards", env.shards, shards, DEFAULT_SHARDS), **rest)  # type: ignore[arg-type]  # checked next
         config.check(env)
         return config
 
     def check(self, env: Environment) -> None:
-        """Raise ConfigError for a value that makes no sense."""
-        counts = (("recheck", 0, 10**9), ("tolerate_wrong", 0, 10**9))
-        for name, low, high in (("shards", 1, MAX_SHARDS), ("threads", 1, 1024), *counts):
+        """Raise ConfigError for a value that is out of range."""
+        for name, low, high in (
+            ("shards", 1, MAX_SHARDS),
+            ("threads", 1, 1024),
+            ("recheck", 0, 10**9),
+            ("tolerate_wrong", 0, 10**9),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name}={value!r}, expected a whole number from {low} to {high}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed!r}, expected a whole number from 0 to 2**63 - 1")
-        if not isinstance(self.timeout_s, int | float) or not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s={self.timeout_s!r}, expected a number of seconds above 0")
-        if self.on_nondeterminism not in ("error", "warn"):
-            raise ConfigError(f"on_nondeterminism={self.on_nondeterminism!r}, expected 'error' or 'warn'")
-        if self.graphs not in ("auto", True, False):
-            raise ConfigError(f"graphs={self.graphs!r}, expected 'auto', True or False")
-        if self.image != "auto" and not (isinstance(self.image, int) and self.image >= 0):
-            raise ConfigError(f"image={self.image!r}, expected 'auto', or a number of steps from 0")
+        for name, fits, expected in (
+            ("seed", _is_seed, "a whole number from 0 to 2**63 - 1"),
+            ("timeout_s", _is_duration, "a number of seconds above 0"),
+            ("on_nondeterminism", ("error", "warn").__contains__, "'error' or 'warn'"),
+            ("graphs", ("auto", True, False).__contains__, "'auto', True or False"),
+            ("image", _is_interval, "'auto', or a number of steps from 0"),
+        ):
+            if not fits(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r}, expected {expected}")
         self._check_arithmetic()
         if env.num_workers > self.shards:
             raise ConfigError(
@@ -99,6 +106,18 @@ class RunConfig:
                 f"device={self.device!r} with arithmetic='portable', expected 'cpu': kinds of GPUs are not made equal; "
                 "use arithmetic='native'"
             )
+
+
+def _is_seed(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**63
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def _is_interval(value: object) -> bool:
+    return value == "auto" or (isinstance(value, int) and value >= 0)
 
 
 def _agreed(name: str, asked: T | None, said: T | None, otherwise: T) -> T:

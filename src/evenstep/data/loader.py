@@ -7,7 +7,7 @@ pixels whichever worker or loader process draws it. Sample code always runs with
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
 from evenstep.data.batch import Batch
 from evenstep.data.drawing import drawing
-from evenstep.data.order import BatchRequest
+from evenstep.data.order import BatchRequest, Indices
 from evenstep.data.sending import sent
 from evenstep.engine.randomness import derive, seed_all
 from evenstep.native import core
@@ -30,7 +30,7 @@ _SLICE_S = 0.5  # how soon a loader process that died is noticed, at the latest
 class Tabular(Dataset[Any]):
     """A data set without randomness of its own, which can give several samples at once."""
 
-    def part(self, indices: Sequence[int]) -> Any:
+    def part(self, indices: Indices) -> Any:
         """Some samples, collated as `default_collate` would, without making each one."""
         raise NotImplementedError
 
@@ -44,11 +44,13 @@ class _Parts(Dataset[dict[int, Any]]):
         self._rows = _rows_of(dataset) if collate is None else None
 
     def __getitem__(self, request: BatchRequest) -> dict[int, Any]:
-        return {k: self._part(request.position.epoch, request.shards[k]) for k in self._span if request.shards[k]}
-
-    def _part(self, epoch: int, indices: tuple[int, ...]) -> Any:
+        chosen = {k: request.shards[k] for k in self._span if len(request.shards[k])}
         if self._rows is not None:
-            return self._rows(indices)
+            return {k: self._rows(indices) for k, indices in chosen.items()}
+        with drawing():
+            return {k: self._draw(request.position.epoch, indices.tolist()) for k, indices in chosen.items()}
+
+    def _draw(self, epoch: int, indices: list[int]) -> Any:
         samples = []
         for index in indices:
             seed_all(derive(self._purpose, self._seed, epoch, index))
@@ -56,7 +58,7 @@ class _Parts(Dataset[dict[int, Any]]):
         return self._collate(samples)
 
 
-def _rows_of(dataset: Any) -> Callable[[Sequence[int]], Any] | None:
+def _rows_of(dataset: Any) -> Callable[[Indices], Any] | None:
     """A function that gives several samples at once, if the data set has one and nothing about them is random."""
     if isinstance(dataset, Tabular):
         return dataset.part
@@ -64,8 +66,8 @@ def _rows_of(dataset: Any) -> Callable[[Sequence[int]], Any] | None:
         return None
     tensors = dataset.tensors
 
-    def rows(indices: Sequence[int]) -> list[torch.Tensor]:
-        chosen = torch.tensor(indices)
+    def rows(indices: Indices) -> list[torch.Tensor]:
+        chosen = torch.from_numpy(indices)
         return [tensor[chosen] for tensor in tensors]
 
     return rows
@@ -169,8 +171,7 @@ class Loader:
 
     def _inline(self, request: BatchRequest, shards: range) -> dict[int, Any]:
         """Load some shards in this process."""
-        with drawing():
-            return self._parts_of(shards)[request]
+        return self._parts_of(shards)[request]
 
     def _through_processes(self, waiting: deque[BatchRequest], coming: Iterator[BatchRequest]) -> Iterator[Batch]:
         """Batches from loader processes, for as long as they load the right shards.

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from evenstep.core.checksum import checksum
@@ -13,13 +14,17 @@ from evenstep.data.sampling import Sampling
 from evenstep.engine.randomness import derive
 from evenstep.plan.placement import cut
 
-__all__ = ["BatchRequest", "Deal", "Order"]
+__all__ = ["BatchRequest", "Deal", "Indices", "Order"]
 
 Deal = Literal["position", "round-robin"]
 """How the samples of a batch are dealt to its shards: neighbours together, or sample r to shard r mod K."""
 
 
-@dataclass(frozen=True)
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+"""Numbers of samples, in order."""
+
+
+@dataclass(frozen=True, eq=False)
 class BatchRequest:
     """One global batch: the samples of every shard.
 
@@ -30,7 +35,7 @@ class BatchRequest:
     """
 
     position: Position
-    shards: tuple[tuple[int, ...], ...]
+    shards: tuple[Indices, ...]
     order: str
 
     @property
@@ -150,7 +155,7 @@ class Order:
                 position = Position(epoch, number, before, len(numbers), after)
                 yield BatchRequest(position, self._deal(batches[number]), order)
 
-    def _batches(self, epoch: int) -> tuple[Sequence[Sequence[int]], str]:
+    def _batches(self, epoch: int) -> tuple[Sequence[Sequence[int] | Indices], str]:
         """The samples of every batch of an epoch, and a few letters that identify their order."""
         if self.sampler is not None:
             drawn = self.sampler.draw(epoch, in_batches=self.batch_size is None)
@@ -162,14 +167,15 @@ class Order:
             return self._chop(range(self.num_samples)), str(self.num_samples)
         generator = torch.Generator().manual_seed(derive("order", self.seed, epoch))
         order = torch.randperm(self.num_samples, generator=generator)
-        return self._chop(order.tolist()), f"{checksum(order):016x}"
+        return self._chop(order.numpy()), f"{checksum(order):016x}"
 
-    def _chop(self, indices: Sequence[int]) -> list[Sequence[int]]:
+    def _chop(self, indices: Sequence[int] | Indices) -> list[Sequence[int] | Indices]:
         size = self.batch_size or 0
         batches = [indices[first : first + size] for first in range(0, len(indices), size)]
         return batches[:-1] if self.drop_last and batches and len(batches[-1]) < size else batches
 
-    def _deal(self, indices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def _deal(self, indices: Sequence[int] | Indices) -> tuple[Indices, ...]:
+        numbers = np.asarray(indices, np.int64)
         if self.deal == "round-robin":
-            return tuple(tuple(indices[shard :: self.num_shards]) for shard in range(self.num_shards))
-        return tuple(tuple(indices[a:b]) for a, b in cut(len(indices), self.num_shards))
+            return tuple(numbers[shard :: self.num_shards].copy() for shard in range(self.num_shards))
+        return tuple(numbers[a:b] for a, b in cut(len(numbers), self.num_shards))

@@ -1,6 +1,5 @@
 """Parquet files as a map-style data set: any row at any time, and whole parts of batches at once."""
 
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,13 +10,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from pyarrow import fs
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError
 from evenstep.data.columns import Column, check_type, column_of
 from evenstep.data.loader import Tabular
+from evenstep.data.mapped import MappedColumn, map_column
+from evenstep.data.order import Indices
 
 __all__ = ["Parquet", "parquet"]
 
@@ -50,8 +50,10 @@ def parquet(
     """Parquet files as a map-style data set of dicts, for `run.batches`, `run.evaluate` and `run.predict`.
 
     The samples are the rows, file after file. A sample is a dict by column: numbers and lists of numbers are tensors,
-    text is text. Local files are memory-mapped; a row group is decoded when one of its rows is first needed, and stays
-    decoded until `cache_bytes` are used up. If everything fits, every row is one index away.
+    text is text. Local files are memory-mapped. Columns of numbers, or lists of one length, that were written without
+    compression, dictionary and nulls, as `evenstep.ray.write` and Spark's estimator write them, are used where they
+    lie, and take no memory of a worker. Of others a row group is decoded when one of its rows is first needed, and
+    stays decoded until `cache_bytes` are used up. If everything fits, every row is one index away.
 
     Args:
         path_or_paths: A file, a directory (its `*.parquet` files in the order of their names), or several of them;
@@ -89,12 +91,14 @@ class Parquet(Tabular):
         self._types = {name: schema.field(name).type for name in self.columns}
         for name, kind in self._types.items():
             check_type(name, kind)
-        self._blocks = self._lay_out(cache_bytes)
-        self._firsts = [block.first for block in self._blocks]
-        self._num_rows = self._blocks[-1].first + self._blocks[-1].num_rows if self._blocks else 0
+        groups = [group for number in range(len(self.files)) for group in self._groups(number)]
+        self._num_rows = sum(rows for _, rows, _ in groups)
         if not self._num_rows:
             raise ConfigError(f"{self.files[0]} and what was given with it have no row; expected at least one")
         self._cache_bytes = cache_bytes
+        self._mapped: dict[str, MappedColumn] | None = None
+        self._blocks = _lay_out(groups, cache_bytes)
+        self._firsts = [block.first for block in self._blocks]
         self._decoded: OrderedDict[int, dict[str, Column]] = OrderedDict()  # by block, the last used one last
 
     def __len__(self) -> int:
@@ -103,34 +107,52 @@ class Parquet(Tabular):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -self._num_rows <= index < self._num_rows:
             raise IndexError(f"row {index} of {self._num_rows}")
-        number, row = self._find(index % self._num_rows)
-        return {name: column[row] for name, column in self._decode(number).items()}
+        return {name: values[0] for name, values in self.part([index % self._num_rows]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Several samples, as torch's loaders ask for them."""
         return [self[index] for index in indices]
 
-    def part(self, indices: Sequence[int]) -> dict[str, Any]:
-        """Some samples, collated."""
-        chosen = torch.from_numpy(np.fromiter(indices, np.int64, len(indices)))
+    def part(self, indices: Sequence[int] | Indices) -> dict[str, Any]:
+        """Some samples, collated.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+        chosen = np.asarray(indices, np.int64)
+        mapped = self._map()
+        part: dict[str, Any] = {name: column.take(chosen) for name, column in mapped.items()}
+        if len(mapped) < len(self.columns):
+            self._put_decoded(part, chosen)
+        return {name: part[name] for name in self.columns}
+
+    def _put_decoded(self, part: dict[str, Any], chosen: Indices) -> None:
+        """Put those columns into a part that must be decoded."""
+        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self._num_rows:
+            raise IndexError(f"rows {chosen.min()} to {chosen.max()} of {self._num_rows}")
         if len(self._blocks) == 1:
-            return {name: _take(column, chosen) for name, column in self._decode(0).items()}
-        numbers = torch.searchsorted(torch.tensor(self._firsts), chosen, right=True) - 1
-        part: dict[str, Any] = {}
-        for number in sorted(set(numbers.tolist())):
-            places = (numbers == number).nonzero().flatten()
+            part.update({name: _take(column, chosen) for name, column in self._decode(0).items()})
+            return
+        numbers = np.searchsorted(self._firsts, chosen, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
             rows = chosen[places] - self._firsts[number]
             for name, column in self._decode(number).items():
-                _put(part, name, len(indices), places, _take(column, rows))
-        return part
+                _put(part, name, len(chosen), places, _take(column, rows))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out open files and decoded rows: a loader process opens and decodes for itself."""
-        return {**self.__dict__, "_opened": {}, "_decoded": OrderedDict()}
+        """Leave out open files and rows: a loader process opens, maps and decodes for itself."""
+        return {**self.__dict__, "_opened": {}, "_mapped": None, "_decoded": OrderedDict()}
 
-    def _find(self, index: int) -> tuple[int, int]:
-        number = bisect_right(self._firsts, index) - 1
-        return number, index - self._firsts[number]
+    def _map(self) -> dict[str, MappedColumn]:
+        """The columns that need no decoding."""
+        if self._mapped is None:
+            self._mapped = {}
+            if all(isinstance(system, fs.LocalFileSystem) for system in self._systems):
+                files, buffers = [self._open(n) for n in range(len(self.files))], list(map(_mapping, self.files))
+                found = {name: map_column(files, buffers, name) for name in self.columns}
+                self._mapped = {name: column for name, column in found.items() if column is not None}
+        return self._mapped
 
     def _open(self, number: int) -> pq.ParquetFile:
         if number not in self._opened:
@@ -141,19 +163,6 @@ class Parquet(Tabular):
             except (pa.ArrowInvalid, OSError) as error:
                 raise ConfigError(f"{name} cannot be read as a Parquet file: {error}") from error
         return self._opened[number]
-
-    def _lay_out(self, cache_bytes: int) -> list[_Block]:
-        """All rows as one block if they fit, else a block for every row group."""
-        groups = [group for number in range(len(self.files)) for group in self._groups(number)]
-        firsts = list(accumulate((rows for _, rows, _ in groups), initial=0))
-        total = sum(size for _, _, size in groups)
-        if total <= cache_bytes:
-            return [_Block(tuple(where for where, _, _ in groups), 0, firsts[-1], total)]
-        return [
-            _Block((where,), first, rows, size)
-            for (where, rows, size), first in zip(groups, firsts, strict=False)
-            if rows
-        ]
 
     def _groups(self, number: int) -> Iterator[tuple[tuple[int, int], int, int]]:
         """The row groups of a file: where, how many rows, and about how many bytes they take."""
@@ -176,14 +185,13 @@ class Parquet(Tabular):
         if number in self._decoded:
             self._decoded.move_to_end(number)
             return self._decoded[number]
-        block = self._blocks[number]
+        block, columns = self._blocks[number], [name for name in self.columns if name not in self._map()]
         pieces = [
-            self._open(file).read_row_group(group, columns=self.columns, use_threads=False)
-            for file, group in block.groups
+            self._open(file).read_row_group(group, columns=columns, use_threads=False) for file, group in block.groups
         ]
         where = self.files[block.groups[0][0]] + (" and what follows it" if len(block.groups) > 1 else "")
         table = pa.concat_tables(pieces)
-        self._decoded[number] = {name: column_of(name, table[name], where) for name in self.columns}
+        self._decoded[number] = {name: column_of(name, table[name], where) for name in columns}
         while len(self._decoded) > 1 and self._held_bytes() > self._cache_bytes:
             self._decoded.popitem(last=False)
         return self._decoded[number]
@@ -210,6 +218,22 @@ def _files(path: str) -> list[tuple[Any, str]]:
     return [(system, name)]
 
 
+def _mapping(file: str) -> pa.Buffer:
+    with pa.memory_map(file) as opened:
+        return opened.read_buffer()  # stays mapped for as long as it is used
+
+
+def _lay_out(groups: Sequence[tuple[tuple[int, int], int, int]], cache_bytes: int) -> list[_Block]:
+    """All rows as one block if they fit, else a block for every row group."""
+    firsts = list(accumulate((rows for _, rows, _ in groups), initial=0))
+    total = sum(size for _, _, size in groups)
+    if total <= cache_bytes:
+        return [_Block(tuple(where for where, _, _ in groups), 0, firsts[-1], total)]
+    return [
+        _Block((where,), first, rows, size) for (where, rows, size), first in zip(groups, firsts, strict=False) if rows
+    ]
+
+
 def _chosen(schema: pa.Schema, columns: Sequence[str] | None, file: str) -> list[str]:
     if columns is None:
         return list(schema.names)
@@ -225,16 +249,18 @@ def _chosen(schema: pa.Schema, columns: Sequence[str] | None, file: str) -> list
     return list(columns)
 
 
-def _take(column: Column, rows: Tensor) -> Column:
-    if isinstance(column, Tensor):
-        return torch.from_numpy(column.numpy().take(rows.numpy(), axis=0))  # twice as fast as index_select
-    return [column[row] for row in rows.tolist()]
+def _take(column: Column, rows: Indices) -> Column:
+    if not isinstance(column, Tensor):
+        return [column[row] for row in rows.tolist()]
+    taken = column.new_empty(len(rows), *column.shape[1:])
+    column.numpy().take(rows, axis=0, out=taken.numpy(), mode="clip")  # "raise" would need a buffer, and be slower
+    return taken
 
 
-def _put(part: dict[str, Any], name: str, size: int, places: Tensor, values: Column) -> None:
+def _put(part: dict[str, Any], name: str, size: int, places: Indices, values: Column) -> None:
     """Put the values of some rows into their places in a part."""
     if isinstance(values, Tensor):
-        part.setdefault(name, values.new_empty(size, *values.shape[1:]))[places] = values
+        part.setdefault(name, values.new_empty(size, *values.shape[1:])).numpy()[places] = values.numpy()
     else:
         whole = part.setdefault(name, [""] * size)
         for place, value in zip(places.tolist(), values, strict=True):

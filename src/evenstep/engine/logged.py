@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from evenstep.core.errors import ConfigError
+from evenstep.exchange.surroundings import current
 
 __all__ = ["Logged", "checked", "mean_of_all"]
 
@@ -35,8 +36,13 @@ def checked(name: Any, value: Any) -> tuple[str, float]:
     """A checked name and number.
 
     Raises:
-        ConfigError: The name or the number is something else.
+        ConfigError: The name or the number is something else, or this is inside a step function.
     """
+    if current() is not None:
+        raise ConfigError(
+            f"run.log({name!r}, ...) inside a step function, which runs once for every part; return the value as a "
+            "metric, (loss, {name: value}), or log it between steps"
+        )
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # the last is for a tensor with several elements

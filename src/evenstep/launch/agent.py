@@ -1,13 +1,13 @@
-"""A machine that joins a run: it starts workers when the head says so, and tells the head what becomes of them.
+"""A machine that joins a run: it starts workers when the head asks for them, and reports what becomes of them.
 
-`join` is all of it: what `evenstep join HOST:PORT -n N` calls, and what other launchers may call, in a process that has
-one thread (workers are forked from it) and in which it is the main one:
+`join` is the whole interface: `evenstep join HOST:PORT -n N` calls it, and other launchers may call it too, in the main
+and only thread of a process (workers are forked from it):
 
     from evenstep.launch.agent import join
     code = join("10.0.0.1:7777", num_workers=4, token=token)
 
-The agent decides nothing. When it hears nothing of the head any more it ends its workers at once, so that there are
-never two runs that both go on.
+The agent decides nothing. When it no longer hears from the head it ends its workers at once, so that there are never
+two runs that both go on.
 """
 
 import hmac
@@ -41,13 +41,13 @@ from evenstep.transport.segment import Segment
 __all__ = ["join"]
 
 _LOOK_S = 0.25
-_ROWS_S = 0.5  # how often to tell what the workers do
+_ROWS_S = 0.5  # how often to report what the workers are doing
 _ANSWER_S = 30.0
 _AGAIN_S = 0.5  # between two attempts to reach the head
 
 
 class _Agent:
-    """Carries out what the head asks for: see `Hears` for what it tells it."""
+    """Carries out what the head asks for, and reports to it as to a `Hears`."""
 
     def __init__(
         self, number: int, connection: MachineConnection, job: Job, segment: Segment, silence_s: float, *, traced: bool
@@ -61,15 +61,15 @@ class _Agent:
         self._signal: int | None = None
 
     def run(self) -> int:
-        """Work until the head says that the run is over, or is lost.
+        """Work until the head says that the run is over; returns the exit code of the run.
 
         Raises:
-            Lost: It is.
+            Lost: The head is lost.
         """
         children, connection = self._here.children, self._connection
         with Signals(self._on_signal, signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals, children:
             children.watch(signals, signals.deliver)
-            children.watch(connection, lambda: None)  # heard below, in every turn
+            children.watch(connection, lambda: None)  # it is read below, in every turn
             while self._code is None and self._signal is None:
                 now = time.monotonic()
                 pause_s = 0.01 if connection.has_more else _LOOK_S
@@ -125,7 +125,7 @@ class _Agent:
             case "end":
                 self._code = message["code"]
 
-    # ---- what it tells the head ----
+    # ---- what it reports to the head ----
 
     def _say(self, what: str, data: bytes = b"", **fields: Any) -> None:
         self._connection.send({"say": what, **fields}, data)
@@ -162,23 +162,23 @@ def join(
     wait_s: float = 30.0,
     rejoin_s: float = 0.0,
 ) -> int:
-    """Add the workers of this machine to a run; returns its exit code when it is over.
+    """Add the workers of this machine to a run; returns the exit code of the run when it is over.
 
     Blocks for as long as the run lasts. Must be called in the main thread of a process that has no other threads, in a
-    directory from which the head's path leads to the script.
+    directory from which the script has the same path as on the head.
 
     Args:
         address: HOST:PORT of the head.
         num_workers: How many workers this machine offers.
-        token: What the head asks for.
-        cafile: With TLS: what the head's certificate was signed by; a certificate that signs itself, itself.
-        wait_s: How long the head may take to be there.
-        rejoin_s: When the head is lost after that, how long to try to join it again, as a machine that is new.
+        token: The secret that the head asks for.
+        cafile: With TLS: the certificate of whoever signed the head's; one that is self-signed, itself.
+        wait_s: How long to wait for the head to be there.
+        rejoin_s: If the head is lost after that, how long to try to join it again, as a new machine.
 
     Raises:
-        ConfigError: The head refuses this machine; the message says why.
-        UnreachableError: Nobody listens there.
-        PeerError: The head is lost; nothing of this machine's workers is left.
+        ConfigError: The head has refused this machine; the message says why.
+        UnreachableError: Nothing listens there.
+        PeerError: The head is lost; no worker of this machine is left.
     """
     where = split_address(address, "HOST:PORT")
     tls = _tls(cafile)
@@ -192,7 +192,7 @@ def join(
             except Lost as error:
                 why = f"the head at {address} {error}; the workers of this machine were ended"
                 if rejoin_s <= 0:
-                    raise PeerError(f"{why}. If the run is gone: evenstep run --resume goes on", 0) from error
+                    raise PeerError(f"{why}; if the run is gone, evenstep run --resume continues it", 0) from error
                 say(f"{why}; trying to join again for {rejoin_s:g} s")
                 patience_s = rejoin_s
 
@@ -224,13 +224,16 @@ def _connect(where: tuple[str, int], tls: ssl.SSLContext | None, wait_s: float) 
 def _take_part(connection: MachineConnection, num_workers: int, token: str) -> int:
     greeting, _ = connection.wait(_ANSWER_S)
     if greeting.get("protocol") != PROTOCOL:
-        raise ConfigError(f"the head speaks protocol {greeting.get('protocol')}, not {PROTOCOL}: install one version")
+        raise ConfigError(
+            f"the head speaks protocol {greeting.get('protocol')}, expected {PROTOCOL}: install the same version of "
+            "evenstep on every machine"
+        )
     nonce = secrets.token_hex(16)
     proof = proof_of(token, "join", str(greeting["nonce"]))
     connection.send({"protocol": PROTOCOL, "proof": proof, "nonce": nonce})
     answer = _answer(connection)
     if not hmac.compare_digest(str(answer["proof"]).encode(), proof_of(token, "head", nonce).encode()):
-        raise ConfigError("whoever listens there does not know the token: it is not the head")
+        raise ConfigError("what listens there does not know the token, so it is not the head; check the address")
     connection.trust()
     said = answer["job"]
     job = _job(said, num_workers)

@@ -1,14 +1,14 @@
-"""Ways between machines that break though both machines reach the head: which of the two is given up, and when."""
+"""Connections between machines that break although both still reach the head: which machine is given up, and when."""
 
 from collections import Counter
 
 __all__ = ["Breaks"]
 
-_MOST = 3  # so often may the way between two machines break without a committed step in between
+_MOST = 3  # times that the connection of two machines may break with no step committed in between
 
 
 class Breaks:
-    """What was said of broken ways since a step was committed.
+    """The connections that broke since the last committed step.
 
     Args:
         head: The machine that is never given up.
@@ -17,17 +17,17 @@ class Breaks:
     def __init__(self, head: int) -> None:
         self._head = head
         self._counts: Counter[frozenset[int]] = Counter()
-        self._last: dict[frozenset[int], int] = {}  # in which generation each broke last
+        self._last: dict[frozenset[int], int] = {}  # the generation in which each last broke
 
     def is_new(self, generation: int, machine: int, other: int) -> bool:
-        """Whether nobody has said yet that the way between two machines broke in this generation."""
+        """Whether nobody has yet reported that the connection of two machines broke in this generation."""
         return self._last.get(frozenset({machine, other})) != generation
 
     def note(self, generation: int, machine: int, other: int) -> int | None:
-        """The way between two machines broke; returns which of them is to be given up now, if any.
+        """The connection of two machines broke; returns which of them is to be given up now, if either is.
 
-        Both may say so: of one generation it counts once. It is the one to which more ways broke, or that came later.
-        A bridge that cannot say which other machine it is about names its own twice.
+        Both may report it: it counts once in a generation. The one with more broken connections is given up, or else
+        the one that joined later. A bridge that cannot tell which other machine is at fault names its own twice.
         """
         way = frozenset({machine, other})
         if not self.is_new(generation, machine, other):
@@ -39,7 +39,7 @@ class Breaks:
         return max(way - {self._head}, key=lambda each: (self._of(each), each), default=None)
 
     def committed(self) -> None:
-        """A step is committed: whatever broke before, the run gets on."""
+        """A step is committed: whatever broke before, the run makes progress."""
         self._counts.clear()
         self._last.clear()
 

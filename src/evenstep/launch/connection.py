@@ -1,8 +1,8 @@
-"""The control connection between the head and another machine: messages over TCP, perhaps inside of TLS.
+"""The control connection between the head and another machine: messages over TCP, optionally with TLS.
 
-A message is a JSON object and perhaps bytes beside it; nothing that comes is ever executed or unpickled. Nobody waits
-in here: what cannot be sent at once is kept, and goes out when the other end takes it. Both ends *beat* a few times a
-second, so that whoever hears nothing for a while knows that the other one is lost, stopped or cut off.
+A message is a JSON object, optionally with bytes; nothing that is received is ever executed or unpickled. Nothing in
+here blocks: what cannot be sent at once is kept, and goes out when the other end takes it. Both ends *beat* a few times
+a second, so an end that hears nothing for a while knows that the other is lost, stopped or cut off.
 """
 
 import json
@@ -19,32 +19,32 @@ from evenstep.launch.clocks import Clock
 __all__ = ["Lost", "MachineConnection", "Message"]
 
 Message = tuple[dict[str, Any], bytes]
-_HEAD = struct.Struct("<IQ")  # bytes of the text, bytes beside it
+_HEAD = struct.Struct("<IQ")  # the sizes of the text and of the bytes that follow it
 _CHUNK = 1 << 18
-_MOST_CHUNKS = 256  # that are read at once: others want to be heard too
+_MOST_CHUNKS = 256  # that are read in one call, so that other connections get their turn
 _BEAT_S = 0.4
 FEW_BYTES = 1 << 16
-"""What a message may have while it is not known who is there."""
+"""How large a message may be before the other end has proved who it is."""
 _MANY_BYTES = 1 << 34
 
 
 class Lost(EvenstepError):
-    """The other end is gone, or is nobody of ours. The message says how, and follows its name."""
+    """The other end is gone, or does not belong to this run. The message says how, phrased to follow its name."""
 
 
 class MachineConnection:
-    """One end.
+    """One end of it.
 
     Args:
-        sock: Connected.
+        sock: A connected socket.
         tls: What wraps it, if anything.
-        server: Whether this is the end that was connected to.
-        host: With TLS, at the other end: by which name it was called.
+        server: Whether this is the end that accepted the connection.
+        host: With TLS, at the end that connected: the name it connected to.
 
     Attributes:
-        most_bytes: What a message may have.
-        heard_at: When something last came.
-        clock: The other end's.
+        most_bytes: How large a message may be.
+        heard_at: When something was last received.
+        clock: The other end's clock.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class MachineConnection:
         self.heard_at, self.clock = time.monotonic(), Clock()
         self._beat_at = 0.0
         self._in, self._out = bytearray(), bytearray()
-        self._kept: list[Message] = []  # what came together with what was waited for
+        self._kept: list[Message] = []  # messages that arrived together with the one waited for
 
     def trust(self) -> None:
-        """It is known who is there: messages may be as long as they need to."""
+        """The other end has proved who it is: messages may be as large as they need to be."""
         self.most_bytes = _MANY_BYTES
 
     def fileno(self) -> int:
-        """What to wait for."""
+        """The descriptor to poll."""
         return self._socket.fileno()
 
     @property
@@ -79,11 +79,11 @@ class MachineConnection:
 
     @property
     def there(self) -> str:
-        """The address of the other one."""
+        """The address of the other end."""
         try:
             return str(self._socket.getpeername()[0])
         except OSError:
-            return "somebody who is gone"
+            return "an address that is gone"
 
     @property
     def has_more(self) -> bool:
@@ -94,17 +94,17 @@ class MachineConnection:
         """Send a message, now or when the other end takes it.
 
         Raises:
-            Lost: It is gone.
+            Lost: The other end is gone.
         """
         text = json.dumps(message).encode()
         self._out += _HEAD.pack(len(text), len(data)) + text + data
         self.flush()
 
     def beat(self, now: float) -> None:
-        """Let the other end know that this one lives, if it is time to, and send what is left.
+        """Let the other end know that this one is alive, if a beat is due, and send what is left.
 
         Raises:
-            Lost: It is gone.
+            Lost: The other end is gone.
         """
         if now - self._beat_at >= _BEAT_S:
             self._beat_at = now
@@ -116,7 +116,7 @@ class MachineConnection:
         """Send as much of what is left as the other end takes.
 
         Raises:
-            Lost: It is gone.
+            Lost: The other end is gone.
         """
         try:
             while self._out:
@@ -126,13 +126,13 @@ class MachineConnection:
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         except (OSError, ValueError) as error:
-            raise Lost(f"cannot be reached any more: {_words(error)}") from error
+            raise Lost(f"can no longer be reached: {_words(error)}") from error
 
     def receive(self) -> list[Message]:
-        """The messages that have come, beats left out; does not wait.
+        """The messages that have arrived, without beats; does not wait.
 
         Raises:
-            Lost: The other end is gone, or sends what is no message.
+            Lost: The other end is gone, or has sent something that is not a message.
         """
         over = False
         try:
@@ -159,10 +159,10 @@ class MachineConnection:
         return found  # if it is over, the next call says so
 
     def wait(self, timeout_s: float) -> Message:
-        """Wait for a message, for those who have nothing else to do.
+        """Wait for a message, for callers with nothing else to do.
 
         Raises:
-            Lost: It did not come in time, or as in `receive`.
+            Lost: None arrived in time, or as in `receive`.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -175,26 +175,26 @@ class MachineConnection:
         raise Lost(f"did not answer within {timeout_s:g} s")
 
     def close(self) -> None:
-        """Close it; what was sent is on its way if the other end has taken it."""
+        """Close it; what the other end has not taken yet is dropped."""
         with suppress(Lost):
             self.flush()
         with suppress(OSError):
             self._socket.close()
 
     def _greet(self) -> None:
-        """Go on with the handshake of TLS, if there is one, which may want to wait."""
+        """Continue the TLS handshake, if there is one; it may have to wait for the other end."""
         if not self._greeted:
-            assert isinstance(self._socket, ssl.SSLSocket), "else there is no handshake"
+            assert isinstance(self._socket, ssl.SSLSocket), "only TLS has a handshake"
             self._socket.do_handshake()
             self._greeted = True
 
     def _next(self) -> Message | None:
-        """The next whole message of what has come."""
+        """The next whole message in what was received."""
         if len(self._in) < _HEAD.size:
             return None
         text_bytes, data_bytes = _HEAD.unpack_from(self._in)
         if text_bytes + data_bytes > self.most_bytes:
-            raise Lost("sends what is no message of ours")
+            raise Lost("sent something that is not a message")
         end = _HEAD.size + text_bytes
         if len(self._in) < end + data_bytes:
             return None
@@ -203,7 +203,7 @@ class MachineConnection:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise Lost("sends what is no message of ours")
+            raise Lost("sent something that is not a message")
         data = bytes(self._in[end : end + data_bytes])
         del self._in[: end + data_bytes]
         return message, data

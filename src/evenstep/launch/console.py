@@ -1,4 +1,4 @@
-"""What the launcher shows of its workers: their lines with their numbers, one progress, errors, the fingerprint."""
+"""What the launcher shows of its workers: their numbered lines, one progress display, errors, the fingerprint."""
 
 import sys
 from collections import deque
@@ -24,20 +24,20 @@ _SAID = 50
 class Console:
     """Standard output and error of the launcher, and the logs of the workers. Use it as a context manager.
 
-    A worker that replaces another runs the script from its beginning, and so prints again what has been seen: as many
-    lines as its place has shown are left out. Of one in a place that is new, everything is until it has caught up.
+    A worker that replaces another runs the script from its beginning, and so prints again what has been shown: as many
+    lines as its place has shown are left out. In a new place, everything is left out until the worker has caught up.
 
     Args:
-        log_dir: Where each worker's output goes too, if anywhere.
-        num_workers: How many logs to begin with.
-        group: Which of several groups these workers are.
-        report: Takes progress, fingerprint and the error that ends the run, where somebody else shows them.
+        log_dir: A directory for a log of each worker's output, if wanted.
+        num_workers: How many logs to open at first.
+        group: The number of these workers' group, if there are several.
+        report: Takes progress, fingerprint and the error that ends the run, if another process shows them.
 
     Attributes:
-        said: The last sentences of our own, and when.
+        said: The last sentences of our own, each with its time.
 
     Raises:
-        ConfigError: A log cannot be made.
+        ConfigError: A log cannot be created.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Console:
         self._prefix, self._name = ("", "") if group is None else (f"{group}.", f"group {group}: ")
         self._stack = ExitStack()
         self._logs: dict[int, FileIO] = {}
-        self._unlogged: set[int] = set()  # those whose log could not be written
+        self._unlogged: set[int] = set()  # workers whose log could not be written
         self._display = Display()
         self._shown = dict.fromkeys(range(num_workers), 0)  # lines of standard output, by place
-        self._hidden: dict[int, int] = {}  # how many lines are still to be left out
+        self._hidden: dict[int, int] = {}  # how many lines are still left out, by place
         self._fingerprint: tuple[int, str] | None = None
         self._printed: set[tuple[int, int]] = set()  # places in the script
         self._warned: set[str] = set()
@@ -81,8 +81,8 @@ class Console:
             return self._stack.enter_context(path.open("wb", buffering=0))
         except OSError as error:
             raise ConfigError(
-                f"--log-dir {directory}: {error.filename or directory} cannot be made: {error.strerror}; "
-                "name another directory"
+                f"--log-dir {directory}: cannot create {error.filename or directory}: {error.strerror}; name another "
+                "directory"
             ) from error
 
     def begin(self, number: int, *, again: bool) -> None:
@@ -108,26 +108,26 @@ class Console:
         if not lines:
             return
         self._log(number, b"\n".join(lines))
-        # with `_bytes_as_they_are`, what is no text in the stream's encoding comes out as it went in
+        # with `_bytes_as_they_are`, bytes that are no text in the stream's encoding come out unchanged
         texts = (line.decode(stream.encoding or "utf-8", "surrogateescape") for line in lines)
         self._display.write("\n".join(f"[{self._prefix}{number}] {text}" for text in texts), stream)
 
     def print(self, number: int, place: tuple[int, int], text: str) -> None:
-        """Show what the script prints for the whole run, unless a worker before this one sent it from that place."""
+        """Show a line that the script prints for the whole run, unless it was shown before from that place."""
         if place not in self._printed:
             self._printed.add(place)
             self._log(number, text.encode(errors="backslashreplace"))
             self._display.write(text, sys.stdout)
 
     def warn(self, number: int, text: str) -> None:
-        """Show a warning, unless another worker has warned of the same."""
+        """Show a warning, unless another worker gave the same."""
         self._log(number, text.rstrip().encode(errors="backslashreplace"))
         if text not in self._warned:
             self._warned.add(text)
             self._display.write(f"[{self._prefix}{number}] {text.rstrip()}", sys.stderr)
 
     def pass_on(self, lines: Sequence[bytes], *, is_error: bool) -> None:
-        """Show whole lines of a group's supervisor, as they are."""
+        """Show whole lines of a group's supervisor unchanged."""
         stream = sys.stderr if is_error else sys.stdout
         for line in lines:
             self._display.write(line.decode(stream.encoding or "utf-8", "surrogateescape"), stream)
@@ -143,54 +143,54 @@ class Console:
                 self.say(f"the log of worker {self._prefix}{number} cannot be written: {error.strerror}")
 
     def log_error(self, number: int, text: str) -> None:
-        """Note in a worker's log why it fails."""
+        """Note in a worker's log why it failed."""
         self._log(number, text.rstrip().encode(errors="backslashreplace"))
 
     def show_error(self, text: str | None) -> None:
-        """Show a worker's error, whole."""
+        """Show a worker's error in full."""
         if text:
             self._display.write(text.rstrip(), sys.stderr)
 
     def show_failure(self, text: str | None) -> None:
-        """Show the error that the run ends with, whole, unless somebody else does."""
+        """Show the error that ended the run in full, unless another process shows it."""
         if text and self._report is not None:
             self._report({"error": text.rstrip()})
         else:
             self.show_error(text)
 
     def say(self, sentence: str, *, secret: bool = False) -> None:
-        """Say something of our own.
+        """Show a sentence of our own.
 
         Args:
-            sentence: What.
-            secret: It is for whoever started the run alone, and not kept.
+            sentence: The sentence.
+            secret: Whether it is only for the user who started the run; it is then not kept in `said`.
         """
         if not secret:
             self.said.append((monotonic(), sentence))
         self._display.write(f"evenstep: {self._name}{sentence}", sys.stderr)
 
     def progress(self, progress: Progress) -> None:
-        """Show where the batches are."""
+        """Show how far the run is."""
         if self._report is not None:
             self._report({"progress": asdict(progress)})
         else:
             self._display.show(progress)
 
     def note_fingerprint(self, operation: int, fingerprint: str) -> None:
-        """Keep what a run ended on; every worker says it. That of an earlier run of the script is shown."""
+        """Keep the fingerprint of a run, which every worker reports; show that of an earlier run of the script."""
         if self._fingerprint is None or operation > self._fingerprint[0]:
             self.show_fingerprint()
             self._fingerprint = (operation, fingerprint)
 
     def show_fingerprint(self) -> None:
-        """Show what the last run ended on, if it did."""
+        """Show the fingerprint of the last run, if it came to its end."""
         if self._fingerprint is not None and self._report is not None:
             self._report({"fingerprint": self._fingerprint[1]})
         elif self._fingerprint is not None:
             self._display.write(f"fingerprint {self._fingerprint[1]}", sys.stdout)
 
     def end_progress(self) -> None:
-        """Leave the progress as it is: what comes now is last."""
+        """Leave the progress display as it is: what comes now is last."""
         self._display.close()
         with unheard(sys.stdout):
             sys.stdout.flush()
@@ -198,7 +198,7 @@ class Console:
 
 @contextmanager
 def _bytes_as_they_are(stream: TextIO) -> Iterator[None]:
-    """Let the stream write undecodable bytes, which workers may well print, as they are."""
+    """Let the stream write undecodable bytes, which workers may print, unchanged."""
     if not isinstance(stream, TextIOWrapper):
         yield
         return

@@ -1,7 +1,7 @@
-"""Where other machines come to a head: who may come in, and whether they are alike enough.
+"""Where other machines connect to a head: who is let in, and whether they are alike enough.
 
-Both sides prove that they know the token without saying it, then the newcomer is told what it would run, says what it
-is like, and is let in or refused with a sentence. Nobody waits for a newcomer: it has a few seconds for all of this.
+Both sides prove that they know the token without sending it; then the newcomer is told what it would run, describes
+itself, and is let in or refused with a sentence. Nobody waits for a newcomer: it has a few seconds for all of this.
 """
 
 import hashlib
@@ -23,25 +23,25 @@ from evenstep.launch.connection import Lost, MachineConnection
 __all__ = ["PROTOCOL", "Arrival", "HeadDoor", "Listen", "is_loopback", "proof_of", "read_token", "split_address"]
 
 PROTOCOL = 2
-_PATIENCE_S = 20.0  # for all of it: the newcomer may have to look up and hash things on a slow disk
+_PATIENCE_S = 20.0  # for all of it: the newcomer may have to read and hash files on a slow disk
 _MOST_ARRIVING = 64
 
 
 @dataclass(frozen=True)
 class Listen:
-    """How other machines come to a head.
+    """How other machines connect to a head.
 
     Attributes:
         host: Where it listens; a name or an address of this machine.
-        port: 0: any that is free.
-        token: What every machine must know; empty: nothing, which is only for loopback.
-        machines: Before so many are there, the head among them, no worker is started.
-        workers: Nor before the others have offered so many workers.
-        between: By which backend of torch.distributed bytes move between machines.
-        silence_s: How long a machine may say nothing before it is given up.
-        certfile: For TLS of the control connection.
-        keyfile: Its key, if that is not in the same file.
-        fd: A socket that listens there already, for those who know; None: one is made, and the user is told.
+        port: The port; 0: any that is free.
+        token: The secret that every machine must know; empty: none, which is allowed only for loopback.
+        machines: How many machines, the head included, must be there before any worker is started.
+        workers: How many workers the other machines must have offered before that.
+        between: The torch.distributed backend by which bytes move between machines.
+        silence_s: How long a machine may be silent before it is given up.
+        certfile: The certificate for TLS on the control connection.
+        keyfile: Its key, if that is in another file.
+        fd: A socket that is listening there already; None: one is opened, and the user is told.
     """
 
     host: str
@@ -59,7 +59,7 @@ class Listen:
         """What wraps connections, if there is a certificate.
 
         Raises:
-            ConfigError: It cannot be used.
+            ConfigError: The certificate cannot be used.
         """
         if self.certfile is None:
             return None
@@ -72,20 +72,20 @@ class Listen:
 
 
 class Arrival(Protocol):
-    """What a head says to a newcomer that knows the token."""
+    """What a newcomer that knows the token asks of a head."""
 
     def job(self) -> dict[str, Any]:
         """What it would run."""
 
     def admit(self, connection: MachineConnection, said: dict[str, Any]) -> str | None:
-        """Let it in, with what it says it is like; or why not, as a sentence."""
+        """Let a newcomer in, given its description of itself; or say why not, in a sentence."""
 
 
 def split_address(text: str, option: str) -> tuple[str, int]:
-    """HOST:PORT.
+    """The host and port of HOST:PORT.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The text is something else.
     """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
@@ -94,7 +94,7 @@ def split_address(text: str, option: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can come to an address."""
+    """Whether only processes of this machine can connect to an address."""
     try:
         found = {item[4][0] for item in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -106,7 +106,7 @@ def read_token(path: Path | None) -> str:
     """The token in a file; empty: there is none.
 
     Raises:
-        ConfigError: It cannot be read, or holds nothing.
+        ConfigError: The file cannot be read, or is empty.
     """
     if path is None:
         return ""
@@ -115,12 +115,12 @@ def read_token(path: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--token-file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not token:
-        raise ConfigError(f"--token-file {path} is empty; put a secret into it, such as `openssl rand -hex 32` prints")
+        raise ConfigError(f"--token-file {path} is empty; put a secret into it, such as one of `openssl rand -hex 32`")
     return token
 
 
 def proof_of(token: str, who: str, nonce: str) -> str:
-    """That somebody knows the token, without saying it."""
+    """Proves knowledge of the token without revealing it."""
     return hmac.new(token.encode(), f"{who} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -137,7 +137,7 @@ def _listening(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        why = str(error.strerror).partition(" (while")[0]  # which names the address once more
+        why = str(error.strerror).partition(" (while")[0]  # the rest repeats the address
         raise ConfigError(f"--listen {host}:{port}: {why}; name a free address") from error
 
 
@@ -146,11 +146,11 @@ class HeadDoor:
 
     Args:
         listen: Where.
-        arrival: Whom newcomers meet.
+        arrival: Answers newcomers.
         say: Takes sentences for the user.
 
     Raises:
-        ConfigError: Nobody can listen there, or the address needs a token.
+        ConfigError: The address cannot be listened on, or needs a token.
     """
 
     def __init__(self, listen: Listen, arrival: Arrival, say: Callable[[str], None]) -> None:
@@ -158,7 +158,7 @@ class HeadDoor:
         if not listen.token and not is_loopback(listen.host):
             raise ConfigError(
                 f"--listen {listen.host}:{listen.port} can be reached from other machines, so it needs a token: "
-                "--token-file FILE, on every machine the same"
+                "--token-file FILE, the same on every machine"
             )
         self.socket = _listening(listen.host, listen.port) if listen.fd is None else socket.socket(fileno=listen.fd)
         self.socket.setblocking(False)
@@ -166,13 +166,13 @@ class HeadDoor:
         self._arriving: list[_Arriving] = []
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         for each in self._arriving:
             each.connection.close()
         self.socket.close()
 
     def accept(self) -> None:
-        """Somebody is there, or was."""
+        """Accept a newcomer, if it has not gone again."""
         with suppress(OSError):
             sock, _ = self.socket.accept()
             if len(self._arriving) >= _MOST_ARRIVING:
@@ -185,11 +185,11 @@ class HeadDoor:
                 each.connection.send({"protocol": PROTOCOL, "nonce": nonce})
 
     def turn(self, now: float) -> None:
-        """See what newcomers say."""
+        """Read what newcomers say, and answer."""
         for each in list(self._arriving):
             try:
                 if now - each.since > _PATIENCE_S:
-                    raise Lost(f"has not said what it is within {_PATIENCE_S:g} s")
+                    raise Lost(f"did not describe itself within {_PATIENCE_S:g} s")
                 each.connection.flush()
                 for message, _ in each.connection.receive():
                     self._hear(each, message)
@@ -205,10 +205,13 @@ class HeadDoor:
             return None
         if not each.proved:
             if message.get("protocol") != PROTOCOL:
-                return self._refuse(each, f"it speaks another protocol than {PROTOCOL}; install one version everywhere")
+                return self._refuse(
+                    each,
+                    f"it does not speak protocol {PROTOCOL}; install the same version of evenstep on every machine",
+                )
             proof, nonce = message.get("proof"), message.get("nonce")
             if not isinstance(proof, str) or not isinstance(nonce, str):
-                raise Lost("sends what is no message of ours")
+                raise Lost("sent something that is not a message")
             if not hmac.compare_digest(proof.encode(), proof_of(self._token, "join", each.nonce).encode()):
                 return self._refuse(each, "it does not know the token; give it the --token-file of the head")
             each.proved = True

@@ -1,4 +1,4 @@
-"""Another machine of a run, as the head sees it: what it is to do goes there, what happens comes back."""
+"""Another machine of a run, as the head sees it: requests go there, reports of what happens come back."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,26 +12,26 @@ from evenstep.transport.bridge import Bridging
 
 __all__ = ["There"]
 
-_NOTHING = {  # of a worker of which nothing was heard yet
+_NOTHING = {  # the row of a worker that has reported nothing yet
     **{"step": 0, "shards": [0, 0], "shard": None, "waiting": False},
     **dict.fromkeys(("compute_s", "wait_s", "update_s", "exchange_s"), 0.0),
 }
 
 
 class There:
-    """A machine that has joined: see `Machine`.
+    """A machine that has joined: see `RunMachine`.
 
-    What cannot be sent any more is not said here: `turn` raises when the connection is lost, and then the machine is.
+    Sending never raises: `turn` does so when the connection is lost, and with it the machine.
 
     Args:
-        number: Which one it is.
+        number: The number of the machine.
         name: Its host name.
         capacity: How many workers it has offered.
-        connection: To it.
+        connection: The connection to it.
         hears: Who is told what happens there.
 
     Attributes:
-        journal: How much of the journal it has, while no worker of it is in a generation; None: one is.
+        journal: How much of the journal it has while none of its workers is in a generation; None: one is.
     """
 
     def __init__(self, number: int, name: str, capacity: int, connection: MachineConnection, hears: Hears) -> None:
@@ -46,77 +46,77 @@ class There:
         try:
             self.connection.send({"do": what, **fields}, data)
         except Lost:
-            return  # `turn` will say so
+            return  # `turn` will raise it
 
     @property
     def round(self) -> int:
-        """See `Machine`."""
+        """See `RunMachine`."""
         return self._round
 
-    # ---- what it is to do ----
+    # ---- requests to it ----
 
     def start(self, place: int, num_workers: int) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._do("start", place=place, num_workers=num_workers)
 
     def signal(self, place: int, number: int) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._do("signal", place=place, number=number)
 
     def give_up(self, place: int, why: str, *, leaves: bool = False) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._do("give up", place=place, why=why, leaves=leaves)
 
     def abort(self, culprit: int, why: str) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._do("abort", culprit=culprit, why=why)
 
     def limit(self, timeout_s: float | None) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._do("limit", timeout_s=timeout_s)
 
     def announce(self, generation: Generation, bridging: Bridging | None, *, lacks_state: bool) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self.journal, self._left_out = None, False
         plan = None if bridging is None else asdict(bridging)
         self._do("announce", generation=asdict(generation), bridging=plan, lacks_state=lacks_state)
 
     def leave_out(self) -> None:
-        """See `Machine`. It answers how much of the journal it has."""
+        """See `RunMachine`. It answers with how much of the journal it has."""
         if not self._left_out:
             self._left_out = True
             self._do("leave out")
 
     def bring(self, count: int, packed: bytes) -> None:
-        """Bring its journal to so many entries."""
+        """Send entries that bring its journal to `count` of them."""
         self._do("journal", packed, begin=self.journal)
         self.journal = count
 
     def end(self, code: int) -> None:
-        """The run is over."""
+        """Tell it that the run is over."""
         self._do("end", code=code)
 
     def row_of(self, place: int) -> dict[str, Any]:
-        """See `Machine`. As it was up to half a second ago."""
+        """See `RunMachine`. It may be half a second old."""
         return self._rows.get(place, _NOTHING)
 
     def pid_of(self, place: int) -> int:
-        """See `Machine`."""
+        """See `RunMachine`."""
         return self._pids.get(place, 0)
 
     # ---- what happens there ----
 
     def turn(self, now: float, silence_s: float) -> None:
-        """Hear what has come, and let it know that this machine lives.
+        """Handle what it has reported, and let it know that this machine is alive.
 
         Raises:
-            Lost: It is lost, or has said nothing for too long.
+            Lost: The machine is lost, or has been silent for too long.
         """
         for message, data in self.connection.receive():
             try:
                 self._hear(message, data)
             except (KeyError, TypeError, ValueError) as error:
-                raise Lost(f"says what nobody understands ({error!r})") from error
+                raise Lost(f"sent a message that makes no sense ({error!r})") from error
         self.connection.beat(now)
         if now - self.connection.heard_at > silence_s:
             raise Lost(f"has said nothing for {silence_s:g} s")

@@ -1,7 +1,7 @@
 """The launcher of several groups: a supervisor process for each, servers beside them, one display, one exit code.
 
-A group's supervisor looks after its workers as in any run. What it prints comes through pipes, as do its progress and
-fingerprint. Whoever fails first, group or server, ends the run: the others are stopped, and only its words are shown.
+A group's supervisor looks after its workers as in any run. Its output, progress and fingerprint arrive through pipes.
+The first group or server that fails ends the run: the others are stopped, and only its error is shown.
 """
 
 import json
@@ -25,10 +25,10 @@ from evenstep.run.progress import Merger, Progress
 
 __all__ = ["conduct"]
 
-_END_S = 15.0  # how long the groups may take to end once the run has failed, before they are killed
+_END_S = 15.0  # how long the groups may take to end after the run has failed, before they are killed
 _DRAIN_S = 1.0
-_LOOK_S = 0.5  # how often to look whether somebody is stopped
-_STOPPED_S = 1.0  # how long a supervisor or a server may be: everyone else would wait for it
+_LOOK_S = 0.5  # how often to look for processes that are stopped
+_STOPPED_S = 1.0  # how long a supervisor or a server may be stopped, since everyone else waits for it
 
 
 @dataclass
@@ -76,7 +76,7 @@ class _Conductor:
                 for group in self._groups:
                     group.child.kill()  # its workers die with it
                 for server in self._servers:
-                    server.stop(at_once=self._failed is not None)  # else others may be gone whom it would tell things
+                    server.stop(at_once=self._failed is not None)  # those it would say goodbye to may be gone
 
     def _start(self, number: int, token: str) -> None:
         setup, size = self._setup, self._setup.servers_per_group
@@ -130,7 +130,7 @@ class _Conductor:
         return None
 
     def _look_after(self) -> None:
-        """End the run if somebody who cannot be replaced is stopped."""
+        """End the run if a process that cannot be replaced is stopped."""
         now = time.monotonic()
         everyone: list[_Group | ServerProcess] = [*self._groups, *self._servers]
         for who in everyone:
@@ -152,7 +152,7 @@ class _Conductor:
         self._failed, self._code = who, code
         self._deadline = time.monotonic() + _END_S
         self._signal_all(signal.SIGTERM)
-        self._signal_all(signal.SIGINT)  # the second signal stops at once; the same twice might be one
+        self._signal_all(signal.SIGINT)  # a second, different signal stops at once; two equal ones may arrive as one
 
     def _signal_all(self, number: int) -> None:
         for group in self._groups:
@@ -184,13 +184,13 @@ class _Conductor:
 
 
 def conduct(job: Job, setup: Setup) -> int:
-    """Run a job in groups to its end; return the exit code, as `supervise` does.
+    """Run a job in groups to its end; returns the exit code, as `supervise` does.
 
     Raises:
         ServerError: A server cannot be started.
     """
     with Console(None, 0) as console:
-        import torch._inductor.config  # noqa: F401  # a second that every worker would spend in its first step
+        import torch._inductor.config  # noqa: F401  # takes a second, which every worker would spend in its first step
 
         console.say(setup.describe())
         return _Conductor(job, setup, console).run()

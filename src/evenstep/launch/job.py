@@ -1,4 +1,4 @@
-"""What to run."""
+"""What to run: a script, and everything the command line says about its workers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,29 +13,29 @@ __all__ = ["Job"]
 
 @dataclass(frozen=True)
 class Job:
-    """A script and how its workers are looked after.
+    """A script, and how its workers are looked after.
 
     Attributes:
         script: The training script, or the name of a module.
         args: Its own arguments.
         num_workers: How many workers.
-        shards: Parts of every batch; None: the script's.
-        log_dir: Where each worker's output goes too.
+        shards: Parts of every batch; None: as the script says.
+        log_dir: A directory for a log of each worker's output.
         max_restarts: How many workers may be replaced in all; None: any number.
         step_timeout_s: How long a step may take; None: the script's `Run(timeout_s=...)`.
-        grace_s: How long the first signal gives the run to finish its step and write a checkpoint.
-        weights: How much each worker shall do; None: measured.
-        resume: Whether to go on from the newest checkpoint.
-        standing: Where the workers stand as a group, if there are groups and servers.
-        report: Takes progress and fingerprint, and the error that the run ended with, where somebody else shows them.
-        recheck: Of how many steps one is computed twice; None: the script's.
-        tolerate_wrong: How often a worker may compute wrong before it goes; None: the script's.
-        log_json: Where a line of JSON goes for every step.
-        tensorboard: Where event files for TensorBoard go.
-        trace: Where it goes what every worker did when.
-        page: The port of the page of the run; 0: any; None: there is none.
-        listen: How other machines join; None: none can.
-        keeper: The one worker of this machine keeps the state and computes nothing, unless nobody else is there.
+        grace_s: How long the run may take after the first signal to finish its step and write a checkpoint.
+        weights: The share of the work of each worker; None: measured.
+        resume: Whether to continue from the newest checkpoint.
+        standing: The position of these workers among groups, if there are groups and servers.
+        report: Takes progress, fingerprint and the error that ended the run, if another process shows them.
+        recheck: One step in this many is computed twice; None: as the script says.
+        tolerate_wrong: How often a worker may compute wrong before it is dismissed; None: as the script says.
+        log_json: The file that gets a line of JSON for every step.
+        tensorboard: The directory for TensorBoard event files.
+        trace: The file for a trace of what every worker did when.
+        page: The port of the page of the run; 0: any; None: there is no page.
+        listen: How other machines join; None: they cannot.
+        keeper: Whether the one worker of this machine only keeps the state, as long as there are others.
     """
 
     script: Path | str

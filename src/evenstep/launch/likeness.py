@@ -1,4 +1,4 @@
-"""What must be alike on all machines of a run, found out before a machine is let in."""
+"""What must be alike on all machines of a run, checked before a machine is let in."""
 
 import hashlib
 import importlib.util
@@ -23,7 +23,7 @@ def likeness(script: Path | str, shards: int | None) -> dict[str, Any]:
         shards: What the command line or the environment says.
 
     Raises:
-        ConfigError: The script is not here.
+        ConfigError: This machine does not have the script.
     """
     here = env.read()
     return {
@@ -39,7 +39,7 @@ def likeness(script: Path | str, shards: int | None) -> dict[str, Any]:
 
 
 def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
-    """The first thing that is not alike, as the end of a sentence; None: there is none."""
+    """The first thing that differs, as a clause; None: nothing does."""
     for name in [*ours, *theirs]:
         if (there := theirs.get(name)) != (here := ours.get(name)):
             return f"{name} is {_short(there)} there, but {_short(here)} on the head"
@@ -56,17 +56,17 @@ def _hash_of(script: Path | str) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError as error:
         raise ConfigError(
-            f"the script {path} of the head is not here ({error.strerror}); it must be on every machine: start "
-            "`evenstep join` in a directory from which the same path leads to it"
+            f"the head runs {path}, which this machine does not have ({error.strerror}); it must be on every machine: "
+            "start `evenstep join` in a directory from which it has the same path"
         ) from error
 
 
 def _file_of(module: str) -> Path:
-    for name in (module, f"{module}.__main__"):  # the second would import the first, which only a package stands
+    for name in (module, f"{module}.__main__"):  # looking up the second imports the first, which must be a package
         try:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError:
             spec = None
         if spec is not None and spec.origin is not None and spec.submodule_search_locations is None:
             return Path(spec.origin)
-    raise ConfigError(f"the module {module} of the head is not here; it must be on every machine")
+    raise ConfigError(f"the head runs the module {module}, which this machine does not have; install it here too")

@@ -1,7 +1,7 @@
 """The workers of one machine: their processes, their segment, the bridge to other machines, and a watch over them.
 
-What is to be done is decided elsewhere (`Machine` is what whoever decides sees of a machine, near or far), and what
-happens is told to `Hears`. The machine itself decides one thing: a worker of it that is stopped or stuck is killed.
+The head decides what is to be done, through a `RunMachine` for each machine, near or far; what happens is reported to a
+`Hears`. A machine itself decides one thing: to kill one of its workers that is stopped or stuck.
 """
 
 import signal
@@ -26,23 +26,23 @@ from evenstep.transport import bridge
 from evenstep.transport.bridge import Bridging
 from evenstep.transport.segment import Segment
 
-__all__ = ["End", "Hears", "Here", "Machine"]
+__all__ = ["End", "Hears", "Here", "RunMachine"]
 
 _STOPPED_S = 1.0  # how long a worker may be stopped
-_STACK_S = 0.3  # how long a worker that is given up has to write its stack
+_STACK_S = 0.3  # how long a worker that is given up may take to write its stack
 _MEET_S = 30.0  # how long the bridges of a generation may take to find each other
 
 
 @dataclass(frozen=True)
 class End:
-    """How a worker's process has ended.
+    """How a worker's process ended.
 
     Attributes:
         code: Its exit code, or minus the signal that killed it.
-        text: The same, as a sentence that names it.
-        given_up: Why it was killed, as such a sentence, if it did nothing any more.
-        starved: Whether the system killed it because there was no memory left.
-        step: Which step it was in, or had done last.
+        text: The same, as a sentence that names the worker.
+        given_up: Why we killed it, as such a sentence, if it no longer did anything.
+        starved: Whether the system killed it because memory had run out.
+        step: The step that it was in, or had last done.
     """
 
     code: int
@@ -59,23 +59,23 @@ class Hears(Protocol):
         """A worker has written whole lines: to "out", "err" or "events"."""
 
     def did(self, machine: int, pieces: Sequence[TrailPiece], ahead_ns: int = 0) -> None:
-        """What workers did when; the clock of their machine is ahead of this one's by so much."""
+        """What workers did when, by their machine's clock, which is ahead of this one's by `ahead_ns`."""
 
     def gave_up(self, machine: int, place: int, text: str, leaves: bool) -> None:
-        """A worker that does nothing any more is about to be killed, and why; perhaps nobody is to replace it."""
+        """A worker that no longer does anything is about to be killed; `leaves`: and not to be replaced."""
 
     def ended(self, machine: int, place: int, end: End) -> None:
         """A worker's process has ended."""
 
     def broke(self, machine: int, generation: int, culprit: int, text: str) -> None:
-        """The bridge of a generation has ended, because the machine of a worker, the culprit, cannot be reached."""
+        """The bridge of a generation has ended because the machine of the worker `culprit` cannot be reached."""
 
 
-class Machine(Protocol):
-    """A machine, as seen by whoever decides.
+class RunMachine(Protocol):
+    """A machine of a run, as the head sees it.
 
     Attributes:
-        number: Which one; 0 is the head.
+        number: Its number; 0 is the head.
         name: Its host name.
         capacity: How many workers it has offered.
     """
@@ -86,19 +86,19 @@ class Machine(Protocol):
 
     @property
     def round(self) -> int:
-        """No exchange there has had a higher number. Exact while nobody works."""
+        """The highest number that an exchange has had there. Exact while no worker is active."""
 
     def start(self, place: int, num_workers: int) -> None:
-        """Start a worker in a place."""
+        """Start a worker in a place; `num_workers` is how many the run began with."""
 
     def signal(self, place: int, number: int) -> None:
-        """Send a signal to a worker, if it lives."""
+        """Send a signal to a worker, if it is alive."""
 
     def give_up(self, place: int, why: str, *, leaves: bool = False) -> None:
-        """Let a worker that does nothing any more write its stack, then kill it."""
+        """Have a worker that no longer does anything write its stack, then kill it."""
 
     def abort(self, culprit: int, why: str) -> None:
-        """Let nobody there wait for anybody any more."""
+        """Stop all waiting there."""
 
     def limit(self, timeout_s: float | None) -> None:
         """Say how long a step may take."""
@@ -107,33 +107,33 @@ class Machine(Protocol):
         """Begin a generation with workers of this machine.
 
         Args:
-            generation: Which.
-            bridging: The way to the other machines, if there are any.
-            lacks_state: Whether this machine was not in the one before.
+            generation: The generation.
+            bridging: How to reach the other machines, if there are any.
+            lacks_state: Whether this machine was not in the previous generation.
         """
 
     def leave_out(self) -> None:
         """A generation begins without workers of this machine."""
 
     def row_of(self, place: int) -> dict[str, Any]:
-        """What a worker does and has done: see `Board.row`."""
+        """What a worker is doing and has done; see `Board.row`."""
 
     def pid_of(self, place: int) -> int:
-        """The number of a worker's process."""
+        """The process id of a worker."""
 
 
 class Here:
-    """This machine: see `Machine`.
+    """This machine: see `RunMachine`.
 
     Args:
-        number: Which one it is.
+        number: Its number.
         name: Its host name.
         job: What to run.
-        segment: Around which its workers are.
+        segment: The shared memory of its workers.
         hears: Who is told what happens.
-        machines: Whether there may be others.
-        job_name: Tells the job from others.
-        traced: Whether somebody wants to know what its workers do when.
+        machines: Whether there may be other machines.
+        job_name: Distinguishes the job from others.
+        traced: Whether to collect what its workers do when.
     """
 
     def __init__(
@@ -154,31 +154,31 @@ class Here:
         self.board, self._trails = Board(segment), Trails(segment) if traced else None
         self.children = Children(self._on_lines, self._on_end)
         self._attended: dict[Child, Callable[[Child], None]] = {}
-        self._processes: dict[int, WorkerProcess] = {}  # the present or last one of every place
+        self._processes: dict[int, WorkerProcess] = {}  # by place, the present or last one
         self._bridge: tuple[Child, int] | None = None  # with its generation
         self._starvation = Starvation()
         self._timeout_s = job.step_timeout_s
 
-    # ---- what whoever decides asks for ----
+    # ---- what the head asks for ----
 
     @property
     def round(self) -> int:
-        """See `Machine`."""
+        """See `RunMachine`."""
         slots = range(self._segment.num_workers)
         return max(core.last_post(self._segment.base, place)[0] >> 32 for place in slots)
 
     def attend(self, child: Child, ended: Callable[[Child], None]) -> None:
-        """Look after a process that is no worker; it ends with the others.
+        """Look after a process that is not a worker; it ends with the others.
 
         Args:
-            child: Which.
-            ended: Called with it if it ends before.
+            child: The process.
+            ended: Called with it if it ends before them.
         """
         self._attended[child] = ended
         self.children.adopt(child)
 
     def start(self, place: int, num_workers: int) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self.board.clear(place)
 
         def main(pipes: Mapping[str, int]) -> int:
@@ -201,17 +201,17 @@ class Here:
             return run_worker(job.script, job.args, variables)
 
         child = self.children.start(main, ("out", "err", "events"), keep={self._segment.fd})
-        core.set_pid(self._segment.base, place, child.pid)  # so that the others notice one that ends before it joins
+        core.set_pid(self._segment.base, place, child.pid)  # so that others notice if it ends before it joins
         if self._trails is not None:
             self._trails.started(place, child.pid)
         self._processes[place] = WorkerProcess(place, child, where=f" on {self.name}" if self._machines else "")
 
     def signal(self, place: int, number: int) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._processes[place].child.signal(number)
 
     def give_up(self, place: int, why: str, *, leaves: bool = False) -> None:
-        """See `Machine`. Who is about to be killed already is left to that."""
+        """See `RunMachine`. Nothing changes for a worker that is about to be killed already."""
         worker = self._processes[place]
         if not worker.child.alive or worker.kill_at is not None:
             return
@@ -226,19 +226,19 @@ class Here:
         worker.child.signal(signal.SIGCONT)
 
     def abort(self, culprit: int, why: str) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         core.abort_all(self._segment.base, self._segment.num_workers, culprit, why)
 
     def limit(self, timeout_s: float | None) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._timeout_s = timeout_s
 
     def ask(self, what: Asks, number: int) -> None:
-        """Ask the workers for something; one machine is enough, as they tell each other."""
+        """Ask the workers for something; asking on one machine is enough, since they tell each other."""
         self.board.ask(what, number)
 
     def announce(self, generation: Generation, bridging: Bridging | None, *, lacks_state: bool) -> None:
-        """See `Machine`. What the last bridge has begun is over before anybody hears of this generation."""
+        """See `RunMachine`. The last bridge has ended before anyone is told of this generation."""
         self._end_bridge()
         if lacks_state:
             self.board.lacks_state = True
@@ -247,15 +247,15 @@ class Here:
         generations.announce(self._segment, generation)
 
     def leave_out(self) -> None:
-        """See `Machine`."""
+        """See `RunMachine`."""
         self._end_bridge()
 
     def row_of(self, place: int) -> dict[str, Any]:
-        """See `Machine`."""
+        """See `RunMachine`."""
         return self.board.row(place)
 
     def pid_of(self, place: int) -> int:
-        """See `Machine`."""
+        """See `RunMachine`."""
         return self._processes[place].child.pid
 
     @property
@@ -280,7 +280,7 @@ class Here:
         def main(_: Mapping[str, int]) -> int:
             default_signals()
             if (faults := env.read().faults) is not None:
-                from evenstep.testing.faults import arm  # here: only tests have it
+                from evenstep.testing.faults import arm  # imported here since only tests need it
 
                 arm(faults, self.number)
             return 0 if bridge.serve(self._segment, generation, plan, _MEET_S) is None else 1
@@ -295,7 +295,7 @@ class Here:
     # ---- the watch ----
 
     def look_after(self, now: float) -> None:
-        """Kill who is to be killed, and look whether anybody is stopped or stuck. Call it several times a second."""
+        """Kill workers that are due, and find those that are stopped or stuck. Call it several times a second."""
         if self._trails is not None and (pieces := self._trails.take()):
             self._hears.did(self.number, pieces)
         for worker in [p for p in self._processes.values() if p.child.alive]:
@@ -306,7 +306,7 @@ class Here:
 
     @property
     def next_look(self) -> list[float]:
-        """When somebody is to be killed."""
+        """When workers are due to be killed."""
         return [p.kill_at for p in self._processes.values() if p.child.alive and p.kill_at is not None]
 
     def _look_at(self, worker: WorkerProcess, now: float) -> None:
@@ -315,14 +315,14 @@ class Here:
             self.give_up(worker.number, f"has been stopped for {now - worker.stopped_since:.1f} s")
         doing = self.board.doing(worker.number)
         if self._timeout_s and doing.busy_s and doing.busy_s > self._timeout_s and not doing.waiting:
-            self.children.drain(worker.child, "events")  # perhaps it has just said for whom it waited
+            self.children.drain(worker.child, "events")  # it may just have reported whom it waits for
             if not self.next_look:  # one after the other
-                self.give_up(worker.number, f"has been inside of the step for {doing.busy_s:.1f} s")
+                self.give_up(worker.number, f"has been inside the step for {doing.busy_s:.1f} s")
 
     def _on_lines(self, child: Child, kind: str, lines: Sequence[bytes]) -> None:
         worker = next(p for p in self._processes.values() if p.child is child)
         if kind == "events":
-            self.children.drain(child, "out")  # what it printed before comes before
+            self.children.drain(child, "out")  # what it printed before this event is shown before it
         self._hears.heard(self.number, worker.number, kind, lines)
 
     def _on_end(self, child: Child) -> None:

@@ -1,7 +1,7 @@
 """The machines of a run: this one, which is the head, and those that have joined it.
 
-Which worker is on which machine, how the machines of a generation reach each other, and who is lost. Without `--listen`
-there is one machine, and nobody can come.
+Which worker is on which machine, how the machines of a generation reach each other, and which are lost. Without
+`--listen` there is one machine, and no other can join.
 """
 
 import time
@@ -19,7 +19,7 @@ from evenstep.launch.door import HeadDoor, Listen
 from evenstep.launch.far import There
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import difference, likeness
-from evenstep.launch.machine import Hears, Here, Machine
+from evenstep.launch.machine import Hears, Here, RunMachine
 from evenstep.launch.store import StoreProcess
 from evenstep.transport.bridge import Bridging
 from evenstep.transport.links import ALTERED, check_backend
@@ -28,43 +28,43 @@ __all__ = ["Decides", "Machines"]
 
 
 class Decides(Hears, Protocol):
-    """Who decides: what happens on machines, and with them."""
+    """Is told what happens on machines and to them, and decides what to do."""
 
     def room(self, count: int) -> str | None:
-        """Whether so many more workers can come; why not, as a sentence."""
+        """Why `count` more workers cannot join, in a sentence; None: they can."""
 
-    def joined(self, machine: Machine, places: Sequence[int]) -> None:
-        """A machine has come; its workers can be started."""
+    def joined(self, machine: RunMachine, places: Sequence[int]) -> None:
+        """A machine has joined; its workers can be started."""
 
-    def lost(self, machine: Machine, places: Sequence[int], why: str) -> None:
+    def lost(self, machine: RunMachine, places: Sequence[int], why: str) -> None:
         """A machine is lost, with the workers of these places."""
 
 
 class Machines:
-    """All of them. A context manager.
+    """All machines of a run. A context manager.
 
     Args:
-        here: This one.
+        here: This machine.
         job: What to run.
-        decides: Who decides.
+        decides: Who decides what to do.
         say: Takes sentences for the user.
 
     Raises:
-        ConfigError: Nobody can listen where it is asked for.
+        ConfigError: The address to listen on cannot be used.
 
     Attributes:
-        all: By their numbers.
-        workers_awaited: How many workers others must have offered before the first step.
+        all: The machines by their numbers.
+        workers_awaited: How many workers other machines must have offered before the first step.
     """
 
     def __init__(self, here: Here, job: Job, decides: Decides, say: Callable[[str], None]) -> None:
         self.here, self._job, self._decides, self._say = here, job, decides, say
         self._listen: Listen | None = job.listen
-        self.all: dict[int, Machine] = {here.number: here}
+        self.all: dict[int, RunMachine] = {here.number: here}
         self._far: dict[int, There] = {}
         self._machine_of: dict[int, int] = dict.fromkeys(range(job.num_workers), here.number)
         self._last: set[int] = set()  # the machines of the present generation
-        self._numbers = here.number  # that were given so far
+        self._numbers = here.number  # the last that was given
         self._breaks = Breaks(here.number)
         self.workers_awaited = self._listen.workers if self._listen is not None else 0
         self._stack = ExitStack()
@@ -94,8 +94,8 @@ class Machines:
 
     # ---- who is where ----
 
-    def of(self, place: int) -> Machine:
-        """The machine of a place; one that has had none yet is put where there is room."""
+    def of(self, place: int) -> RunMachine:
+        """The machine of a place; a new place is put where there is room."""
         if self._machine_of.get(place) not in self.all:
             held = list(self._machine_of.values())
             free = [n for n, machine in sorted(self.all.items()) if held.count(n) < machine.capacity]
@@ -107,16 +107,16 @@ class Machines:
         return self.of(place).number
 
     def free(self, place: int) -> None:
-        """Nobody is in a place any more, nor will be."""
+        """A place has no worker any more, and will not get one."""
         self._machine_of.pop(place, None)
 
-    def places_of(self, machine: Machine) -> list[int]:
+    def places_of(self, machine: RunMachine) -> list[int]:
         """The places of a machine's workers."""
         return sorted(place for place, number in self._machine_of.items() if number == machine.number)
 
     @property
     def are_enough(self) -> bool:
-        """Whether as many have come as the first step waits for."""
+        """Whether there are as many as the first step waits for."""
         if self._listen is None:
             return True
         offered = sum(there.capacity for there in self._far.values())
@@ -126,7 +126,7 @@ class Machines:
         """Machines and workers as JSON.
 
         Args:
-            alive: The places in which a worker is, each with whether it is a member.
+            alive: The places that have a worker, each with whether it is a member.
         """
         return {
             "machines": [
@@ -146,8 +146,8 @@ class Machines:
             ],
         }
 
-    def describe(self, machine: Machine) -> str:
-        """Which one."""
+    def describe(self, machine: RunMachine) -> str:
+        """A machine's name for the user."""
         return f"machine {machine.number} ({machine.name})"
 
     # ---- newcomers; see `Arrival` ----
@@ -173,7 +173,7 @@ class Machines:
         """See `Arrival`."""
         name, count, theirs = said.get("name"), said.get("workers"), said.get("likeness")
         if not isinstance(name, str) or type(count) is not int or count < 1 or not isinstance(theirs, dict):
-            return "it does not say what it is like; install one version everywhere"
+            return "it does not describe itself as expected; install the same version of evenstep on every machine"
         if (found := difference(theirs, self._likeness)) is not None:
             return f"{found}; all machines must be alike"
         taken = set(self._machine_of) | set(range(self._job.num_workers))
@@ -188,22 +188,22 @@ class Machines:
             return "it is gone"
         self.all[there.number] = self._far[there.number] = there
         self._machine_of |= dict.fromkeys(places, there.number)
-        self._children.watch(connection, lambda: None)  # it is heard in every turn
+        self._children.watch(connection, lambda: None)  # it is read in every turn
         self._decides.joined(there, places)
         return None
 
     # ---- every turn ----
 
     def turn(self, now: float) -> None:
-        """Hear newcomers and machines, bring journals up to date, and find out who is lost. Does not wait."""
+        """Read from newcomers and machines, bring journals up to date, and find machines that are lost; never waits."""
         if self._door is not None:
             self._door.turn(now)
-            if self._store.child.wait(0.0):  # bridges that exist need it no more; the next generation gets another
+            if self._store.child.wait(0.0):  # existing bridges no longer need it; the next generation gets another
                 self._store.close()
                 self._store = StoreProcess()
         for there in list(self._far.values()):
             try:
-                assert self._listen is not None, "else nobody could have come"
+                assert self._listen is not None, "machines join only where the head listens"
                 there.turn(now, self._listen.silence_s)
             except Lost as error:
                 self.lose(there, str(error))
@@ -213,11 +213,11 @@ class Machines:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is on its way to a machine."""
+        """Whether something is still to be sent to a machine."""
         return any(there.connection.has_more for there in self._far.values())
 
-    def lose(self, machine: Machine, why: str) -> None:
-        """A machine is lost: nothing of it is heard any more."""
+    def lose(self, machine: RunMachine, why: str) -> None:
+        """Give up a machine: nothing it says is read any more."""
         there = self._far.pop(machine.number, None)
         if there is None:
             return
@@ -230,10 +230,10 @@ class Machines:
         self._decides.lost(there, places, why)
 
     def broke(self, generation: int, reporter: int, culprit: int, text: str) -> None:
-        """A bridge broke. If that happens again and again, one of the two machines cannot be reached by the other."""
+        """A bridge broke. If that keeps happening, one of its two machines is given up."""
         other = self._machine_of.get(culprit, -1)
         if reporter not in self.all or other not in self.all:
-            return  # that is why
+            return  # it broke because a machine was lost
         if ALTERED in text and self._breaks.is_new(generation, reporter, other):
             names = f"{self.describe(self.all[other])} and {self.describe(self.all[reporter])}"
             self._say(f"between {names} {ALTERED}; the step is done again")
@@ -242,13 +242,13 @@ class Machines:
             self.lose(self.all[blamed], f"cannot be reached: {text}")
 
     def committed(self) -> None:
-        """A step is committed: whatever broke before, the run gets on."""
+        """A step is committed: whatever broke before, the run makes progress."""
         self._breaks.committed()
 
     # ---- generations ----
 
     def announce(self, generation: Generation) -> None:
-        """Begin a generation on all machines; its members come in any order."""
+        """Begin a generation on all machines; its members may be in any order."""
         members = sorted(generation.members, key=lambda place: (self.number_of(place), place))
         numbers = [self.number_of(place) for place in members]
         taking_part = sorted(set(numbers))
@@ -263,7 +263,7 @@ class Machines:
         for number, machine in sorted(self.all.items()):
             if number not in taking_part:
                 if any(self.number_of(place) == number for place in generation.dismissed):
-                    machine.announce(said, None, lacks_state=False)  # else they would wait for one that never comes
+                    machine.announce(said, None, lacks_state=False)  # or its dismissed workers would wait for ever
                 else:
                     machine.leave_out()
                 continue
@@ -273,10 +273,10 @@ class Machines:
             machine.announce(said, bridging, lacks_state=bool(self._last) and number not in self._last)
         self._last = set(taking_part)
 
-    def _bridging(self, machine: Machine, machines: Sequence[int], workers: Sequence[Sequence[int]]) -> Bridging:
-        assert self._listen is not None, "else there are no others"
+    def _bridging(self, machine: RunMachine, machines: Sequence[int], workers: Sequence[Sequence[int]]) -> Bridging:
+        assert self._listen is not None, "there are other machines only where the head listens"
         far = self._far
-        way = next(iter(far.values())).connection.here  # an address under which others have come
+        way = next(iter(far.values())).connection.here  # an address of this machine that others can reach
         host = far[machine.number].connection.here if machine.number in far else way
         addresses = [far[number].connection.there if number in far else way for number in machines]
         return Bridging(
@@ -289,7 +289,7 @@ class Machines:
         )
 
     def end(self, code: int) -> None:
-        """The run is over, for everyone."""
+        """Tell all machines that the run is over."""
         for there in self._far.values():
             there.end(code)
         deadline = time.monotonic() + 1.0

@@ -1,6 +1,6 @@
-"""When memory runs out: the kernel kills somebody. It shall be a worker, which can be replaced, and be said so.
+"""When memory runs out, the kernel kills a process: it should be a worker, which can be replaced, and the user is told.
 
-A cgroup counts whom it killed; where it does not, the machine does.
+A cgroup counts the processes killed in it; where it does not, the machine does.
 """
 
 import contextlib
@@ -8,11 +8,11 @@ from pathlib import Path
 
 __all__ = ["Starvation", "go_first"]
 
-_ROOM_BYTES = 512 << 20  # more than a supervisor can have that its workers have not
+_ROOM_BYTES = 512 << 20  # more memory than a supervisor can use beyond what its workers share with it
 
 
 def go_first(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-    """Let the kernel take this process before its supervisor, which uses about as much memory: not more than that."""
+    """Have the kernel kill this process before its supervisor, which uses about as much memory, not before others."""
     limits = [*_numbers(proc, cgroups, "memory.max", "memory.limit_in_bytes"), _number(proc / "meminfo", "MemTotal:")]
     known = [limit for limit in limits if limit]
     with contextlib.suppress(OSError, ValueError):
@@ -22,14 +22,14 @@ def go_first(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"))
 
 
 class Starvation:
-    """How often the kernel has killed a process here because there was no memory left."""
+    """How often the kernel has killed a process here because memory had run out."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroups = proc, cgroups
         self._seen = self._count()
 
     def struck(self) -> bool:
-        """Whether it has done so once more: called for every process that was killed, and true for as many."""
+        """Whether the count has grown; called once for every process that was killed, and true for as many."""
         found = self._count() > self._seen
         self._seen += found
         return found
@@ -40,7 +40,7 @@ class Starvation:
 
 
 def _numbers(proc: Path, cgroups: Path, unified: str, separate: str, word: str = "") -> list[int]:
-    """What files of this process's cgroup say, of either version, as far as they are there."""
+    """The numbers in files of this process's cgroup, of either version, as far as they exist."""
     found = []
     with contextlib.suppress(OSError):
         for line in (proc / "self/cgroup").read_text().splitlines():
@@ -53,7 +53,7 @@ def _numbers(proc: Path, cgroups: Path, unified: str, separate: str, word: str =
 
 
 def _number(path: Path, word: str) -> int | None:
-    """The number in a file: all of it, or what follows a word at the beginning of a line (in bytes, if that is kB)."""
+    """The number in a file: the whole file, or what follows `word` at the start of a line (kB converted to bytes)."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in path.read_text().splitlines():
             words = line.split()

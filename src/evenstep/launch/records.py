@@ -21,7 +21,7 @@ class Record(Protocol):
     """Takes the figures of every step."""
 
     def add(self, found: StepFigures) -> None:
-        """Write those of a step.
+        """Write the figures of a step.
 
         Raises:
             OSError: They cannot be written.
@@ -35,7 +35,7 @@ class JsonLines:
     """A file that grows by one line for every step.
 
     Args:
-        path: Which; it is appended to, so that a run that is resumed goes on in it.
+        path: The file; lines are appended, so a resumed run continues it.
 
     Raises:
         ConfigError: It cannot be written.
@@ -59,7 +59,7 @@ class JsonLines:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON has: what is not finite becomes its name, since JSON has no word for it."""
+    """A value that JSON can hold: numbers that are not finite become their names."""
     match value:
         case float() if not math.isfinite(value):
             return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -70,7 +70,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# ---- TensorBoard: records with checksums, of which each is a message of protocol buffers ----
+# ---- TensorBoard: records with checksums, each of them a protocol buffers message ----
 
 
 def _table_entry(number: int) -> int:
@@ -83,10 +83,10 @@ _TABLE = [_table_entry(number) for number in range(256)]
 
 
 class EventFile:
-    """A directory to which a file of events is added, as TensorBoard reads them.
+    """A file of events as TensorBoard reads them, added to a directory.
 
     Args:
-        directory: Which; made if it is not there.
+        directory: The directory; created if it does not exist.
 
     Raises:
         ConfigError: It cannot be written.
@@ -97,12 +97,14 @@ class EventFile:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--tensorboard {directory} cannot be made: {error.strerror}; name another") from error
+            raise ConfigError(
+                f"--tensorboard: cannot create {directory}: {error.strerror}; name another directory"
+            ) from error
         self._file = _open(directory / name, "--tensorboard")
         self._write(_bytes(3, b"brain.Event:2"))
 
     def add(self, found: StepFigures) -> None:
-        """See `Record`. What is no number is left out: TensorBoard has no place for it."""
+        """See `Record`. Values that are not numbers are left out: TensorBoard has no place for them."""
         values = {} if found.loss is None else {"loss": found.loss}
         if found.grad_norm is not None:
             values["grad_norm"] = found.grad_norm
@@ -130,11 +132,11 @@ def _open(path: Path, option: str) -> FileIO:
     try:
         return path.open("ab", buffering=0)
     except OSError as error:
-        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; name another place") from error
+        raise ConfigError(f"{option}: cannot write {path}: {error.strerror}; name another file") from error
 
 
 def _as_float32(value: float) -> float:
-    """What fits: TensorBoard keeps no more, and packing would refuse the rest."""
+    """The value as a float32: TensorBoard keeps no more, and packing would refuse larger ones."""
     return value if abs(value) < 3.4e38 or not math.isfinite(value) else math.copysign(math.inf, value)
 
 
@@ -158,7 +160,7 @@ def _bytes(number: int, data: bytes) -> bytes:
 
 
 def _masked(data: bytes) -> bytes:
-    """The checksum of a record: CRC-32C, turned round and moved so that one of a checksum is not its own."""
+    """The checksum of a record: CRC-32C, rotated and offset so that checksums of checksums do not cancel out."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 255] ^ crc >> 8

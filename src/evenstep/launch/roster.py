@@ -1,7 +1,7 @@
-"""Who is a worker: what happens to workers goes in, what is to be done comes out. It knows no process and no clock.
+"""Who is a worker: events go in, decisions come out. It knows neither processes nor clocks.
 
-A roster is a value. Every event gives the next one, and decisions, which whoever holds it carries out in their order.
-`tests/model/protocol.py` goes through all orders of events with this very code.
+A roster is a value. Every event gives the next roster and decisions, which its holder carries out in their order.
+`tests/model/protocol.py` runs this very code through all orders of events.
 """
 
 import signal
@@ -30,23 +30,23 @@ __all__ = [
 
 _CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS}
 MAX_CRASHES = 4
-"""So many in one place without a committed step in between, and the next one would crash too."""
+"""After this many crashes in one place with no step committed in between, the next worker would crash too."""
 _HEAD = 0  # the machine without which there is no generation
-_BACKOFF_S = (0.1, 30.0)  # before the second start of a worker since the last committed step, doubled each time; most
+_BACKOFF_S = (0.1, 30.0)  # the first wait before a place is started again with no step committed since, and the longest
 
 
 class Stage(Enum):
     """Where a worker stands."""
 
     BEGINS = "one of the first, before there is a generation"
-    CATCHES_UP = "started later, and not where the others are yet"
+    CATCHES_UP = "started later, and not yet where the others are"
     READY = "has caught up, and waits to be let in"
     WORKS = "in the present generation"
     WAITS = "was in the present generation, and waits for the next"
     LEAVES = "told to go"
     LEFT = "told to go, and its process has ended"
     GONE = "its process has ended"
-    MISSING = "its process has ended as it should, but without the run that the others are in"
+    MISSING = "its process ended normally, but without the run that the others are in"
 
 
 class Script(Enum):
@@ -54,18 +54,18 @@ class Script(Enum):
 
     OUTSIDE = "in no run"
     INSIDE = "in a run"
-    CLOSED = "has left its last run as it should"
+    CLOSED = "has closed its last run"
     ENDED = "at its end, without having left its run"
 
 
 class LastWord(Enum):
-    """What a worker has said of its end."""
+    """What a worker has said about its end."""
 
     NONE = "nothing"
     ERROR = "an error"
-    MISTAKE = "a sentence to the user, who needs no traceback"
-    HOPELESS = "an error that would come again"
-    BEGINS_AGAIN = "that another has to take its place, and do more again"
+    MISTAKE = "a sentence for the user, who needs no traceback"
+    HOPELESS = "an error that would happen again"
+    BEGINS_AGAIN = "that another worker must take its place and repeat more than the last step"
 
 
 class Ending(Enum):
@@ -74,7 +74,7 @@ class Ending(Enum):
     NONE = "it goes on"
     STOPS = "it was asked to stop after this step"
     FAILED = "a worker has failed for good"
-    KILLED = "everyone is told to end now"
+    KILLED = "everyone was told to end now"
 
 
 _MEMBERS = {Stage.BEGINS, Stage.WORKS, Stage.WAITS}
@@ -90,12 +90,12 @@ class Worker(NamedTuple):
         place: Its number; a worker that replaces it has the same.
         stage: Where it stands.
         script: How far its script is.
-        fault: What it has said of its end.
-        final: Without it the others cannot go on either.
-        given_up: Whether it is about to be killed because it does nothing any more.
-        starved: Whether the system killed it because there was no memory left.
+        fault: What it has said about its end.
+        final: Whether the others cannot go on without it.
+        given_up: Whether it is about to be killed because it no longer does anything.
+        starved: Whether the system killed it because memory had run out.
         code: Its exit code, or minus the signal that killed it.
-        machine: On which machine it is; 0 is the head, where files are written.
+        machine: The machine that it is on; 0 is the head, where files are written.
     """
 
     place: int
@@ -120,7 +120,7 @@ class Worker(NamedTuple):
 
     @property
     def is_late(self) -> bool:
-        """Whether it was started later than the others and is not with them yet."""
+        """Whether it was started later than the others and has not joined them yet."""
         return self.stage in _LATE
 
     @property
@@ -130,25 +130,25 @@ class Worker(NamedTuple):
 
     @property
     def closed(self) -> bool:
-        """Whether it has left its last run as it should."""
+        """Whether it has closed its last run."""
         return self.script is Script.CLOSED
 
 
 class Start(NamedTuple):
-    """Start a worker in a place, after a while."""
+    """Start a worker in a place after a delay."""
 
     place: int
     delay_s: float
 
 
 class Lose(NamedTuple):
-    """Say that a worker is lost; if it was a member, let nobody wait for it.
+    """Say that a worker is lost; if it was a member, make the others stop waiting for it.
 
     Attributes:
-        place: Which.
-        was_member: Whether the others may wait for it.
-        delay_s: When it is replaced; None: it is not.
-        left: How many go on.
+        place: Its place.
+        was_member: Whether the others may be waiting for it.
+        delay_s: After how long it is replaced; None: it is not.
+        left: How many workers go on.
     """
 
     place: int
@@ -164,7 +164,7 @@ class LeaveOut(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """The run is over, and this worker is why: let nobody wait for it."""
+    """The run has failed because of this worker: make the others stop waiting for it."""
 
     place: int
 
@@ -183,7 +183,7 @@ class Regroup(NamedTuple):
 
 
 class Announce(NamedTuple):
-    """Begin a generation: these are its members, and these shall go."""
+    """Begin a generation with these members, and dismiss those leaving."""
 
     generation: int
     members: tuple[int, ...]
@@ -198,18 +198,18 @@ class Roster(NamedTuple):
     """All workers of a run, and what was decided so far.
 
     Attributes:
-        wanted: How many workers there are to be.
-        workers: The present or last one of every place, by place.
+        wanted: How many workers there should be.
+        workers: The present or last worker of every place, in the order of places.
         generation: The number of the present generation; 0 before the first.
-        starts: Which places are about to get a worker.
+        starts: The places that are about to get a worker.
         max_restarts: How many workers may be replaced; None: any number.
-        restarts: How many were.
-        failures: Of workers that replaced others, by place, since the last committed step.
-        failed_at: How much was committed when a script last failed by itself.
+        restarts: How many have been replaced.
+        failures: How often workers that replaced others have failed since the last committed step, by place.
+        failed_at: How many operations were committed when a script last failed by itself.
         stepped: Whether any step has been committed.
         ending: Whether the run is about to end.
         has_stopped: Whether the workers have stopped after a step, as they were asked to.
-        convicted: The places whose workers computed wrong: none of them is taken again.
+        convicted: The places whose workers computed wrong; they are not used again.
     """
 
     wanted: int
@@ -233,22 +233,22 @@ class Roster(NamedTuple):
 
     @property
     def alive(self) -> list[Worker]:
-        """Those that have a process."""
+        """The workers that have a process."""
         return [worker for worker in self.workers if worker.alive]
 
     @property
     def staying(self) -> list[Worker]:
-        """Those that have a process and were not told to go."""
+        """The workers that have a process and were not told to go."""
         return [worker for worker in self.workers if worker.alive and worker.stage is not Stage.LEAVES]
 
     @property
     def is_over(self) -> bool:
-        """Whether some worker has come to the end of the run, so that all that counts is committed."""
+        """Whether some worker has reached the end of the run, so that everything is committed."""
         return any(worker.closed for worker in self.workers)
 
     @property
     def stragglers(self) -> list[Worker]:
-        """Those that still catch up with a run that is over for everyone else; none if there is anybody else."""
+        """The workers still catching up with a run that is over for all others; none if any other is left."""
         if self.starts or not self.is_over or any(w.closed or not w.is_late for w in self.alive):
             return []
         return self.alive
@@ -281,40 +281,40 @@ class Roster(NamedTuple):
         return self._replace(starts=starts)._put(Worker(place, stage, machine=machine))
 
     def waits(self, place: int) -> Turn:
-        """A worker has nothing to do before the next generation."""
+        """A worker waits for the next generation."""
         worker = self.of(place)
         if worker is None or not worker.alive or worker.stage is Stage.LEAVES:
             return self, []
         return self._set(place, stage=Stage.READY if worker.is_late else Stage.WAITS).form()
 
     def speaks(self, place: int, script: Script) -> "Roster":
-        """A worker's script has come somewhere."""
+        """A worker's script has reached a run, or the end of one."""
         worker = self.of(place)
         if script is Script.ENDED and worker is not None and worker.script is not Script.INSIDE:
-            return self  # it has ended as it should
+            return self  # it has closed its run
         return self._set(place, script=script)
 
     def faults(self, place: int, fault: LastWord, *, final: bool = False) -> "Roster":
         """A worker says why it is about to end."""
         worker = self.of(place)
-        assert worker is not None, "it speaks"
+        assert worker is not None, "only a worker that was started speaks"
         return self._set(place, fault=fault, final=final or worker.final)
 
     def committed(self) -> "Roster":
-        """A step is committed: whatever failed before it, the run gets on."""
+        """A step is committed: whatever failed before it, the run makes progress."""
         return self._replace(stepped=True, failures=())
 
     def gives_up(self, place: int, *, leaves: bool = False) -> "Roster":
-        """A worker does nothing any more, and will be killed; perhaps nobody is to take its place."""
+        """A worker no longer does anything, and will be killed; with `leaves`, nobody takes its place."""
         roster = self._set(place, given_up=True)
         return roster._set(place, stage=Stage.LEAVES) if leaves else roster
 
     def convicts(self, place: int) -> "Roster":
-        """A worker computed wrong, as others say, who go on without it: it is not in the next generation, nor later."""
+        """The others found that a worker computed wrong: it is in no further generation."""
         return self._replace(convicted=(*self.convicted, place), wanted=max(self.wanted - 1, 1))
 
     def starves(self, place: int) -> "Roster":
-        """The system has killed a worker because there was no memory left."""
+        """The system has killed a worker because memory had run out."""
         return self._set(place, starved=True)
 
     # ---- what happens: workers end ----
@@ -323,12 +323,12 @@ class Roster(NamedTuple):
         """A worker's process has ended.
 
         Args:
-            place: Whose.
+            place: Its place.
             code: Its exit code, or minus the signal that killed it.
             committed: How many operations are committed.
         """
         worker = self.of(place)
-        assert worker is not None, "it was started"
+        assert worker is not None, "only a worker that was started ends"
         dismissed = worker.stage is Stage.LEAVES
         told = dismissed or (self.ending is Ending.STOPS and code == Stopped.exit_code)
         well = code == 0 and worker.script is not Script.INSIDE
@@ -348,7 +348,7 @@ class Roster(NamedTuple):
         return roster._fall(worker, code, committed)
 
     def _fall(self, worker: Worker, code: int, committed: int) -> Turn:
-        """A worker has failed: either the script is at fault, and would be again, or another worker takes its place."""
+        """A worker has failed: if the script is at fault, it would fail again; otherwise another takes its place."""
         if code < 0 or worker.given_up:
             final, roster = self.crashes_always(worker._replace(code=code)), self
         else:
@@ -382,21 +382,21 @@ class Roster(NamedTuple):
     def _fail(self, place: int) -> Turn:
         decisions: list[Decision] = [Fail(place)]
         for other in self.alive:
-            if other.is_late:  # it has nothing to say, and may be so young that it would take a SIGTERM for ours
+            if other.is_late:  # it has nothing to report, and may still handle SIGTERM as the supervisor does
                 decisions.append(Signal(other.place, signal.SIGKILL))
-            elif other.waits:  # nobody will call it any more
+            elif other.waits:  # no generation will come that could wake it
                 decisions.append(Signal(other.place, signal.SIGTERM))
         return self._replace(ending=Ending.FAILED, starts=()), decisions
 
     # ---- what happens: machines come and go ----
 
     def adds(self, places: Sequence[int]) -> Turn:
-        """A machine has come, with a place for each of its workers."""
+        """A machine has joined, with a place for each of its workers."""
         starts = tuple(sorted((*self.starts, *places)))
         return self._replace(wanted=self.wanted + len(places), starts=starts), [Start(place, 0.0) for place in places]
 
     def loses(self, places: Collection[int]) -> Turn:
-        """A machine is lost, and with it the workers of its places, and those that were about to be started there."""
+        """A machine is lost, with the workers of its places and those about to be started there."""
         gone = [worker for worker in self.alive if worker.place in places]
         starts = tuple(place for place in self.starts if place not in places)
         fewer = len(self.starts) - len(starts) + sum(worker.stage is not Stage.LEAVES for worker in gone)
@@ -408,17 +408,17 @@ class Roster(NamedTuple):
     # ---- what happens: the user asks ----
 
     def scale(self, number: int, places: int) -> Turn:
-        """There are to be more or fewer workers from the next step on.
+        """Have more or fewer workers from the next step on.
 
         Args:
             number: How many.
-            places: How many there can be.
+            places: How many there can be at most.
 
         Raises:
             ConfigError: The run is ending.
         """
         if self.ending is not Ending.NONE:
-            raise ConfigError("the run is ending: it takes no more workers")
+            raise ConfigError("the run is ending and takes no more workers")
         short = number - len(self.staying) - len(self.starts)
         free = [place for place in range(places) if place not in self.starts and self._is_free(place)]
         added = free[: max(short, 0)]
@@ -428,14 +428,14 @@ class Roster(NamedTuple):
         return self._replace(wanted=number, starts=tuple(sorted((*self.starts, *added)))), decisions
 
     def _is_free(self, place: int) -> bool:
-        """Whether nobody is in a place; one that was told to go may still read there."""
+        """Whether a place has no worker; one that was told to go may still be reading there."""
         worker = self.of(place)
         return place not in self.convicted and (worker is None or not worker.alive)
 
     def stop(self) -> Turn:
-        """The run shall stop after this step."""
+        """Stop the run after this step."""
         roster, decisions = self._replace(ending=Ending.STOPS), []
-        if any(w.is_member for w in self.alive):  # else those who come have to stop it
+        if any(w.is_member for w in self.alive):  # without a member, the workers that come next stop it
             roster = roster._replace(starts=())
             for worker in self.alive:
                 if worker.is_late:
@@ -451,14 +451,14 @@ class Roster(NamedTuple):
     # ---- generations ----
 
     def form(self) -> Turn:
-        """Begin the next generation if all who are left of the present one wait for it, else ask them to."""
+        """Begin the next generation if all that are left of the present one wait for it, otherwise ask them to."""
         waiting = sorted((w for w in self.staying if w.waits), key=lambda w: (not w.is_member, w.machine, w.place))
         if self.ending is Ending.STOPS and any(w.is_member for w in self.staying):
             waiting = [w for w in waiting if w.is_member]  # nobody joins a run that is about to stop
         if not waiting or self.ending in (Ending.FAILED, Ending.KILLED):
             return self, []
         missing = [w for w in self.workers if w.stage is Stage.MISSING]
-        if missing:  # its script came to an end, and those who wait wait for it
+        if missing:  # its script has ended, and the others wait for it
             return self._fail(missing[0].place)
         if not self._all_wait():
             asked = any(not w.is_member for w in waiting) or len(self.staying) > self.wanted
@@ -471,7 +471,7 @@ class Roster(NamedTuple):
         return self._announce(chosen, [w for w in waiting if w not in chosen])
 
     def _without_head(self, waiting: Sequence[Worker]) -> Turn:
-        """No worker of the head waits: one may come yet, or the run is over there and so everywhere, or it failed."""
+        """No worker of the head waits: one may still come, or the run is over there and so everywhere, or it failed."""
         heads = [worker for worker in self.workers if worker.machine == _HEAD]
         if self.starts or any(worker.alive and worker.place not in self.convicted for worker in heads):
             return self, []

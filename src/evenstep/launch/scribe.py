@@ -1,4 +1,4 @@
-"""Writes down what the steps of a run give, while it goes on."""
+"""Writes down the figures of every step while a run goes on."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,15 +16,15 @@ _MOST = 2000  # entries at once: the supervisor has other things to do
 
 
 class Scribe:
-    """Takes figures from the journal to where the user wants them. A place that cannot be written is said once.
+    """Copies figures from the journal to the files that the user wants; one that cannot be written is reported once.
 
     Args:
-        segment: Of the run.
-        job: Says where.
-        say: Takes a sentence for the user.
+        segment: The segment of the run.
+        job: Names the files.
+        say: Takes sentences for the user.
 
     Raises:
-        ConfigError: A place cannot be written at the start.
+        ConfigError: A file cannot be written at the start.
     """
 
     def __init__(self, segment: Segment, job: Job, say: Callable[[str], None]) -> None:
@@ -43,7 +43,7 @@ class Scribe:
             self._opened = opened.pop_all()
 
     def write(self) -> None:
-        """Write what is new, now and then."""
+        """Write what is new, if it is time to."""
         if self._records and monotonic() >= self._next_s:
             self._write(_MOST)
             self._next_s = monotonic() + _EVERY_S
@@ -59,8 +59,8 @@ class Scribe:
         self._write(None)
         if trained and not self._written:
             self._say(
-                f"no step was seen for {', '.join(self._records)}: workers that meet only at a server each have their "
-                "own; look at the server's page"
+                f"no step was recorded for {', '.join(self._records)}: workers that meet only at a server have steps "
+                "of their own; see the server's page"
             )
 
     def _write(self, most: int | None) -> None:
@@ -71,8 +71,8 @@ class Scribe:
                     record.add(found)
                 except OSError as error:
                     del self._records[name]
-                    self._say(f"{name} cannot be written from step {found.step} on: {error.strerror}")
+                    self._say(f"{name} could not be written from step {found.step} on: {error.strerror}")
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._opened.close()

@@ -15,7 +15,7 @@ def run_as_main(script: Path | str, args: Sequence[str]) -> None:
     """Run a file as `python FILE` does, or a module (a string) as `python -m MODULE` does.
 
     Raises:
-        ConfigError: There is no such module, or nothing in it that can be run.
+        ConfigError: There is no such module, or it cannot be run.
         BaseException: Whatever the script raises.
     """
     sys.argv = [str(script), *args]
@@ -35,7 +35,7 @@ def _check_module(name: str) -> None:
             found = importlib.util.find_spec(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # a package above it imports something that is not there
+                raise  # a package above it imports something that is missing
     if found is None:
         raise ConfigError(f"there is no module {name}; name one that can be imported from here")
     if found.submodule_search_locations is not None and importlib.util.find_spec(f"{name}.__main__") is None:

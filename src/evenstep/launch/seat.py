@@ -1,4 +1,4 @@
-"""One worker as the supervisor sees it, wherever its process is: what it said of its end, and how it ended."""
+"""One worker as the supervisor sees it, on whichever machine: what it said about its end, and how it ended."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ class Seat:
 
     Attributes:
         number: The place; a worker that replaces it has the same.
-        error: What it said of its own end.
-        given_up: Whether it is about to be killed because it does nothing any more.
-        begins_again: Whether it has said that another has to take its place, and do more again.
+        error: The error with which it ended, if it reported one.
+        given_up: Whether it is about to be killed because it no longer does anything.
+        begins_again: Whether it has said that another worker must take its place and repeat more than the last step.
         end: How its process ended, if it has.
     """
 
@@ -28,5 +28,5 @@ class Seat:
     @property
     def ended(self) -> End:
         """How its process ended."""
-        assert self.end is not None, "it has"
+        assert self.end is not None, "asked only of a worker that has ended"
         return self.end

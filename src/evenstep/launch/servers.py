@@ -21,7 +21,7 @@ __all__ = ["ServerProcess", "start_servers"]
 
 _START_S = 30.0
 _STOP_S = 10.0
-_LIMITS = Limits(connections=4096)  # every part of every group has its own
+_LIMITS = Limits(connections=4096)  # every part of every group has its own connection
 
 
 @dataclass
@@ -29,10 +29,10 @@ class ServerProcess:
     """A server from its start to its end.
 
     Attributes:
-        number: Which one.
+        number: Its number.
         child: Its process.
-        control: What it is told, line by line; its end is the server's.
-        urls: Where it is.
+        control: A pipe to it, for lines; when it closes, the server ends.
+        urls: Where it listens.
     """
 
     number: int
@@ -45,7 +45,7 @@ class ServerProcess:
         return f"server {self.number} {self.child.describe_end()}, and its parameters are gone"
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End it: by its own will, or after a while, or at once, without."""
+        """End it: it may finish, and is killed if that takes too long; `at_once`: it is killed now."""
         os.close(self.control)
         if at_once or not self.child.wait(_STOP_S):
             self.child.signal(signal.SIGKILL)
@@ -53,10 +53,10 @@ class ServerProcess:
 
 
 def start_servers(setup: Setup, token: str) -> list[ServerProcess]:
-    """Start all servers and introduce those to each other that hold the same parameters.
+    """Start all servers, and introduce those that hold the same parameters to each other.
 
     Raises:
-        ServerError: One cannot be started; none is left.
+        ServerError: One cannot be started; none is left running.
     """
     servers: list[ServerProcess] = []
     try:
@@ -90,12 +90,12 @@ def _start(number: int, setup: Setup, token: str) -> ServerProcess:
     server = ServerProcess(number, child, control, urls)
     if not urls:
         server.stop()
-        raise ServerError(f"server {number} did not start; its own words are above")
+        raise ServerError(f"server {number} did not start; its own message is above")
     return server
 
 
 def _line(fd: int, timeout_s: float) -> str:
-    """One line from a pipe; what came, if it ends before, or nothing more comes."""
+    """One line from a pipe; or what had arrived when the pipe closed or the time was up."""
     data, deadline = b"", time.monotonic() + timeout_s
     while not data.endswith(b"\n") and select.select([fd], [], [], max(deadline - time.monotonic(), 0))[0]:
         piece = os.read(fd, 65536)
@@ -106,7 +106,7 @@ def _line(fd: int, timeout_s: float) -> str:
 
 
 def _serve(number: int, setup: Setup, token: str, told: int, report: int) -> int:
-    """Be a server, in a process that was just forked for it."""
+    """The body of a server's process; returns its exit code."""
     default_signals()
     torch.set_num_threads(1)  # as in a run
     parameter_server = ParameterServer(
@@ -119,7 +119,7 @@ def _serve(number: int, setup: Setup, token: str, told: int, report: int) -> int
         group = number // setup.servers_per_group
         replica = Replica(server.store, f"server group {group}", peers, token) if peers else None
         with suppress(OSError):
-            while os.read(told, 1):  # nothing more is said; its end is ours
+            while os.read(told, 1):  # nothing more is sent; when the pipe closes, we end
                 pass
         if replica is not None:
             replica.close()

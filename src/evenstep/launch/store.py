@@ -1,7 +1,7 @@
 """The store through which the bridges of a run find each other: torch's, in a process of its own.
 
-A process with the store has threads, and what is forked from one with threads may hang. So it is forked early, and
-nobody is forked from it.
+A process with the store has threads, and a process forked from one with threads may hang. So the store's is forked
+early, and nothing is forked from it.
 """
 
 import os
@@ -19,10 +19,10 @@ _START_S = 30.0
 
 
 class StoreProcess:
-    """The process. It ends with the one that has made it.
+    """The store's process. It ends with the process that created it.
 
     Raises:
-        ConfigError: It does not come.
+        ConfigError: It did not start.
 
     Attributes:
         child: The process.
@@ -50,5 +50,5 @@ class StoreProcess:
         self.port = int(said)
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self.child.kill()

@@ -1,7 +1,7 @@
 """The trace of a run as a file that Perfetto and chrome://tracing open: JSON, whole after every write.
 
-A *process* of the trace is a machine, a *thread* one worker from its start to its end. What the supervisor says comes
-as instants. All times are those of the head's clock.
+A *process* of the trace is a machine, a *thread* one worker from its start to its end. What the supervisor says is
+shown as instants. All times are by the head's clock.
 """
 
 import json
@@ -24,20 +24,20 @@ __all__ = ["TraceFile"]
 _STEP = re.compile(r"step \d+: ")  # how the tags of a step's exchanges begin
 _BEGIN = b'{"displayTimeUnit": "ms", "otherData": {"evenstep trace": 1'
 _END = b"\n]}\n"
-_SUPERVISOR = 1  # as a thread; no process of a worker has that number
+_SUPERVISOR = 1  # its thread in the trace; no worker has that process id
 _MOST_TEXT = 400
 
 
 class TraceFile:
-    """Where the spans of all workers go. If it cannot be written any more, that is said once; the run goes on.
+    """Takes the spans of all workers. If the file can no longer be written, the user is told once, and the run goes on.
 
     Args:
-        path: Which file; a trace that is there is replaced.
-        job: What the trace is of.
-        console: Says what goes wrong, and keeps what the supervisor says.
+        path: The file; an existing trace is replaced.
+        job: What is traced.
+        console: Tells the user what goes wrong, and has what the supervisor said.
 
     Raises:
-        ConfigError: It cannot be written, or is something else: nobody's script is lost to a slip of the hand.
+        ConfigError: The file cannot be written, or exists and is not a trace: a slip must not cost a script.
     """
 
     def __init__(self, path: Path, job: Job, console: Console) -> None:
@@ -51,22 +51,22 @@ class TraceFile:
             if os.pread(self._fd, len(_BEGIN), 0) not in (b"", _BEGIN):
                 os.close(self._fd)
                 raise ConfigError(
-                    f"--trace: {path} is there and is no trace, so it is not replaced; name another place"
+                    f"--trace: {path} exists and is not a trace, so it is not replaced; name another file"
                 )
             os.ftruncate(self._fd, 0)
             head = _BEGIN + f', {facts}, "traceEvents": [\n'.encode()
             self._write(head, [_name("thread_name", 1, _SUPERVISOR, "supervisor")])
         except OSError as error:
-            raise ConfigError(f"--trace: {path} cannot be written: {error.strerror}; name another place") from error
+            raise ConfigError(f"--trace: cannot write {path}: {error.strerror}; name another file") from error
 
     def add(self, machine: int, name: str, pieces: Iterable[TrailPiece], ahead_ns: int) -> None:
         """Write what workers of a machine did, and what the supervisor has said meanwhile.
 
         Args:
-            machine: Which.
+            machine: The number of the machine.
             name: Its host name.
-            pieces: Of its workers.
-            ahead_ns: By how much its clock is ahead of this machine's.
+            pieces: The spans of its workers.
+            ahead_ns: How far its clock is ahead of this machine's.
         """
         lines = self._said()
         zero_ns = self._zero_ns + ahead_ns
@@ -76,13 +76,13 @@ class TraceFile:
         self._append(lines)
 
     def finish(self) -> None:
-        """Write what is left, and say if something is missing."""
+        """Write what is left, and tell the user if spans are missing."""
         self._append(self._said())
         if self._lost:
-            self._console.say(f"--trace {self._path}: {self._lost} spans are missing, for they came too fast")
+            self._console.say(f"--trace {self._path}: {self._lost} spans are missing, since they came too fast")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._fd)
 
     def _said(self) -> list[str]:
@@ -101,7 +101,7 @@ class TraceFile:
             self._write(b",\n", lines)
         except OSError as error:
             self._failed = True
-            self._console.say(f"--trace {self._path} cannot be written any more: {error.strerror}; it ends here")
+            self._console.say(f"--trace {self._path} can no longer be written: {error.strerror}; it ends here")
 
     def _introduce(self, machine: int, name: str, place: int, pid: int) -> list[str]:
         lines, process = [], machine + 1
@@ -123,7 +123,7 @@ class TraceFile:
         return f'{{"ph":"X","pid":{machine + 1},"tid":{pid},"ts":{begin:.3f},"dur":{lasted:.3f},{what}}}'
 
     def _write(self, head: bytes, lines: Iterable[str]) -> None:
-        """Put lines in place of what ends the file, and the end after them, by one call."""
+        """Overwrite the end of the file with lines and a new end, in one call."""
         data = head + ",\n".join(lines).encode() + _END
         try:
             written = os.pwrite(self._fd, data, self._end)
@@ -131,7 +131,7 @@ class TraceFile:
                 written += os.pwrite(self._fd, data[written:], self._end + written)
         except OSError:
             os.ftruncate(self._fd, self._end)
-            os.pwrite(self._fd, _END, self._end)  # what it takes up was taken up before
+            os.pwrite(self._fd, _END, self._end)  # it needs no new space on the disk
             raise
         self._end += len(data) - len(_END)
 

@@ -1,4 +1,4 @@
-"""What the workers of one machine have done when, collected from their trails for whoever writes the trace."""
+"""What the workers of one machine did when, collected from their trails for the trace."""
 
 import time
 from typing import NamedTuple
@@ -22,10 +22,10 @@ class TrailPiece(NamedTuple):
 
 
 class Trails:
-    """The trails of a machine's workers; those who start from now on leave some.
+    """The trails of a machine's workers; those that start from now on leave one.
 
     Args:
-        segment: Of the machine.
+        segment: The segment of the machine.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -38,13 +38,13 @@ class Trails:
         self._next_s = 0.0
 
     def started(self, place: int, pid: int) -> None:
-        """A worker has been started in a place; whoever was there has ended."""
+        """A worker has been started in a place; the one before it has ended."""
         self._pids[place] = pid
         if place not in self._trails:
             self._trails[place], self._dropped[place] = Trail(self._segment, place), 0
 
     def ended(self, place: int) -> None:
-        """A worker has ended. What it had begun is noted: it cannot do so any more."""
+        """A worker has ended. The span that it was in is noted, since it can no longer do so itself."""
         self._collect(place)
         doing, begin_ns = self._board.doing(place), self._board.busy_since(place)
         if begin_ns:
@@ -53,10 +53,10 @@ class Trails:
             self._ready.append(TrailPiece(place, self._pids[place], pack(span)))
 
     def take(self, *, at_once: bool = False) -> list[TrailPiece]:
-        """What has come since this was called last, now and then.
+        """What was collected since the last call, if it is time to.
 
         Args:
-            at_once: Whatever the time.
+            at_once: Whether or not it is time to.
         """
         now = time.monotonic()
         if not at_once and now < self._next_s:

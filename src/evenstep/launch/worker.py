@@ -33,32 +33,32 @@ from evenstep.run import unclosed
 __all__ = ["STACK_SIGNAL", "run_worker", "warm_up"]
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
-"""Lets a worker write the stacks of its threads to standard error."""
+"""The signal on which a worker writes the stacks of its threads to standard error."""
 
 _OURS = (__file__, run_as_main.__code__.co_filename)
-_HIDDEN = "__tracebackhide__"  # what a frame between us and the user's code is marked by
+_HIDDEN = "__tracebackhide__"  # marks a frame between ours and the user's code
 _MISTAKES = (
     ConfigError,
     UnsupportedError,
     CheckpointError,
     WrongError,
-)  # a sentence says it all; a traceback would hide it
+)  # their sentence says it all; a traceback would hide it
 
 
 def warm_up() -> None:
-    """Import, before any worker is forked, what each of them would spend seconds on."""
-    import torch._inductor.config  # noqa: F401  # which comes with the first step
+    """Import, before any worker is forked, what would take each of them seconds."""
+    import torch._inductor.config  # noqa: F401  # imported by the first step
 
-    import evenstep.run.run  # noqa: F401  # as the script will
+    import evenstep.run.run  # noqa: F401  # imported by the script
 
 
 def run_worker(script: Path | str, args: Sequence[str], variables: dict[str, str]) -> int:
-    """Be a worker, in a process that was just forked for it; return the exit code.
+    """The body of a worker's process; returns its exit code.
 
     Args:
         script: The user's script, or the name of a module.
         args: Its arguments.
-        variables: Environment variables that say our place.
+        variables: Environment variables that tell the worker its place.
     """
     default_signals()
     go_first()
@@ -74,13 +74,13 @@ def run_worker(script: Path | str, args: Sequence[str], variables: dict[str, str
     code = _run_script(script, args, place.worker, lambda event: _tell(mine, events_fd, event))
     if code:
         unclosed.forget()
-    threading._shutdown()  # type: ignore[attr-defined]  # as at any end of Python: wait for threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # as whenever Python ends: wait for non-daemon threads
     atexit._run_exitfuncs()
     return code
 
 
 def _tell(worker: int, events_fd: int, event: Event) -> None:
-    """Tell the supervisor of the end of the script, if this process is the worker; else whoever reads its output."""
+    """Tell the supervisor how the script ended; in a process that the worker forked, write it to standard error."""
     if os.getpid() == worker:
         send(events_fd, event)
     elif text := event.get("error") or event.get("warning"):
@@ -88,7 +88,7 @@ def _tell(worker: int, events_fd: int, event: Event) -> None:
 
 
 def _warn_through(tell: Callable[[Event], None]) -> None:
-    """Let warnings reach the supervisor, who shows what several workers warn of once."""
+    """Send warnings to the supervisor, which shows one that several workers give only once."""
 
     def show(
         message: Warning | str,
@@ -122,7 +122,7 @@ def _run_script(script: Path | str, args: Sequence[str], worker: int, tell: Call
     except PeerError as error:
         if error.worker == worker:  # the script has caught the error and gone on
             tell({"error": f"evenstep: {error}"})
-        return error.exit_code  # else the worker that failed says why
+        return error.exit_code  # the worker that failed says why
     except _MISTAKES as error:
         tell({"error": f"evenstep: {error}", "mistake": True})
         return error.exit_code
@@ -134,7 +134,7 @@ def _run_script(script: Path | str, args: Sequence[str], worker: int, tell: Call
 
 
 def _without_our_frames(error: BaseException) -> BaseException:
-    """The traceback from the user's script on: runpy and the launcher do not interest anybody."""
+    """The error with its traceback starting in the user's script: nobody needs to see runpy and the launcher."""
     trace = error.__traceback__
     while trace is not None and (
         "runpy" in trace.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""One worker as the supervisor sees it: a process, what it said of its end, and whether it is about to be killed."""
+"""One worker as its machine sees it: a process, and whether it is about to be killed."""
 
 from dataclasses import dataclass
 
@@ -14,17 +14,15 @@ class WorkerProcess:
     Attributes:
         number: Its place; a worker that replaces it has the same.
         child: The process.
-        error: What it said of its own end.
-        given_up: Why it is going to be killed, if it is.
-        kill_at: When that will be.
+        given_up: Why it is about to be killed, if it is.
+        kill_at: When it is killed.
         stopped_since: When it was first seen stopped.
-        starved: Whether the system killed it because there was no memory left.
-        where: On which machine it is, if there are others.
+        starved: Whether the system killed it because memory had run out.
+        where: The machine that it is on, if there are others.
     """
 
     number: int
     child: Child
-    error: str | None = None
     given_up: str | None = None
     kill_at: float | None = None
     stopped_since: float | None = None
@@ -32,9 +30,9 @@ class WorkerProcess:
     where: str = ""
 
     def describe(self) -> str:
-        """Which one."""
+        """Its name for the user."""
         return f"worker {self.number} (pid {self.child.pid}{self.where})"
 
     def describe_end(self) -> str:
         """How it ended, as a sentence."""
-        return f"{self.describe()} {self.child.describe_end()}{' for want of memory' if self.starved else ''}"
+        return f"{self.describe()} {self.child.describe_end()}{' (out of memory)' if self.starved else ''}"

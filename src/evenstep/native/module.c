@@ -13,6 +13,7 @@
 #include "mail.h"
 #include "norm.h"
 #include "reduce.h"
+#include "rows.h"
 
 #define ARGS(format, ...) \
     if (!PyArg_ParseTuple(args, format, __VA_ARGS__)) return NULL
@@ -145,6 +146,28 @@ static PyObject *copy(PyObject *self, PyObject *args) {
     es_copy(AT(target), AT(source), num_bytes);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
+}
+
+static PyObject *gather(PyObject *self, PyObject *args) {
+    unsigned long long target, bases, firsts, num_pieces, row_bytes, num_rows, rows, count;
+    int found;
+    ARGS("KKKKKKKK", &target, &bases, &firsts, &num_pieces, &row_bytes, &num_rows, &rows, &count);
+    es_pieces pieces = {AT(bases), AT(firsts), num_pieces, row_bytes, num_rows};
+    Py_BEGIN_ALLOW_THREADS
+    found = es_gather(AT(target), &pieces, AT(rows), count);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(found);
+}
+
+static PyObject *levels_are(PyObject *self, PyObject *args) {
+    unsigned long long data, num_bytes, count, length;
+    unsigned bits, top;
+    int found;
+    ARGS("KKIKIK", &data, &num_bytes, &bits, &count, &top, &length);
+    Py_BEGIN_ALLOW_THREADS
+    found = es_levels_are(AT(data), num_bytes, bits, count, top, length);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(found);
 }
 
 static PyObject *load(PyObject *self, PyObject *args) {
@@ -385,7 +408,8 @@ static PyMethodDef methods[] = {
     {"mail_push", mail_push, METH_VARARGS, NULL},         {"mail_head", mail_head, METH_VARARGS, NULL},
     {"mail_pull", mail_pull, METH_VARARGS, NULL},
     {"die_with_parent", die_with_parent, METH_NOARGS, NULL},  {"copy", copy, METH_VARARGS, NULL},
-    {"checksum", checksum, METH_VARARGS, NULL},
+    {"checksum", checksum, METH_VARARGS, NULL},           {"gather", gather, METH_VARARGS, NULL},
+    {"levels_are", levels_are, METH_VARARGS, NULL},
     {"norm_statistics", norm_statistics, METH_VARARGS, NULL}, {"norm_apply", norm_apply, METH_VARARGS, NULL},
     {"norm_reduce", norm_reduce, METH_VARARGS, NULL},     {"norm_backward", norm_backward, METH_VARARGS, NULL},
     {"norm_merge", norm_merge, METH_VARARGS, NULL},       {"norm_move", norm_move, METH_VARARGS, NULL},

@@ -20,7 +20,7 @@ from evenstep.nn import parcel
 from evenstep.nn.treesum import TreeSum
 from evenstep.plan import tree
 
-__all__ = ["gather"]
+__all__ = ["gather", "rows_of_part"]
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -40,17 +40,33 @@ def gather(tensor: Tensor) -> Tensor:
     """
     around = current()
     if around is None:
-        raise ConfigError("run.gather was called outside of a step function; expected inside: it puts shards together")
+        raise ConfigError(
+            "run.gather was called outside a step function; call it inside one, whose parts it puts together"
+        )
     tag = f"gather call {around.call_number(_KEY)}"
     if not isinstance(tensor, Tensor) or not tensor.ndim:
         raise ConfigError(f"run.gather got {tensor!r:.60}; expected a tensor with a row for each sample")
     if not isinstance(around, Workers) or not around.is_whole:
         raise UnsupportedError(
-            "run.gather in a run whose workers meet at a server only: they cannot see each other's samples; train "
+            "run.gather in a run whose workers meet only at a server: they cannot see each other's samples; train "
             "without a server, or with Server(..., aggregate=True)"
         )
     output: Tensor = around.meet(tag, tensor, lambda tensors: _lead(around, tag, tensors))
     return output if torch.is_grad_enabled() else output.detach()
+
+
+def rows_of_part() -> range:
+    """The rows that the shard in whose step function this is called gives to `gather`.
+
+    Raises:
+        ConfigError: This is not inside a step function.
+    """
+    found: range | None = getattr(current(), "rows", None)
+    if found is None:
+        raise ConfigError(
+            "run.rows was read outside a step function; read it inside one: they are the rows of its part"
+        )
+    return found
 
 
 _KEY = object()  # the "layer" under which calls of gather are counted

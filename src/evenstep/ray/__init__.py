@@ -26,4 +26,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("cloudpickle", "pyarrow", "ray"):
             raise
-        raise ConfigError(f"{error.name} is not there: pip install 'evenstep[ray]'") from error
+        raise ConfigError(f"{error.name} is not installed: pip install 'evenstep[ray]'") from error

@@ -1,4 +1,4 @@
-"""What runs on the nodes of a Ray cluster: actors that look after processes of ours, which end with them."""
+"""What runs on the nodes of a Ray cluster: actors, each with a process of our own that ends with it."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class AgentActor:
         self._agent = Agent()
 
     def join(self, address: tuple[str, int], num_workers: int, token: str, work: ShippedWork) -> tuple[bool, str]:
-        """Take part in a run until it is over; returns whether the head has refused this node, and what was said."""
+        """Take part in a run until it is over; returns whether the head refused this node, and the reason given."""
         try:
             self._agent.warm_up()
             self._agent.join(address, num_workers, token, work)
@@ -37,15 +37,15 @@ class HeadActor:
         self._head = Head(work, HeadOrder(ray.util.get_node_ip_address(), **options))
 
     def address(self) -> tuple[str, int]:
-        """Where agents come to."""
+        """Where agents connect."""
         return self._head.address
 
     def reports(self, timeout_s: float) -> tuple[list[dict[str, Any]], int | None]:
-        """What it has said, after waiting for so long at most, and its exit code if it has ended."""
+        """What the head has said, waiting at most `timeout_s`, and its exit code if it has ended."""
         return self._head.reports(timeout_s), self._head.code
 
     def result(self) -> bytes | None:
-        """What worker 0 has returned, if it has."""
+        """What worker 0 returned, if it has."""
         return self._head.result
 
     def has_begun(self) -> bool:
@@ -53,9 +53,9 @@ class HeadActor:
         return self._head.has_begun
 
     def wait_for(self, num_workers: int) -> None:
-        """Let the first step wait for so many workers, no more."""
+        """Make the first step wait for this many workers, no more."""
         self._head.wait_for(num_workers)
 
     def stop(self) -> None:
-        """Let it stop after this step; called again, at once."""
+        """Ask the run to stop after this step; a second call stops it at once."""
         self._head.stop()

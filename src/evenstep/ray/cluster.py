@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: a head beside the driver, and agents on the nodes, placed by Ray, which may come and go."""
+"""Runs on a Ray cluster: a head beside the driver, and agents that Ray places on nodes, which may come and go."""
 
 import secrets
 import socket
@@ -56,25 +56,25 @@ def run(
     """Train on the nodes of a Ray cluster.
 
     Ray places one agent on every node that is used; the workers of a node share memory. They join a head on the
-    driver's node, which keeps the state. A node that is lost costs the step under way: the others go on, and as long as
-    there are fewer workers than were asked for, agents are placed wherever there is room, also on nodes that appear.
-    Nothing of ours is left in the cluster afterwards.
+    driver's node, which keeps the state. Losing a node costs the current step: the others carry on, and while there are
+    fewer workers than were asked for, agents are placed wherever there is room, including nodes that appear later.
+    Nothing is left in the cluster afterwards.
 
     Args:
         function_or_script: What every worker runs: a function, which is shipped as Ray ships functions, or the path of
-            a script, which is taken from here where a node has none.
+            a script, which is sent to nodes that do not have it.
         *args: Arguments of the function, or of the script.
-        workers: How many; or with how many to begin at least, and how many to use at most.
-        cpus_per_worker: CPUs that each takes.
-        gpus_per_worker: GPUs that each takes; then all workers are on one node, and stay there.
-        address: Of the cluster; None: the one that is connected already, or `RAY_ADDRESS`, or this machine's.
-        shards: Parts of every batch; None: the script's.
+        workers: How many; or a pair: the number to start with at least, and the number to use at most.
+        cpus_per_worker: CPUs that each worker takes.
+        gpus_per_worker: GPUs that each worker takes; then all workers are on one node and stay there.
+        address: Of the cluster; None: the one already connected to, or `RAY_ADDRESS`, or this machine's.
+        shards: Parts of every batch; None: as the script says.
         max_restarts: How many workers that die may be replaced on their node; None: any number.
-        step_timeout_s: How long a step may take; None: the script's.
-        start_timeout_s: How long the cluster may take until the first workers are there.
-        resume: Go on from the newest checkpoint of an earlier run.
-        working_dir: A directory that travels to all nodes by Ray's runtime environment, and in which workers run.
-        on_progress: Called with the progress of the run, as it comes.
+        step_timeout_s: How long a step may take; None: as the script says.
+        start_timeout_s: How long the cluster may take to bring up the first workers.
+        resume: Continue from the newest checkpoint of an earlier run.
+        working_dir: A directory that Ray's runtime environment copies to all nodes, and in which workers run.
+        on_progress: Called with each progress report of the run.
         quiet: Show nothing of what the workers print.
         **options: Keyword arguments of the function.
 
@@ -84,8 +84,8 @@ def run(
     Raises:
         ConfigError: No cluster can be reached, it has too few resources, the function cannot be shipped, or nodes have
             different versions.
-        ScriptError: The function or script has failed; the message is its traceback.
-        KeyboardInterrupt: The run was interrupted, and has stopped after a step.
+        ScriptError: The function or script failed; the message is its traceback.
+        KeyboardInterrupt: The run was interrupted, and stopped after a step.
         PeerError: The head's node is lost.
         SilenceError: The first workers were not there in time.
     """
@@ -111,23 +111,23 @@ class _Placed:
     count: int
     group: PlacementGroup
     actor: Any
-    over: Any  # comes when it is
+    over: Any  # what AgentActor.join will return
     since: float = field(default_factory=time.monotonic)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether somebody else took the room that there was."""
+        """Whether the room that was found went to another job."""
         waits_long = time.monotonic() - self.since > _PLACING_S
         return waits_long and placement_group_table(self.group)["state"] in ("PENDING", "PREPARED")
 
     def remove(self) -> None:
-        """Take it out of the cluster; whatever of it is gone already does not matter."""
+        """Take it out of the cluster; parts that are gone already do not matter."""
         ray.kill(self.actor)
         remove_placement_group(self.group)
 
 
 class _Guest:
-    """One run."""
+    """One run: its head, its agents, and where Ray has placed them."""
 
     def __init__(
         self, work: ShippedWork, least: int, most: int, needs: dict[str, float], start_timeout_s: float, shown: Shown
@@ -146,7 +146,7 @@ class _Guest:
         self._is_stopping = False
 
     def run(self, options: dict[str, Any]) -> Any:
-        """Go through it."""
+        """Carry out the run; returns what the function returned."""
         shares = self._find_room()
         if self._needs["GPU"]:
             self._start_head_with_workers(shares, options)
@@ -165,7 +165,7 @@ class _Guest:
         return self._shown.end(self._code, self._of_head(self._head.result.remote()))
 
     def close(self) -> None:
-        """Leave nothing of ours in the cluster."""
+        """Leave nothing in the cluster."""
         for each in self._placed:
             each.remove()
         if self._head is not None:
@@ -179,7 +179,7 @@ class _Guest:
         """How many workers each node gets at first.
 
         Raises:
-            ConfigError: There is too little room, also after waiting for what may be free soon.
+            ConfigError: There is too little room, even after waiting for resources that may soon be free.
         """
         deadline = min(time.monotonic() + _PLACING_S, self._deadline)
         while True:
@@ -196,10 +196,10 @@ class _Guest:
         except ConfigError as error:
             needs = " and ".join(f"{amount:g} {kind}" for kind, amount in self._needs.items() if amount)
             free = ", ".join(f"{free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU" for free in nodes.values())
-            where = " on one node, for GPUs of several nodes are not used together" if self._needs["GPU"] else ""
+            where = " on one node, since GPUs of several nodes are not used together" if self._needs["GPU"] else ""
             raise ConfigError(
                 f"{error}{where}: each takes {needs}, and {len(nodes)} nodes have free: {free or 'nothing'}; ask for "
-                "fewer or smaller ones, or add nodes"
+                "fewer or smaller workers, or add nodes"
             ) from None
         return {node: count for node, count in zip(nodes, shares, strict=True) if count}
 
@@ -208,11 +208,11 @@ class _Guest:
             num_cpus=takes.get("CPU", 0), num_gpus=takes.get("GPU", 0), scheduling_strategy=where
         )
         self._head = actor.remote(self._work, {**options, "token": self._token})
-        self._address = self._head.address.remote()  # Ray brings it to agents
+        self._address = self._head.address.remote()  # a reference, which Ray resolves for the agents
         self._asked = self._head.reports.remote(_LOOK_S)
 
     def _start_head_with_workers(self, shares: dict[str, int], options: dict[str, Any]) -> None:
-        """GPUs of several machines are not used together: the head has all workers."""
+        """Start a head that has all workers, since GPUs of several machines are not used together."""
         ((node, count),) = shares.items()
         self._group, takes = self._reserve(node, count)
         where = PlacementGroupSchedulingStrategy(self._group, 0)
@@ -225,7 +225,7 @@ class _Guest:
 
     def _place(self, node: str, count: int) -> None:
         group, takes = self._reserve(node, count)
-        actor = AgentActor.options(  # type: ignore[attr-defined]  # as above
+        actor = AgentActor.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
             num_cpus=takes.get("CPU", 0),
             num_gpus=takes.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
@@ -236,7 +236,7 @@ class _Guest:
     # ---- what happens ----
 
     def _turn(self) -> None:
-        """Hear the head and the agents once."""
+        """Handle what the head and the agents have reported."""
         agents = {each.over: each for each in self._placed}
         ready, _ = ray.wait([*agents, self._asked], timeout=_LOOK_S)
         for reference in ready:
@@ -258,8 +258,8 @@ class _Guest:
         """
         if not self._begun() and time.monotonic() > self._deadline:
             raise SilenceError(
-                f"the first workers were not there within {self._start_timeout_s:g} s: {self._least} were to come, and "
-                f"{len(self._placed)} nodes have an agent; look at Ray's log, or give it more time: start_timeout_s"
+                f"the first workers did not start within {self._start_timeout_s:g} s: {self._least} were expected, and "
+                f"{len(self._placed)} nodes have an agent; look at Ray's log, or raise start_timeout_s"
             )
 
     def _begun(self) -> bool:
@@ -268,17 +268,17 @@ class _Guest:
         return self._has_begun
 
     def _of_head(self, reference: Any) -> Any:
-        """What the head answers.
+        """An answer of the head.
 
         Raises:
-            PeerError: It is lost.
+            PeerError: The head is lost.
         """
         try:
             return ray.get(reference)
         except RayError as error:
             raise PeerError(
-                f"the head of the run is lost ({str(error).splitlines()[0]}), and with it what was done since the last "
-                "checkpoint; resume=True goes on from there",
+                f"the head of the run is lost ({str(error).splitlines()[0]}), and with it everything since the last "
+                "checkpoint; resume=True continues from there",
                 0,
             ) from error
 
@@ -290,7 +290,7 @@ class _Guest:
             self._asked = self._head.reports.remote(_LOOK_S)
 
     def _ended(self, agent: _Placed) -> None:
-        """An agent has ended: the run is over, the head would not have it, or it is lost."""
+        """Handle the end of an agent: the run is over, the head refused it, or it is lost."""
         self._placed.remove(agent)
         refused, said = False, "its actor or node is gone"
         with suppress(RayError):
@@ -323,16 +323,16 @@ class _Guest:
 
 
 def _beside_driver() -> Any:
-    """The driver's node: if it is lost, so is who asked for the run."""
+    """The driver's node: if it is lost, so is the caller of the run."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _connect(address: str | None, working_dir: str | None) -> bool:
-    """Be connected to a cluster; whether that was not so before."""
+    """Connect to a cluster; returns False if Ray was connected already."""
     if ray.is_initialized():
         if working_dir is not None:
             raise ConfigError(
-                f"working_dir={working_dir!r}, but Ray is connected already; say it there: "
+                f"working_dir={working_dir!r}, but Ray is connected already; set it when connecting: "
                 "ray.init(runtime_env={'working_dir': ...})"
             )
         return False
@@ -354,10 +354,10 @@ def _connect(address: str | None, working_dir: str | None) -> bool:
 
 
 def _knock(address: str) -> None:
-    """See whether anybody is there: Ray itself would wait for minutes.
+    """Check that something listens at the address: Ray itself would wait for minutes.
 
     Raises:
-        OSError: Nobody.
+        OSError: Nothing does.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
@@ -365,11 +365,11 @@ def _knock(address: str) -> None:
 
 
 def _nodes() -> dict[str, dict[str, float]]:
-    """What every living node has free, by its id."""
+    """The free resources of every living node, by node id."""
     free = available_resources_per_node()
     return {node["NodeID"]: free.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]}
 
 
 def _room(free: dict[str, float], needs: dict[str, float]) -> int:
-    """For how many workers there is room."""
+    """How many workers fit into free resources."""
     return min((int((free.get(kind, 0.0) + 1e-6) // amount) for kind, amount in needs.items() if amount), default=1)

@@ -1,4 +1,4 @@
-"""Ray's data sets as Parquet files whose rows are ordered by what they hold; tasks of the cluster write them."""
+"""Ray's data sets as Parquet files whose rows are ordered by their content; tasks of the cluster write them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +15,14 @@ __all__ = ["write"]
 def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = None, key: str | None = None) -> int:
     """Write a `ray.data.Dataset` as Parquet files, for `evenstep.data.parquet(directory)`; returns the number of rows.
 
-    Which row stands in which file, and where, rests on the rows alone: another number of blocks or nodes gives the same
-    bytes. Tasks of the cluster write the files; nothing but their sizes comes here.
+    Which row is where in which file depends on the rows alone: another number of blocks or nodes gives the same bytes.
+    Tasks of the cluster write the files; only their sizes come back.
 
     Args:
-        dataset: The rows. It is gone through twice: to count, and to write.
-        directory: A directory that all nodes share, and that is there.
+        dataset: The rows. It is read twice: to count, and to write.
+        directory: An existing directory that all nodes share.
         columns: Which columns; None: all.
-        key: The column that the order rests on, where it shall not be the content of all `columns`.
+        key: The column that determines the order, instead of the content of all `columns`.
 
     Raises:
         ConfigError: There is no row, or a column is missing, has nulls, or cannot be a tensor.
@@ -51,13 +51,13 @@ def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = N
     if written != count:
         raise ConfigError(
             f"the data set had {count} rows when they were counted and {written} when they were written; expected the "
-            "same whenever it is computed: materialize() it"
+            "same rows every time it is computed: materialize() it"
         )
     return int(count)
 
 
 def _said(error: BaseException) -> BaseException:
-    """What our own code said on a node, if it did."""
+    """The ConfigError that our own code raised on a node, if there is one; otherwise the error itself."""
     found: BaseException | None = error
     while found is not None:
         for each in (found, getattr(found, "cause", None)):

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core import env as environment
-from evenstep.core import points
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import ConfigError
-from evenstep.core.events import send
 from evenstep.data.batch import Batch
 from evenstep.data.order import Deal
 from evenstep.data.whole import cut_whole
@@ -25,31 +22,18 @@ from evenstep.engine.determinism import device_of
 from evenstep.engine.logged import checked
 from evenstep.engine.models import check_model
 from evenstep.engine.optimizer_set import chosen
-from evenstep.engine.randomness import derive, seed_all
+from evenstep.engine.randomness import derive
 from evenstep.engine.scaling import Scaling
 from evenstep.engine.step import StepTask
-from evenstep.exchange.surroundings import current
 from evenstep.nn.convert import convert_sync_batchnorm
-from evenstep.nn.gather import gather
+from evenstep.nn.gather import gather, rows_of_part
 from evenstep.page.process import check_port
-from evenstep.run import unclosed
-from evenstep.run.agreement import agree, check_arithmetic, find_standing
-from evenstep.run.digests import DigestWriter
-from evenstep.run.ending import end
-from evenstep.run.evaluation import Evaluation
-from evenstep.run.feed import Arrangement, Batches, Feed, Loading
-from evenstep.run.join import alone, is_alone, join
-from evenstep.run.kinds import open_engine
-from evenstep.run.last_words import log_last
-from evenstep.run.meter import Meter
-from evenstep.run.operations import RunOperations
-from evenstep.run.porter import open_page
-from evenstep.run.progress import Display, Pipe
-from evenstep.run.saving import Saving
+from evenstep.run.agreement import check_arithmetic, find_standing
+from evenstep.run.assembly import Assembly
+from evenstep.run.feed import Arrangement, Batches, Loading
 from evenstep.run.server import Server
 from evenstep.run.sharing import collect, exchange, once
 from evenstep.run.summed import Summed
-from evenstep.run.voice import Voice
 
 __all__ = ["Run"]
 
@@ -126,71 +110,24 @@ class Run:
             seed=seed,
             threads=threads,
             device=device_of(str(device), env.worker, env.num_workers),
-            timeout_s=timeout_s if env.timeout_s is None else env.timeout_s,
+            timeout_s=timeout_s,
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
             graphs=graphs,
             image=image,
             arithmetic=arithmetic,
-            recheck=recheck if self._env.recheck is None else self._env.recheck,
-            tolerate_wrong=tolerate_wrong if self._env.tolerate_wrong is None else self._env.tolerate_wrong,
+            recheck=recheck,
+            tolerate_wrong=tolerate_wrong,
         )
         self.grad_norm: float | None = None
         server, port = Server.of(server), check_port(page)
         standing = find_standing(env, server)
         served = standing is not None or server is not None
         check_arithmetic(self.config, env, sys._getframe(1), served=served)
-        self.group, self.num_groups = (standing.group, standing.groups) if standing is not None else (0, 1)
-        apart = server is not None and not server.together
-        with ExitStack() as opened:
-            if apart or is_alone(env):
-                self._ledger = alone(self.config.timeout_s)
-                opened.callback(self._ledger.group.close)
-            else:  # another run of this process may continue in it
-                self._ledger = join(env, self.config.timeout_s)
-            self.worker = env.worker if apart else self._ledger.group.worker
-            self._shows = not (apart and self.worker > 0)  # the progress of every group is shown, as one
-            self._speaks = self.group == 0 and self._shows
-            self._operations = RunOperations(self._ledger, self.worker)
-            with self._operations.alike():
-                self._engine, self._others = open_engine(self.config, self._ledger, server, standing, env)
-                opened.callback(self._engine.close)
-                self._operations.version = lambda: self.version
-                self._compose(opened)
-                self._begin(progress=progress)
-                porter = open_page(port, env, self._ledger.group, self.shards, served=served)
-                if porter is not None:
-                    opened.callback(porter.close)
-            self._opened = opened.pop_all()
-
-    def _compose(self, opened: ExitStack) -> None:
-        """Make the parts around the engine."""
-        env, perform, place = self._env, self._operations.perform, (self.group, self.num_groups)
-        self._voice = Voice(env, self._ledger, speaks=self._speaks)
-        self._digests = DigestWriter(env.digests, self._engine)
-        self._saving = Saving(self._engine, self._others, perform, env.job)
-        opened.callback(self._saving.close)
-        self._meter = Meter(lambda: self._ledger.group.rank == 0 and self._ledger.took_part)
-        opened.callback(self._meter.close)
-        self._feed = Feed(self._engine, env, self._saving, self._meter, perform, place)
-        self._evaluation = Evaluation(self._engine, self._others, self._feed, perform, place)
-        opened.callback(unclosed.closed, self)
-
-    def _begin(self, *, progress: bool) -> None:
-        """Meet the other workers."""
-        events_fd, group = self._env.events_fd, self._ledger.group
-        if events_fd is not None:
-            send(events_fd, {"made": True})
-        group.tell({"shards": self.config.shards, "timeout_s": self.config.timeout_s})
-        points.reach("join")
-        agree(self._ledger, self.config, self.worker)
-        if progress and not self.config.quiet and self._shows:
-            self._meter.display = Display() if events_fd is None else Pipe(events_fd)
-        if not self.config.quiet and self.worker == 0:
-            unclosed.opened(self, self._voice.say)
-        seed_all(self.config.seed)
-
-    # ---- entering and leaving ----
+        self._made = made = Assembly(self.config, env, server, standing, page=port, progress=progress)
+        self._engine, self._ledger, self._others = made.engine, made.ledger, made.others
+        self._operations, self._saving, self._meter = made.operations, made.saving, made.meter
+        self.worker, self.group, self.num_groups = made.worker, made.group, made.num_groups
 
     def __enter__(self) -> "Run":
         return self
@@ -202,26 +139,11 @@ class Run:
             self.close()
         else:
             self._operations.tell_others()
-            self._release()
+            self._made.release()
 
     def close(self) -> None:
         """Finish: wait for all workers, print the fingerprint (worker 0, unless quiet), release everything."""
-        if self._operations.closed:
-            return
-        try:
-            with self._operations.alike():
-                self._engine.updates.finish()
-                self._saving.conclude()
-            log_last(self._engine, self._operations.perform)
-            end(self._engine, self._operations, self.fingerprint, self._meter, self._digests, self._env)
-            self._saving.close()
-            self._ledger.group.tell({"closed": True})
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        self._operations.closed = True
-        self._opened.close()
+        self._made.finish(self.fingerprint)
 
     # ---- what a user calls ----
 
@@ -328,7 +250,7 @@ class Run:
             CheckpointError: What was loaded had global batches of another size, with `batch_per_worker`.
         """
         arrangement = Arrangement(batch_size, shuffle, sampler, drop_last, batch_per_worker, deal, train)
-        return self._feed.batches(dataset, arrangement, epochs, Loading(collate_fn, loaders, prefetch))
+        return self._made.feed.batches(dataset, arrangement, epochs, Loading(collate_fn, loaders, prefetch))
 
     def metrics(self) -> dict[str, float]:
         """Mean loss and metrics of the steps of this epoch so far, or of the last one, over the samples of all groups.
@@ -336,7 +258,7 @@ class Run:
         The same on every worker of every group. All workers must call this alike, between steps; with several groups
         it waits for all of them.
         """
-        return self._evaluation.metrics(self._meter)
+        return self._made.evaluation.metrics(self._meter)
 
     def step(
         self,
@@ -383,10 +305,10 @@ class Run:
             if reduction not in ("mean", "sum"):
                 raise ConfigError(f"reduction={reduction!r}, expected 'mean' or 'sum'")
             function = function if reduction == "mean" else Summed(function, len(samples))
-            self._digests.before_step()
+            self._made.digests.before_step()
             clipping = Clipping(clip_norm, clip_value)
             outcome = self._engine.step(StepTask(samples, function, trained, clipping, Scaling(scaler)))
-            self._digests.after_step()
+            self._made.digests.after_step()
             self._saving.heed()
         self.grad_norm = outcome.grad_norm if clip_norm is not None else self.grad_norm
         self._meter.add(sum(samples.sizes), float(outcome.loss), outcome.metrics)
@@ -419,7 +341,7 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
-        return self._evaluation.evaluate(dataset, batch_size, metrics, Loading(collate_fn, loaders, prefetch))
+        return self._made.evaluation.evaluate(dataset, batch_size, metrics, Loading(collate_fn, loaders, prefetch))
 
     def predict(
         self,
@@ -441,7 +363,7 @@ class Run:
             loaders: As for `batches`.
             prefetch: As for `batches`.
         """
-        return self._evaluation.predict(dataset, batch_size, function, Loading(collate_fn, loaders, prefetch))
+        return self._made.evaluation.predict(dataset, batch_size, function, Loading(collate_fn, loaders, prefetch))
 
     def collect(self, batch: Any, function: Callable[[Any], Any]) -> list[Any]:
         """What a function gives for every part of a batch, in the order of the parts; the same on every worker.
@@ -539,10 +461,7 @@ class Run:
         Raises:
             ConfigError: This is not inside a step function.
         """
-        found: range | None = getattr(current(), "rows", None)
-        if found is None:
-            raise ConfigError("run.rows was asked for outside of a step function; expected inside: it is of its part")
-        return found
+        return rows_of_part()
 
     def exchange(self, tag: str, rows: Tensor | Callable[[int], Tensor]) -> Tensor:
         """The one primitive: each shard offers a vector under a tag, all receive the tree sum.
@@ -563,7 +482,7 @@ class Run:
 
         All workers must call this alike; it does not wait.
         """
-        self._voice.print(sep.join(map(str, values)))
+        self._made.voice.print(sep.join(map(str, values)))
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Log a value of your own, for `evenstep run --page`, `--log-json` and `--tensorboard`.
@@ -580,11 +499,6 @@ class Run:
             ConfigError: It is called inside a step function, or with something else.
         """
         self._operations.check_open()
-        if current() is not None:
-            raise ConfigError(
-                f"run.log({name!r}, ...) inside of a step function, which runs once for every part; return the value "
-                "as a metric, (loss, {name: value}), or log it between steps"
-            )
         self._engine.logged.add(*checked(name, value))
 
     def fingerprint(self) -> str:
@@ -608,7 +522,7 @@ class Run:
         Through a server, it holds the server's parameters, and not the state of its optimizer; workers that send
         updates on their own do not wait. Several groups wait for each other, and the first writes.
         """
-        self._saving.save(Path(path), writes=self._speaks)
+        self._saving.save(Path(path), writes=self._made.speaks)
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint, on any number of workers. All workers must call this alike, after `prepare`.

@@ -35,4 +35,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("cloudpickle", "pandas", "py4j", "pyarrow", "pyspark"):
             raise
-        raise ConfigError(f"{error.name} is not there: pip install 'evenstep[spark]'") from error
+        raise ConfigError(f"{error.name} is not installed: pip install 'evenstep[spark]'") from error

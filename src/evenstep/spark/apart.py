@@ -1,4 +1,4 @@
-"""What a partition does that trains by itself and meets others only at a parameter server."""
+"""What a partition does when it trains by itself and meets the others only at a parameter server."""
 
 import socket
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ class Meeting:
     """Where workers meet, and when.
 
     Attributes:
-        address: Of the server.
-        memory: Its address for those on the same machine, if they are to use its memory.
-        token: For the server.
+        address: The address of the server.
+        memory: Its shared-memory address for workers on the same machine; None: they use `address` too.
+        token: The server's token.
         frequency: After every "epoch" or "batch".
-        validation_split: The last part of the rows, which validates.
+        validation_split: The fraction of the rows, at the end, that is used for validation.
     """
 
     address: str
@@ -41,7 +41,7 @@ class Meeting:
 def train_apart(job: Training, meeting: Meeting, number: int, rows: Iterator[Any]) -> Iterator[list[dict[str, float]]]:
     """Train on the rows of a partition; yields its history, or nothing if it has no rows.
 
-    A task that Spark runs again sends its updates under the same numbers, and the server applies none of them twice.
+    A task that Spark runs again sends its updates under the same sequence numbers, so the server applies none twice.
     """
     pairs = list(rows)
     if not pairs:
@@ -71,7 +71,7 @@ def train_apart(job: Training, meeting: Meeting, number: int, rows: Iterator[Any
 
 
 def _address(meeting: Meeting) -> str:
-    """The server's memory if it is this machine's and that was asked for."""
+    """The server's shared memory if it is wanted and the server runs on this machine, otherwise its address."""
     host = urlsplit(meeting.address).hostname or ""
     if meeting.memory is None:
         return meeting.address
@@ -87,7 +87,7 @@ def _divide(pairs: list[Any], split: float) -> tuple[list[Tensor], list[Tensor] 
     try:
         tensors = [torch.as_tensor(np.stack([np.asarray(pair[side]) for pair in pairs])) for side in (0, 1)]
     except (ValueError, TypeError, IndexError) as error:
-        raise ConfigError(f"the rows are no pairs of features and label of one shape: {error}") from error
+        raise ConfigError(f"expected rows that are pairs of features and label, all of one shape: {error}") from error
     first = len(pairs) - int(split * len(pairs))
     if first == len(pairs):
         return tensors, None
@@ -126,7 +126,7 @@ def _pull(client: Any, model: nn.Module) -> None:
 
 
 def _push(client: Any, model: nn.Module, before: dict[str, Tensor], sequence: int) -> dict[str, Tensor]:
-    """Send what was changed, and take what is there now."""
+    """Send what has changed, and fetch the newest parameters."""
     trained = {name for name, _ in model.named_parameters()}
     now = state_of(model)
     deltas = {name: before[name] - now[name] for name in trained}

@@ -1,4 +1,4 @@
-"""A PyTorch model as an estimator of `pyspark.ml`: fitted on the executors, on rows that stay where they are."""
+"""A PyTorch model as an estimator of `pyspark.ml`: fitted on the executors, without moving rows to the driver."""
 
 import shutil
 import tempfile
@@ -26,33 +26,33 @@ __all__ = ["Estimator", "divide"]
 class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
     """Trains a PyTorch model on a DataFrame, to the same bits on any number of partitions, executors and workers.
 
-    `fit` lets the executors write the rows as Parquet files, in an order that rests on what the rows hold (or on
-    `keyCol`), and trains on them in tasks of a job; see `evenstep.spark.run`. Nothing but metadata, and the weights
-    at the end, comes to the driver.
+    `fit` has the executors write the rows as Parquet files, in an order that depends on the content of the rows (or on
+    `keyCol`), and trains on them in the tasks of a job; see `evenstep.spark.run`. Only metadata, and the weights at the
+    end, come to the driver.
 
     Args:
         model: Builds the model: a function without arguments, or "module:name" of one.
-        loss: Of output and target; a function, "module:name", or the name of one in `torch.nn.functional`.
-        optimizer: A function of parameters, "module:name", or the name of a class in `torch.optim`.
-        optimizerConfig: Its further arguments, such as {"lr": 0.1}.
+        loss: A function of output and target, "module:name" of one, or the name of one in `torch.nn.functional`.
+        optimizer: A function of the parameters, "module:name" of one, or the name of a class in `torch.optim`.
+        optimizerConfig: Its other arguments, such as {"lr": 0.1}.
         metrics: "accuracy", "mean_absolute_error", "mean_squared_error", or functions of output and target that give a
             value for every sample.
-        classification: Whether labels are numbers of classes; None: if the loss is "cross_entropy" or "nll_loss".
+        classification: Whether labels are class numbers; None: if the loss is "cross_entropy" or "nll_loss".
         featuresCol: A column of numbers, vectors or arrays of one length.
-        inputCols: Several columns instead, which the model is called with in this order.
+        inputCols: Several columns instead, passed to the model in this order.
         labelCol: The target.
-        predictionCol: Where `transform` puts predictions: the number of a class, a number, or an array of them.
-        probabilityCol: Where it puts the probabilities of classes, if this is set.
-        epochs: How often to go through the data.
+        predictionCol: Where `transform` puts predictions: a class number, a number, or an array of numbers.
+        probabilityCol: Where it puts the probabilities of the classes, if this is set.
+        epochs: How many times to go through the data.
         batchSize: Samples of a global batch.
         shards: Parts of every batch, the unit of arithmetic.
-        numWorkers: How many workers; each takes a slot for tasks.
-        validationIndicatorCol: A boolean column: those rows validate, and do not train.
-        validationSplit: The part of the rows that validates instead; which ones rests on what they hold.
-        keyCol: The column that the order of rows rests on, where it shall not be their content.
-        storage: A directory that the driver and all executors share; needed as soon as there are several machines.
-        inferenceBatchSize: Rows that are predicted at once.
-        seed: Of the run.
+        numWorkers: How many workers; each takes a task slot.
+        validationIndicatorCol: A boolean column: rows where it is true are used for validation, not for training.
+        validationSplit: The fraction of the rows to use for validation instead; their content decides which.
+        keyCol: The column that determines the order of the rows, instead of their content.
+        storage: A directory that the driver and all executors share; required when there are several machines.
+        inferenceBatchSize: Rows predicted at once.
+        seed: The seed of the run.
     """
 
     @keyword_only
@@ -89,7 +89,7 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
         """Set parameters by name."""
         unknown = [name for name in options if not self.hasParam(name)]
         if unknown:
-            raise ConfigError(f"Estimator has no parameter {unknown[0]!r}; expected one of those it documents")
+            raise ConfigError(f"Estimator has no parameter {unknown[0]!r}; see help(evenstep.spark.Estimator)")
         return self._set(**{name: value for name, value in options.items() if value is not None})
 
     def _fit(self, dataset: DataFrame) -> Model:
@@ -99,7 +99,9 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
             resolve(name, self.getOrDefault(name))
         storage = self.getOrDefault(self.storage) if self.isDefined(self.storage) else None
         if storage is not None and not Path(storage).is_dir():
-            raise ConfigError(f"there is no directory storage={storage!r}; make one that driver and executors share")
+            raise ConfigError(
+                f"storage={storage!r} is not a directory; create one that the driver and all executors share"
+            )
         folder = Path(tempfile.mkdtemp(prefix="evenstep-", dir=storage))
         folder.chmod(0o777)  # executors may be another user's
         try:
@@ -113,7 +115,7 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
         return self._copyValues(model)
 
     def _training(self, dataset: DataFrame, folder: Path) -> Training:
-        """Let the executors write the data, and say what is to be done with them."""
+        """Have the executors write the data; returns what is to be trained on them."""
         columns = [*self.inputs(), self.getLabelCol()]
         key = self.getOrDefault(self.keyCol) if self.isDefined(self.keyCol) else None
         train_rows, validation_rows = self._divide(dataset, columns, key)
@@ -139,33 +141,31 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
         )
 
     def _divide(self, dataset: DataFrame, columns: list[str], key: str | None) -> tuple[DataFrame, DataFrame | None]:
-        """The rows that train, and those that validate; never by chance, nor by partition."""
+        """The rows for training, and those for validation; chosen neither at random nor by partition."""
         part = self.getOrDefault(self.validationSplit)
         if self.isDefined(self.validationIndicatorCol):
             name = self.getValidationIndicatorCol()
             if name not in dataset.columns:
-                raise ConfigError(
-                    f"there is no column {name!r} in the DataFrame, which has {', '.join(dataset.columns)}"
-                )
+                raise ConfigError(f"the DataFrame has no column {name!r}; its columns are {', '.join(dataset.columns)}")
             return dataset.filter(~F.col(f"`{name}`")), dataset.filter(F.col(f"`{name}`"))
         return divide(dataset, columns, key, part)
 
     def write(self) -> Any:
-        """What saves it; functions are kept by name."""
+        """The writer that saves it; functions are saved by name."""
         return _EstimatorWriter(self)
 
     @classmethod
     def read(cls) -> Any:
-        """What loads it."""
+        """The reader that loads it."""
         return _EstimatorReader(cls)
 
 
 def divide(dataset: DataFrame, columns: list[str], key: str | None, part: float) -> tuple[DataFrame, DataFrame | None]:
-    """The rows that train, and the part that validates: which ones rests on what they hold."""
+    """The rows for training and the fraction for validation; the content of a row decides which it is."""
     if not part:
         return dataset, None
     if not 0 < part < 1:
-        raise ConfigError(f"validationSplit={part!r}, expected a part between 0 and 1")
+        raise ConfigError(f"validationSplit={part!r}, expected a fraction between 0 and 1")
     rows = plain(dataset, [*columns, *([key] if key is not None else [])])
     hashed = F.pmod(F.xxhash64(*[F.col(f"`{name}`") for name in ([key] if key else columns)]), F.lit(1 << 20))
     chosen = hashed < F.lit(round(part * (1 << 20)))

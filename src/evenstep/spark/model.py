@@ -1,4 +1,4 @@
-"""What an estimator has fitted: a transformer that predicts on the executors, in Arrow batches."""
+"""The fitted model of an estimator: a transformer that predicts on the executors, in Arrow batches."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from evenstep.spark.training import inputs_of
 
 __all__ = ["Model", "Predictor"]
 
-_loaded: dict[str, nn.Module] = {}  # of this process, by fingerprint: a model is loaded once
+_loaded: dict[str, nn.Module] = {}  # by fingerprint: a process loads a model once
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Predictor:
     Attributes:
         model: Builds the model.
         weights: Its parameters and buffers, in a broadcast variable.
-        fingerprint: Tells it from others.
-        inputs: The columns that it is called with.
+        fingerprint: Identifies the weights.
+        inputs: The columns that are passed to the model.
         classification: Whether outputs are scores of classes.
-        prediction: The name of the column of predictions.
-        probability: That of the probabilities, if they are wanted.
-        batch_size: Rows at once.
+        prediction: The name of the column for predictions.
+        probability: The name of the column for probabilities, if they are wanted.
+        batch_size: Rows predicted at once.
         several: Whether a prediction is an array of numbers.
     """
 
@@ -53,7 +53,7 @@ class Predictor:
     several: bool
 
     def rows(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The rows that come, with their predictions."""
+        """The same rows with their predictions."""
         torch.set_num_threads(1)
         model = self._load()
         for batch in batches:
@@ -110,8 +110,8 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
     Attributes:
         weights: Parameters and buffers, as safetensors.
         history: For every epoch, the means of loss and metrics.
-        fingerprint: Of the run that has trained it.
-        width: How many numbers it gives for a row.
+        fingerprint: Of the run that trained it.
+        width: How many numbers the model outputs for a row.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
         self.weights, self.history, self.fingerprint, self.width = weights, history or [], fingerprint, width
 
     def module(self) -> nn.Module:
-        """The trained model itself, here."""
+        """The trained PyTorch model."""
         model: nn.Module = resolve("model", self.getOrDefault(self.model))()
         model.load_state_dict(safetensors.torch.load(self.weights))
         return model
@@ -135,10 +135,12 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
         classification, inputs = self.is_classification(), self.inputs()
         probability = self.getProbabilityCol() if self.isSet(self.probabilityCol) else None
         if probability is not None and not classification:
-            raise ConfigError(f"probabilityCol={probability!r}, but the loss is none between classes; leave it out")
+            raise ConfigError(
+                f"probabilityCol={probability!r}, but the loss is not one of classification; leave it out"
+            )
         for name in (self.getPredictionCol(), probability):
             if name in dataset.columns:
-                raise ConfigError(f"there is a column {name!r} in the DataFrame already; choose another predictionCol")
+                raise ConfigError(f"the DataFrame already has a column {name!r}; choose another predictionCol")
         several = self.width > 1 and not classification
         fields = [StructField(self.getPredictionCol(), ArrayType(DoubleType()) if several else DoubleType())]
         if probability is not None:
@@ -172,12 +174,12 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
         return found
 
     def write(self) -> Any:
-        """What saves it."""
+        """The writer that saves it."""
         return _ModelWriter(self)
 
     @classmethod
     def read(cls) -> Any:
-        """What loads it."""
+        """The reader that loads it."""
         return _ModelReader(cls)
 
 

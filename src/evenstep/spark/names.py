@@ -1,4 +1,4 @@
-"""Functions by name: so that what a pipeline stage was told can be kept as text, and nothing is pickled."""
+"""Functions by name, so that the parameters of a pipeline stage can be saved as text and nothing is pickled."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -15,17 +15,17 @@ _CLASSIFICATION = {"cross_entropy", "nll_loss"}
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Whether the largest output is the target's."""
+    """1 where the largest output is that of the target class, otherwise 0."""
     return output.argmax(-1) == target
 
 
 def mean_absolute_error(output: Tensor, target: Tensor) -> Tensor:
-    """How far off every output is."""
+    """The absolute error of every output."""
     return (output - target).abs().flatten(1).mean(1) if output.ndim > 1 else (output - target).abs()
 
 
 def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
-    """The square of how far off every output is."""
+    """The squared error of every output."""
     return (output - target).square().flatten(1).mean(1) if output.ndim > 1 else (output - target).square()
 
 
@@ -43,11 +43,11 @@ def resolve(what: str, value: Any) -> Callable[..., Any]:
     """The function or class that a parameter names.
 
     Args:
-        what: Of which parameter, for errors: "model", "loss", "optimizer" or "metric".
-        value: A function or class, "module:name", or a name of torch's.
+        what: The parameter, for error messages: "model", "loss", "optimizer" or "metric".
+        value: A function or class, "module:name" of one, or a name in torch.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such function.
     """
     if callable(value):
         return value
@@ -66,10 +66,10 @@ def resolve(what: str, value: Any) -> Callable[..., Any]:
 
 
 def name_of(what: str, value: Any) -> str:
-    """What `resolve` finds the same function by.
+    """The name by which `resolve` finds the same function.
 
     Raises:
-        ConfigError: It cannot be found by a name.
+        ConfigError: The function cannot be imported by name.
     """
     if isinstance(value, str):
         return value
@@ -77,12 +77,12 @@ def name_of(what: str, value: Any) -> str:
     text = f"{module}:{name}"
     if module == "__main__" or not name.isidentifier() or resolve(what, text) is not value:
         raise ConfigError(
-            f"{what}={getattr(value, '__qualname__', repr(value))} cannot be saved: only a function that can be "
-            f"imported by name can; put it into a module and pass it, or '{what}=\"module:name\"'"
+            f"{what}={getattr(value, '__qualname__', repr(value))} cannot be saved: expected a function that can be "
+            f'imported by name; put it into a module and pass it from there, or pass {what}="module:name"'
         )
     return text
 
 
 def is_classification(loss: Any) -> bool:
-    """Whether a loss is between scores of classes and the number of the right one."""
+    """Whether a loss compares scores of classes with the number of the right class."""
     return (loss if isinstance(loss, str) else getattr(loss, "__name__", "")) in _CLASSIFICATION

@@ -1,4 +1,4 @@
-"""What estimator and model are told, as pyspark.ml keeps it: by `Param`, set, copied and saved."""
+"""The parameters of estimator and model as pyspark.ml keeps them: each a `Param` that is set, copied and saved."""
 
 from typing import Any
 
@@ -36,19 +36,23 @@ class TrainingParams(
     """The parameters that `Estimator` documents."""
 
     model = _param("model", "builds the model: a function, or 'module:name'")
-    loss = _param("loss", "of output and target: a function of torch.nn.functional by name, a function, 'module:name'")
-    optimizer = _param("optimizer", "a class of torch.optim by name, a function of parameters, or 'module:name'")
-    optimizerConfig = _param("optimizerConfig", "further arguments of the optimizer")
+    loss = _param(
+        "loss", "the name of a function in torch.nn.functional, a function of output and target, 'module:name'"
+    )
+    optimizer = _param(
+        "optimizer", "the name of a class in torch.optim, a function of the parameters, or 'module:name'"
+    )
+    optimizerConfig = _param("optimizerConfig", "other arguments of the optimizer")
     metrics = _param("metrics", "names of metrics, or functions that give a value for each sample")
-    classification = _param("classification", "whether labels are numbers of classes", TypeConverters.toBoolean)
-    epochs = _param("epochs", "how often to go through the data", TypeConverters.toInt)
+    classification = _param("classification", "whether labels are class numbers", TypeConverters.toBoolean)
+    epochs = _param("epochs", "how many times to go through the data", TypeConverters.toInt)
     batchSize = _param("batchSize", "samples of a global batch", TypeConverters.toInt)
     shards = _param("shards", "parts of every batch, the unit of arithmetic", TypeConverters.toInt)
-    numWorkers = _param("numWorkers", "workers, each in a slot for tasks", TypeConverters.toInt)
-    validationSplit = _param("validationSplit", "the part of the rows that validates", TypeConverters.toFloat)
-    keyCol = _param("keyCol", "the column that the order of rows rests on", TypeConverters.toString)
-    storage = _param("storage", "a directory that driver and executors share", TypeConverters.toString)
-    inferenceBatchSize = _param("inferenceBatchSize", "rows that are predicted at once", TypeConverters.toInt)
+    numWorkers = _param("numWorkers", "how many workers, each in a task slot", TypeConverters.toInt)
+    validationSplit = _param("validationSplit", "the fraction of the rows for validation", TypeConverters.toFloat)
+    keyCol = _param("keyCol", "the column that determines the order of the rows", TypeConverters.toString)
+    storage = _param("storage", "a directory that the driver and all executors share", TypeConverters.toString)
+    inferenceBatchSize = _param("inferenceBatchSize", "rows predicted at once", TypeConverters.toInt)
 
     def _set_defaults(self) -> None:
         self._setDefault(
@@ -66,13 +70,13 @@ class TrainingParams(
         )
 
     def inputs(self) -> tuple[str, ...]:
-        """The columns that the model is called with."""
+        """The columns that are passed to the model."""
         if self.isDefined(self.inputCols):
             return tuple(self.getInputCols())
         return (self.getFeaturesCol(),)
 
     def is_classification(self) -> bool:
-        """Whether labels are numbers of classes: as was said, or as the loss has them."""
+        """Whether labels are class numbers: as the user says, or else as the loss takes them."""
         if self.isDefined(self.classification):
             return bool(self.getOrDefault(self.classification))
         return is_classification(self.getOrDefault(self.loss))
@@ -83,7 +87,7 @@ class TrainingParams(
         return {m.rpartition(":")[2] if isinstance(m, str) else m.__name__: m for m in found}
 
     def plain_params(self) -> dict[str, Any]:
-        """What was set, as JSON can keep it: functions by name.
+        """What was set, as JSON can hold it: functions by name.
 
         Raises:
             ConfigError: A function cannot be found by name.

@@ -1,4 +1,4 @@
-"""DataFrames as Parquet files whose rows are ordered by what they hold; executors write them, each row once."""
+"""DataFrames as Parquet files whose rows are ordered by their content; executors write them, each row once."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ __all__ = ["plain", "plain_columns", "write", "write_into"]
 
 
 def plain(frame: DataFrame, columns: Sequence[str]) -> DataFrame:
-    """Some columns of a DataFrame, as `plain_columns` has them."""
+    """Some columns of a DataFrame, converted by `plain_columns`."""
     names = list(dict.fromkeys(columns))
     chosen = plain_columns(frame, names)
     return frame.select(*[column.alias(name) for name, column in zip(names, chosen, strict=True)])
@@ -40,13 +40,13 @@ def plain_columns(frame: DataFrame, columns: Sequence[str]) -> list[Any]:
     """Some columns of a DataFrame, with vectors as arrays and decimals as doubles.
 
     Raises:
-        ConfigError: A column is missing, or holds something else than numbers, vectors, arrays of numbers or text.
+        ConfigError: A column is missing, or holds anything but numbers, vectors, arrays of numbers or text.
     """
     kinds = {field.name: field.dataType for field in frame.schema.fields}
     chosen = []
     for name in columns:
         if name not in kinds:
-            raise ConfigError(f"there is no column {name!r} in the DataFrame, which has {', '.join(kinds)}")
+            raise ConfigError(f"the DataFrame has no column {name!r}; its columns are {', '.join(kinds)}")
         kind, column = kinds[name], F.col(f"`{name}`")
         if isinstance(kind, VectorUDT):
             column = F.when(column.isNotNull(), vector_to_array(column, "float32"))
@@ -67,7 +67,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def write_into(folder: Path, frame: DataFrame, columns: Sequence[str], key: str | None = None) -> str:
-    """Make a directory for rows, and write them there as `write` does; returns its path."""
+    """Create a directory and `write` the rows there; returns its path."""
     folder.mkdir()
     folder.chmod(0o777)  # executors may be another user's
     write(frame, columns, str(folder), key)
@@ -77,14 +77,14 @@ def write_into(folder: Path, frame: DataFrame, columns: Sequence[str], key: str 
 def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | None = None) -> int:
     """Write some columns of a DataFrame as Parquet files; returns the number of rows.
 
-    Which row stands in which file, and where, rests on the rows alone: another number of partitions or executors gives
-    the same bytes. Executors write the files; nothing but their sizes comes to the driver.
+    Which row is where in which file depends on the rows alone: another number of partitions or executors gives the same
+    bytes. Executors write the files; only their sizes come to the driver.
 
     Args:
-        frame: The rows. It is gone through twice: to count, and to write.
+        frame: The rows. It is read twice: to count, and to write.
         columns: Which columns.
-        directory: A directory that all executors share, and that is there.
-        key: The column that the order rests on, where it shall not be the content of all `columns`.
+        directory: An existing directory that all executors share.
+        key: The column that determines the order, instead of the content of all `columns`.
 
     Raises:
         ConfigError: There is no row, or a column is missing, has nulls, or cannot be a tensor.
@@ -114,6 +114,6 @@ def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | N
     if written != count:
         raise ConfigError(
             f"the DataFrame had {count} rows when they were counted and {written} when they were written; expected the "
-            "same whenever it is computed: persist it, or seed what is random in it"
+            "same rows every time it is computed: persist it, or seed what is random in it"
         )
     return count

@@ -1,4 +1,4 @@
-"""What Spark says of a failed job, with what our own code said first."""
+"""The error of a failed Spark job: what our own code raised on an executor, if it did."""
 
 import re
 
@@ -11,7 +11,7 @@ _SENTENCE = re.compile(r"^(?:\w+\.)*(" + "|".join(_OURS) + r"): (.+?)$", re.MULT
 
 
 def said_in(error: Exception) -> EvenstepError:
-    """The error that our code raised on an executor; else one that has all of Spark's words."""
+    """The error that our code raised on an executor, or else one with Spark's own message."""
     text = str(error)
     found = _SENTENCE.search(text)
     return _OURS[found[1]](found[2]) if found else EvenstepError(f"the Spark job failed: {text}")

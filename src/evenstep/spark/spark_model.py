@@ -38,36 +38,36 @@ _X, _Y = "features", "label"
 class SparkModel:
     """Trains a PyTorch model on an RDD whose elements are pairs: features, and a label.
 
-    "synchronous": every batch is shared out and the result does not depend on the number of workers, executors or
+    "synchronous": the workers share every batch, and the result does not depend on the number of workers, executors or
     partitions; see `Estimator`, which does the same for DataFrames. "asynchronous": every partition is a worker that
-    pulls the parameters from a server on the driver, trains by itself for a batch or an epoch, and pushes what that
-    changed; deltas are applied in full, one after the other. "hogwild": the same, and workers on the driver's machine
-    subtract their deltas in shared memory without asking anybody.
+    pulls the parameters from a server on the driver, trains by itself for a batch or an epoch, and pushes what has
+    changed; deltas are applied in full, one after the other. "hogwild": the same, but workers on the driver's machine
+    subtract their deltas in shared memory without any locking.
 
     Args:
         model: Builds the model: a function without arguments, or "module:name" of one.
-        loss: Of output and target; a function, "module:name", or the name of one in `torch.nn.functional`.
-        optimizer: A function of parameters, "module:name", or the name of a class in `torch.optim`. In the last two
-            modes every worker has its own.
-        optimizer_config: Its further arguments.
+        loss: A function of output and target, "module:name" of one, or the name of one in `torch.nn.functional`.
+        optimizer: A function of the parameters, "module:name" of one, or the name of a class in `torch.optim`. In the
+            last two modes every worker has its own.
+        optimizer_config: Its other arguments.
         metrics: Names or functions; see `Estimator`.
-        mode: As above.
-        frequency: How often workers of the last two modes meet the server: after every "epoch" or "batch".
-        parameter_server: Over "tcp" or "http".
+        mode: "synchronous", "asynchronous" or "hogwild".
+        frequency: When workers of the last two modes meet the server: after every "epoch" or "batch".
+        parameter_server: How they reach it: by "tcp" or "http".
         num_workers: How many workers; None: as many as the RDD has partitions.
         batch_size: Samples of a batch; when synchronous, of a global batch.
-        classification: As for `Estimator`.
+        classification: Whether labels are class numbers; see `Estimator`.
         shards: Parts of every batch, when synchronous.
         seed: Fixes the order of samples and all randomness.
-        storage: As for `Estimator`.
+        storage: A directory that the driver and all executors share; see `Estimator`.
 
     Attributes:
         weights: Parameters and buffers, as safetensors; None: as the model is built.
-        training_histories: What every worker saw, epoch by epoch, of all that was fitted.
+        training_histories: Figures epoch by epoch: one list for each synchronous `fit`, otherwise one for each worker.
         fingerprint: Of the last synchronous run.
 
     Raises:
-        ConfigError: An argument makes no sense.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class SparkModel:
         self.fingerprint: str | None = None
 
     def module(self) -> nn.Module:
-        """The model as it is now."""
+        """The model with its present weights."""
         model: nn.Module = resolve("model", self._job.model)()
         if self.weights is not None:
             model.load_state_dict(safetensors.torch.load(self.weights))
@@ -122,21 +122,22 @@ class SparkModel:
     def fit(
         self, rdd: RDD, epochs: int = 10, batch_size: int | None = None, validation_split: float = 0.0
     ) -> "SparkModel":
-        """Train on pairs, from the present weights on.
+        """Train on pairs, starting from the present weights.
 
         Args:
             rdd: Its elements are (features, label): numbers or arrays of one shape.
-            epochs: How often to go through the data.
-            batch_size: Another one than the model's.
-            validation_split: The last part of every worker's rows that validates, in the modes with a server.
+            epochs: How many times to go through the data.
+            batch_size: Instead of the model's.
+            validation_split: The fraction of the rows for validation; in the modes with a server, the last rows of
+                every worker.
 
         Raises:
-            ConfigError: There is no row, or an argument makes no sense.
+            ConfigError: There are no rows, or an argument is invalid.
         """
         if epochs < 1:
             raise ConfigError(f"epochs={epochs!r}, expected a whole number above 0")
         if not 0 <= validation_split < 1:
-            raise ConfigError(f"validation_split={validation_split!r}, expected a part from 0 to below 1")
+            raise ConfigError(f"validation_split={validation_split!r}, expected a fraction from 0 to below 1")
         if rdd.isEmpty():
             raise ConfigError("the RDD has no rows; expected at least one")
         job = replace(self._job, epochs=epochs, batch_size=batch_size or self._job.batch_size, weights=self.weights)
@@ -194,7 +195,7 @@ class SparkModel:
         self.weights = safetensors.torch.save(state_of(model))
         self.training_histories += found
 
-    # ---- what it is good for ----
+    # ---- using it ----
 
     def predict(self, data: Any) -> list[np.ndarray[Any, Any]]:
         """Outputs for an array, or an RDD of features, in its order; those of an RDD are computed on the executors."""
@@ -215,13 +216,13 @@ class SparkModel:
             found = figures_of(self._job, model, part)
         return {name: float(value.double().mean()) for name, value in found.items()}
 
-    # ---- keeping ----
+    # ---- saving it ----
 
     def save(self, path: str | Path) -> None:
         """Write weights and configuration to a directory: safetensors and JSON.
 
         Raises:
-            ConfigError: A function cannot be found by name.
+            ConfigError: A function cannot be imported by name.
         """
         job = self._job
         config = {
@@ -250,7 +251,7 @@ def load_spark_model(path: str | Path) -> SparkModel:
     """A model that `SparkModel.save` has written.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: The directory holds no such model.
     """
     folder = Path(path)
     try:

@@ -23,22 +23,22 @@ from evenstep.spark.task import SparkTask, take_part
 __all__ = ["ScriptError", "run", "session_of"]
 
 _LOOK_S = 0.25
-_ENDING_S = 5.0  # how long tasks may take to end once the run is over
+_ENDING_S = 5.0  # how long tasks may take to end after the run is over
 _CANCELLING_S = 60.0  # how long Spark may take to end them itself
 _MOST_STAGES = 8
 
 
 def session_of(session: SparkSession | None) -> SparkSession:
-    """The session that was given, or the active one.
+    """The given session, or the active one.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no session, or it cannot run Python tasks.
     """
     found = session or SparkSession.getActiveSession()
     if found is None:
-        raise ConfigError("there is no active Spark session; make one first: SparkSession.builder.getOrCreate()")
+        raise ConfigError("there is no active Spark session; create one first: SparkSession.builder.getOrCreate()")
     if not hasattr(found, "sparkContext"):
-        raise ConfigError("a Spark Connect session cannot run tasks of Python; use a session inside of the cluster")
+        raise ConfigError("a Spark Connect session cannot run Python tasks; use a session inside the cluster")
     return found
 
 
@@ -55,23 +55,23 @@ def run(
     quiet: bool = False,
     **options: Any,
 ) -> Any:
-    """Train on the executors of a Spark application: so many workers, each in a slot of its own.
+    """Train on the executors of a Spark application, with each worker in a task slot of its own.
 
-    Workers of an executor share memory. They join a head beside the driver, which keeps the state. An executor that is
-    lost costs the step under way: the others go on, and Spark runs its tasks again elsewhere, which join the run.
+    Workers of an executor share memory. They join a head beside the driver, which keeps the state. Losing an executor
+    costs the current step: the others carry on, Spark runs its tasks again elsewhere, and these join the run.
 
     Args:
         function_or_script: What every worker runs: a function, which is shipped as Spark ships functions, or the path
-            of a script, which is taken from here where an executor has none.
+            of a script, which is sent to executors that do not have it.
         *args: Arguments of the function, or of the script.
-        workers: How many; or with how many to begin at least, and how many to use at most. The application must have
-            as many slots as there must be at first; those that appear later are used.
+        workers: How many; or a pair: the number to start with at least, and the number to use at most. The application
+            must have that many slots at first; slots that appear later are used.
         session: The Spark session; None: the active one.
-        shards: Parts of every batch; None: the script's.
+        shards: Parts of every batch; None: as the script says.
         max_restarts: How many workers that die may be replaced on their executor; None: any number.
-        step_timeout_s: How long a step may take; None: the script's.
-        start_timeout_s: How long the application may take to have as many slots as there must be.
-        on_progress: Called with the progress of the run, as it comes.
+        step_timeout_s: How long a step may take; None: as the script says.
+        start_timeout_s: How long the application may take until it has as many slots as it needs.
+        on_progress: Called with each progress report of the run.
         quiet: Show nothing of what the workers print.
         **options: Keyword arguments of the function.
 
@@ -81,9 +81,9 @@ def run(
     Raises:
         ConfigError: There is no session, there are too few slots, the function cannot be shipped, or executors have
             different versions.
-        ScriptError: The function or script has failed; the message is its traceback.
-        KeyboardInterrupt: The run was interrupted, and has stopped after a step.
-        EvenstepError: Spark has given up.
+        ScriptError: The function or script failed; the message is its traceback.
+        KeyboardInterrupt: The run was interrupted, and stopped after a step.
+        EvenstepError: Spark gave up.
     """
     context = session_of(session).sparkContext
     least, most = limits(workers)
@@ -117,7 +117,7 @@ def run(
 
 
 class _Stage:
-    """The tasks, in a job of Spark's. A context manager."""
+    """The tasks of the run, in a Spark job. A context manager."""
 
     def __init__(self, context: Any, task: SparkTask, count: int) -> None:
         self._context, self._task, self._count = context, task, count
@@ -130,7 +130,7 @@ class _Stage:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._thread.join(_ENDING_S if kind is None else 0.0)
-        if self._thread.is_alive():  # tasks that never got a place, or that are of no use any more
+        if self._thread.is_alive():  # tasks that never got a slot, or that are no longer of any use
             self._context.cancelJobGroup(self._task.name)
             self._thread.join(_CANCELLING_S)
 
@@ -148,19 +148,23 @@ class _Stage:
             self._error = error
 
     def look_after(self, shown: Shown) -> None:
-        """Submit the tasks again if Spark has given them up, as it does when several were lost."""
+        """Submit the tasks again if Spark has given up on them, as it does after several losses."""
         if self._error is None or self._thread.is_alive():
             return
         error, self._error = self._error, None
         said = said_in(error)
         if isinstance(said, ConfigError) or self._num_stages == _MOST_STAGES:
             raise said from error
-        shown.say("Spark has given up the tasks of the run; they are submitted again")
+        shown.say("Spark gave up on the tasks of the run; they are being submitted again")
         self._submit()
 
 
 def _await_slots(context: Any, least: int, timeout_s: float) -> int:
-    """For how many tasks there is room at once."""
+    """How many tasks can run at once.
+
+    Raises:
+        ConfigError: Fewer than `least`, for longer than `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         inner = context._jsc.sc()
@@ -169,7 +173,7 @@ def _await_slots(context: Any, least: int, timeout_s: float) -> int:
             return slots
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{least} workers, but the application has {slots} slots for tasks; expected one for each: use fewer, "
-                "or start it with more cores (spark.executor.instances, spark.executor.cores)"
+                f"{least} workers, but the application has {slots} task slots; expected one for each: use fewer "
+                "workers, or start it with more cores (spark.executor.instances, spark.executor.cores)"
             )
         time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""What tasks do: one of each executor has an agent with a worker for each of them; the others hold their places."""
+"""What tasks do: one on each executor has an agent with a worker for every task there; the others hold their slots."""
 
 import errno
 import os
@@ -12,19 +12,19 @@ from evenstep.core.errors import SilenceError
 
 __all__ = ["SparkTask", "take_part"]
 
-_LONGEST_S = 120.0  # that the first task of an executor may take until it has an agent
+_LONGEST_S = 120.0  # how long the first task of an executor may take to start an agent
 _TAKEN, _OVER = b"t", b"o"
 
 
 @dataclass(frozen=True)
 class SparkTask:
-    """What every task has to know.
+    """What every task needs to know.
 
     Attributes:
         work: What its worker runs.
-        address: Of the head.
-        token: What the head asks for.
-        name: Of the run: tasks of another one are none of our business.
+        address: The address of the head.
+        token: The secret that the head asks for.
+        name: The name of the run, by which its tasks find each other and no others.
     """
 
     work: ShippedWork
@@ -34,14 +34,13 @@ class SparkTask:
 
 
 def take_part(task: SparkTask) -> None:
-    """Be a task, until the run is over.
+    """The body of a task; returns when the run is over.
 
-    The tasks of an executor are forked from one process, by which they find each other: the first that comes starts an
-    agent, and those that come before it has imported everything get a worker with it. One that comes later starts
-    another.
+    The tasks of an executor are forked from one process, and find each other by its id: the first to arrive starts an
+    agent, and those that arrive before it has imported everything get a worker in it. A later one starts another agent.
 
     Raises:
-        ConfigError: The head refuses this executor.
+        ConfigError: The head has refused this executor.
         PeerError: The head is lost.
         SilenceError: The agent has ended, or the task that has it.
     """
@@ -82,7 +81,7 @@ def _lead(task: SparkTask, door: socket.socket) -> None:
 
 
 def _lodge(name: str) -> bool:
-    """Hold the place of a worker that another task has; whether there is one."""
+    """Hold the slot of a worker that another task's agent has, until the run is over; False: no agent took us in."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as leader:
         leader.settimeout(_LONGEST_S)
         try:
@@ -95,4 +94,4 @@ def _lodge(name: str) -> bool:
         with suppress(ConnectionError):
             if leader.recv(1) == _OVER:
                 return True
-    raise SilenceError("the task that had this executor's agent has failed")
+    raise SilenceError("the task that had this executor's agent has failed; see the executor's log")

@@ -1,4 +1,4 @@
-"""What every worker does when an estimator is fitted: train on the files that executors have written."""
+"""What every worker does when an estimator is fitted: train on the files that the executors have written."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +22,20 @@ class Training:
 
     Attributes:
         model: Builds the model, without arguments.
-        loss: Of output and target, their mean.
-        optimizer: Makes an optimizer of parameters.
+        loss: The mean loss, from output and target.
+        optimizer: Creates an optimizer from parameters.
         optimizer_options: Its other arguments.
-        metrics: By name: of output and target, a value for each sample.
-        inputs: The columns that the model is called with.
+        metrics: By name: functions of output and target that give a value for each sample.
+        inputs: The columns that are passed to the model.
         label: The column that holds the target.
-        classification: Whether the target is the number of a class.
+        classification: Whether the target is a class number.
         train: Where the training files are.
         validation: Where the validation files are, if any.
-        epochs: How often to go through the data.
+        epochs: How many times to go through the data.
         batch_size: Samples of a global batch.
         shards: Parts of every batch.
-        seed: Of the run.
-        weights: What the parameters begin with; None: as the model is built.
+        seed: The seed of the run.
+        weights: The initial weights, as safetensors; None: as the model is built.
     """
 
     model: Any
@@ -57,13 +57,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What came of it.
+    """The result of training.
 
     Attributes:
         weights: Parameters and buffers, as safetensors.
         history: For every epoch the mean loss and metrics; those of validation begin with "validation_".
-        fingerprint: Of the run.
-        width: How many numbers the model gives for a row.
+        fingerprint: The fingerprint of the run.
+        width: How many numbers the model outputs for a row.
     """
 
     weights: bytes
@@ -77,7 +77,8 @@ def train(job: Training) -> Fitted:
     for directory in (job.train, job.validation):
         if directory is not None and not Path(directory).is_dir():
             raise ConfigError(
-                f"{directory} is not on this node; give storage= a directory that the driver and all executors share"
+                f"{directory} does not exist on this node; set storage= to a directory that the driver and all "
+                "executors share"
             )
     columns = [*job.inputs, job.label]
     with evenstep.Run(shards=job.shards, seed=job.seed) as run:
@@ -87,7 +88,7 @@ def train(job: Training) -> Fitted:
         epochs: list[Means] = [Means() for _ in range(job.epochs)]
         history: list[dict[str, float]] = []
         for batch in run.batches(data, job.batch_size, job.epochs):
-            assert batch.position is not None, "it comes from a data set"
+            assert batch.position is not None, "batches of a data set have a position"
             means = epochs[batch.position.epoch]
             loss, metrics = run.step(batch, lambda part: loss_of(job, model, part), optimizer)
             means.add(len(batch), {"loss": float(loss), **metrics})
@@ -110,7 +111,7 @@ class Means:
         self._count = 0
 
     def add(self, count: int, values: dict[str, float]) -> None:
-        """Add the means of so many samples."""
+        """Add the means over `count` samples."""
         self._count += count
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + count * float(value)
@@ -122,7 +123,7 @@ class Means:
 
 
 def build(job: Training) -> tuple[nn.Module, Optimizer]:
-    """The model with the weights that it begins with, and its optimizer."""
+    """The model with its initial weights, and its optimizer."""
     model: nn.Module = resolve("model", job.model)()
     if job.weights is not None:
         model.load_state_dict(safetensors.torch.load(job.weights))
@@ -130,12 +131,12 @@ def build(job: Training) -> tuple[nn.Module, Optimizer]:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's parameters and buffers, each by itself."""
+    """Separate copies of a model's parameters and buffers."""
     return {name: value.detach().clone().contiguous() for name, value in model.state_dict().items()}
 
 
 def inputs_of(part: dict[str, Tensor], names: tuple[str, ...]) -> list[Tensor]:
-    """The columns that a model is called with: doubles in single precision, everything else as it is."""
+    """The columns that are passed to a model: doubles in single precision, everything else unchanged."""
     return [value.float() if (value := part[name]).dtype == torch.float64 else value for name in names]
 
 

@@ -1,0 +1,204 @@
+"""Columns of Parquet files that need no decoding: rows are gathered from where the file is mapped into memory.
+
+So it is where numbers lie as they are: uncompressed, without dictionary or nulls, in lists of one length, as
+`evenstep.data.content` writes them. All workers of a machine then share what is in memory of a file. Whatever is not
+exactly so is no error: it is left to pyarrow.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from evenstep.data.order import Indices
+from evenstep.native import core
+
+__all__ = ["MappedColumn", "map_column"]
+
+_DTYPES = {pa.float32(): torch.float32, pa.float64(): torch.float64, pa.int32(): torch.int32, pa.int64(): torch.int64}
+_DATA_PAGE, _PLAIN, _RLE = 0, 0, 3  # of Parquet's format
+
+
+class _NotMappable(Exception):  # no error, but a way out
+    """A column is not laid out as is needed; never leaves this module."""
+
+
+@dataclass(frozen=True)
+class _Page:
+    """Where the values of a page lie."""
+
+    address: int
+    num_rows: int
+
+
+class MappedColumn:
+    """Rows of numbers in mapped files.
+
+    Args:
+        pages: Where they lie, in order.
+        shape: Of a row.
+        dtype: Of its numbers.
+        buffers: The mappings, which live as long as this.
+    """
+
+    def __init__(
+        self, pages: Sequence[_Page], shape: tuple[int, ...], dtype: torch.dtype, buffers: Sequence[Any]
+    ) -> None:
+        ends = np.cumsum([page.num_rows for page in pages], dtype=np.int64)
+        self._firsts = np.concatenate([[np.int64(0)], ends[:-1]])
+        self._bases = np.array([page.address for page in pages], np.uint64)
+        self._num_rows, self._shape, self._dtype, self._buffers = int(ends[-1]), shape, dtype, buffers
+        row_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self._where = (self._bases.ctypes.data, self._firsts.ctypes.data, len(pages), row_bytes, self._num_rows)
+
+    def take(self, rows: Indices) -> Tensor:
+        """Some rows as a tensor ``[len(rows), *shape]``.
+
+        Raises:
+            IndexError: One of them is not there.
+        """
+        taken = torch.empty(len(rows), *self._shape, dtype=self._dtype)
+        rows = np.ascontiguousarray(rows)
+        if not core.gather(taken.data_ptr(), *self._where, rows.__array_interface__["data"][0], len(rows)):
+            raise IndexError(f"rows {rows.min()} to {rows.max()} of {self._num_rows}")
+        return taken
+
+
+def map_column(files: Sequence[pq.ParquetFile], buffers: Sequence[pa.Buffer], name: str) -> MappedColumn | None:
+    """A column of files that are mapped, if nothing of it must be decoded.
+
+    Args:
+        files: The files; all have the column, with one type.
+        buffers: What they hold.
+        name: The column.
+    """
+    kind = files[0].schema_arrow.field(name).type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    dtype = _DTYPES.get(kind.value_type if is_list else kind)
+    if dtype is None:
+        return None
+    try:
+        pages: list[_Page] = []
+        lengths = set()
+        for file, buffer in zip(files, buffers, strict=True):
+            for chunk, num_rows in _chunks(file, name):
+                lengths.add(length := chunk.length(num_rows))
+                pages += chunk.pages(buffer, length, dtype.itemsize)
+    except (_NotMappable, IndexError):  # or the file is not what it says
+        return None
+    if len(lengths) != 1:
+        return None
+    return MappedColumn(pages, (lengths.pop(),) if is_list else (), dtype, buffers)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The column in a row group.
+
+    Attributes:
+        held: What the file says of it.
+        top_repetition: The highest repetition level.
+        top_definition: The highest definition level, that of a value which is there.
+    """
+
+    held: Any
+    top_repetition: int
+    top_definition: int
+
+    def length(self, num_rows: int) -> int:
+        """How many values each row has, if all have as many."""
+        length, rest = divmod(self.held.num_values, num_rows)
+        if rest or not length:
+            raise _NotMappable
+        return int(length)
+
+    def pages(self, buffer: pa.Buffer, length: int, value_bytes: int) -> Iterator[_Page]:
+        """Its pages, looked through."""
+        view = memoryview(buffer)
+        held, seen, at = self.held, 0, self.held.data_page_offset
+        if held.compression != "UNCOMPRESSED" or held.has_dictionary_page or self.top_repetition > 1:
+            raise _NotMappable
+        while seen < held.num_values:
+            header, begin = _read_struct(view, at)
+            page = header.get(5, {})
+            if header[1] != _DATA_PAGE or page.get(2) != _PLAIN or {page.get(3), page.get(4)} != {_RLE}:
+                raise _NotMappable
+            count, at = page[1], begin + header[3]
+            values = at - count * value_bytes
+            for top, of_list in ((self.top_repetition, length), (self.top_definition, 0)):
+                if top:
+                    begin = _check_levels(view, buffer.address, begin, count, top, of_list)
+            if begin != values or count % length:
+                raise _NotMappable
+            seen += count
+            yield _Page(buffer.address + values, count // length)
+
+
+def _chunks(file: pq.ParquetFile, name: str) -> Iterator[tuple[_Chunk, int]]:
+    (column,) = [c for c in range(len(file.schema)) if file.schema.column(c).path.split(".")[0] == name]
+    schema = file.schema.column(column)
+    for group in range(file.num_row_groups):
+        held = file.metadata.row_group(group)
+        if held.num_rows:
+            levels = schema.max_repetition_level, schema.max_definition_level
+            yield _Chunk(held.column(column), *levels), held.num_rows
+
+
+def _check_levels(view: memoryview, address: int, at: int, count: int, top: int, length: int) -> int:
+    """Check that the levels at a place are those of lists of one length without nulls; returns where they end."""
+    begin = at + 4
+    end = begin + int.from_bytes(view[at:begin], "little")
+    if end > len(view) or not core.levels_are(address + begin, end - begin, top.bit_length(), count, top, length):
+        raise _NotMappable
+    return end
+
+
+# ---- Thrift's compact protocol, as far as the headers of pages need it ----
+
+
+def _read_struct(view: memoryview, at: int) -> tuple[dict[int, Any], int]:
+    """A structure's numbers and structures, by the numbers of their fields, and where it ends."""
+    fields: dict[int, Any] = {}
+    number = 0
+    while head := view[at]:
+        at += 1
+        number += head >> 4
+        if not head >> 4:
+            number, at = _read_number(view, at)
+        match head & 15:
+            case 1 | 2:  # true, false
+                pass
+            case 3:  # a byte
+                at += 1
+            case 4 | 5 | 6:
+                fields[number], at = _read_number(view, at)
+            case 7:  # a double
+                at += 8
+            case 8:  # bytes
+                size, at = _read_varint(view, at)
+                at += size
+            case 12:
+                fields[number], at = _read_struct(view, at)
+            case _:
+                raise _NotMappable
+    return fields, at + 1
+
+
+def _read_number(view: memoryview, at: int) -> tuple[int, int]:
+    coded, at = _read_varint(view, at)
+    return coded >> 1 ^ -(coded & 1), at
+
+
+def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    found = shift = 0
+    while True:
+        byte = view[at]
+        found |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if not byte & 128:
+            return found, at

@@ -1,0 +1,99 @@
+"""Columns that are used where they lie in a file: what pyarrow reads, or left to pyarrow."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import evenstep
+from evenstep.core.errors import ConfigError
+
+pa = pytest.importorskip("pyarrow", reason="Parquet files need pyarrow: pip install 'evenstep[parquet]'")
+pq = pytest.importorskip("pyarrow.parquet")
+
+PLAIN = {"compression": "none", "use_dictionary": False}
+KINDS = {"float32": np.float32, "float64": np.float64, "int32": np.int32, "int64": np.int64}
+
+
+def lists(values, length):
+    offsets = pa.array(np.arange(0, len(values) + 1, length, dtype=np.int32))
+    return pa.ListArray.from_arrays(offsets, pa.array(values))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 70),
+    st.integers(1, 600),
+    st.sampled_from(list(KINDS)),
+    st.integers(1, 300),
+    st.sampled_from([64, 1000, 2**20]),
+    st.booleans(),
+    st.data(),
+)
+def test_rows_of_plain_files_are_gathered_where_they_lie(
+    tmp_path_factory, length, num_rows, kind, group, page, null, data
+):
+    generator = np.random.default_rng(num_rows)
+    values = generator.integers(-100, 100, num_rows * length).astype(KINDS[kind])
+    single = generator.random(num_rows).astype(np.float32)
+    table = pa.table({"list": lists(values, length), "single": single})
+    table = table.cast(
+        pa.schema([pa.field(name, table.schema.field(name).type, nullable=null) for name in table.column_names])
+    )
+    path = tmp_path_factory.mktemp("plain")
+    cut = data.draw(st.integers(0, num_rows - 1))
+    for name, part in (("a", table.slice(0, cut)), ("b", table.slice(cut))):
+        pq.write_table(part, path / f"{name}.parquet", row_group_size=group, data_page_size=page, **PLAIN)
+    found = evenstep.data.parquet(path)
+    chosen = generator.permutation(num_rows)
+    part = found.part(chosen)
+    assert torch.equal(part["list"], torch.from_numpy(values.reshape(num_rows, length)[chosen]))
+    assert torch.equal(part["single"], torch.from_numpy(single[chosen]))
+    assert set(found._map()) == {"list", "single"}
+    for wrong in (num_rows, -1):
+        with pytest.raises(IndexError, match=f"of {num_rows}"):
+            found.part([0, wrong])
+
+
+def test_what_is_not_laid_out_so_is_left_to_pyarrow(tmp_path):
+    def mapped(values, **options):
+        pq.write_table(pa.table({"x": values}), tmp_path / "f.parquet", **{**PLAIN, **options})
+        found = evenstep.data.parquet(tmp_path / "f.parquet")
+        expected = pa.array(values).to_pylist()
+        assert [row["x"].tolist() for row in found.__getitems__(range(len(found)))] == expected
+        return bool(found._map())
+
+    numbers, pairs = [float(n % 7) for n in range(100)], [[float(n), 0.0] for n in range(100)]
+    assert mapped(numbers)
+    assert mapped(pairs)
+    assert not mapped(pairs, compression="zstd")
+    assert not mapped(numbers, use_dictionary=True)
+    assert not mapped(pairs, data_page_version="2.0")
+    assert not mapped(numbers, use_byte_stream_split=True)
+    assert not mapped([[[1.0], [2.0]], [[3.0], [4.0]]])
+    assert not mapped(pa.array([1, 2], pa.int8()))
+    assert not mapped([True, False])
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ([[1.0, 2.0], [3.0], [4.0, 5.0, 6.0]], "has 2 numbers in row 0 but 1 in row 1"),
+        ([[1.0, 2.0], [], [4.0, 5.0, 6.0, 7.0]], "has 2 numbers in row 0 but 0 in row 1"),
+        ([[1.0], None], "has no value in row 1"),
+        ([[1.0], [None]], "has an element without a value in row 1"),
+        ([1.0, None, 2.0], "has no value in row 1"),
+    ],
+)
+def test_lists_that_only_add_up_and_nulls_are_found(tmp_path, values, sentence):
+    pq.write_table(pa.table({"x": values}), tmp_path / "f.parquet", **PLAIN)
+    with pytest.raises(ConfigError, match=sentence):
+        evenstep.data.parquet(tmp_path / "f.parquet").part([0])
+
+
+def test_files_whose_lists_differ_are_refused(tmp_path):
+    pq.write_table(pa.table({"x": [[1.0, 2.0]]}), tmp_path / "a.parquet", **PLAIN)
+    pq.write_table(pa.table({"x": [[1.0]]}), tmp_path / "b.parquet", **PLAIN)
+    with pytest.raises(ConfigError, match="has 2 numbers in row 0 but 1 in row 1"):
+        evenstep.data.parquet(tmp_path).part([0])
