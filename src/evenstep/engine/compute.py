@@ -142,6 +142,7 @@ class Compute:
         other workers that have samples.
         """
         buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
+        self._check_hooks(work.prepared)
         for parameter in work.prepared.parameters:  # gradients that user code left do not belong to this step
             parameter.grad = None
         begin = time.perf_counter()
@@ -157,6 +158,21 @@ class Compute:
         self._strangers.took(time.perf_counter() - begin)
         results = {k: ShardResult.of(loss, metrics, work.sizes[k]) for k, (loss, metrics) in values.items()}
         return lambda: results
+
+    def _check_hooks(self, prepared: Trained) -> None:
+        """Check that nobody else takes gradients as they come.
+
+        Raises:
+            UnsupportedError: Somebody does.
+        """
+        self._lane(0)
+        for name, parameter in zip(prepared.names, prepared.parameters, strict=True):
+            if len(parameter._post_accumulate_grad_hooks or ()) > 1:  # one is ours
+                raise UnsupportedError(
+                    f"parameter '{name}' has a post-accumulate-grad hook, which would see the gradient of one part of "
+                    "the batch; use parameter.register_hook, which changes the gradient of each part, or "
+                    "run.step(..., clip_norm=, clip_value=)"
+                )
 
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
@@ -179,6 +195,8 @@ class Compute:
                 error.add_note(f"in shard {shard} of worker {self.context.worker}, step {work.version}")
                 raise
             lane.pause()
+            if not values:
+                self._models.strays.check(lane.changed_buffers())
             self._keep_buffers(work, shard, lane)
             values[shard] = (loss.detached(), metrics)
         return values
@@ -217,6 +235,7 @@ class Compute:
         except Exception as error:
             error.add_note(f"in worker {self.context.worker}, step {work.version}")
             raise
+        self._models.strays.check(lanes[0].changed_buffers())
         for shard, lane in zip(shards, lanes, strict=True):
             self._keep_buffers(work, shard, lane)
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}

@@ -43,7 +43,7 @@ from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
 from evenstep.engine.sharing import Sharing
-from evenstep.engine.updates import Updates
+from evenstep.engine.updates import OwnUpdates, Updates
 from evenstep.exchange.board import Spent
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
@@ -111,6 +111,8 @@ class Engine:
         self._compute_s = self._update_s = 0.0  # of the current step
         self._of_all: dict[str, float] = {}  # what was logged before this step
         self.ledger.holder = self
+        self.models.untouched.alone = isinstance(updates, OwnUpdates)
+        self.models.untouched.kept = bool(self.config.recheck)
 
     @property
     def version(self) -> int:
@@ -202,6 +204,8 @@ class Engine:
             if skipped or not took_part:
                 trained.stepped_elsewhere()
             self.holdings.settle()
+            if took_part:
+                self.models.untouched.remember_values()
             self.holdings.version += 1
             self.recheck.committed(self.version)
             self.logged.settle()
@@ -234,7 +238,7 @@ class Engine:
         if self.config.recheck:
             self.updates.refuse("recheck")
         if not self.ledger.catching_up:
-            self.models.check_versions()
+            self.models.check("between steps")
             for prepared in task.trained.optimizers:
                 prepared.kept.check_untouched()
 
@@ -263,6 +267,7 @@ class Engine:
         else:
             report = self._compute(work, contents)
         begun.check()
+        self.models.untouched.check("inside of the step function")
         results, changed = self._share(work, report)
         self.context.check()
         sums = task.trained.gradients.finish()
