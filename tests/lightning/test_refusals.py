@@ -128,7 +128,6 @@ MODULES: dict[type[Classifier], str] = {
     Measuring: r"metric self.mean \(Averaged\) has a state 'mean' that is neither",
 }
 OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2.* expected 1: make the DataLoader's batch_size"),
     ({"val_check_interval": {"minutes": 1}}, "which each worker has by its own clock"),
     ({"num_nodes": 2}, "num_nodes=2.* use `evenstep run`"),
     ({"callbacks": StochasticWeightAveraging(0.1)}, "StochasticWeightAveraging has no exact equivalent.* run.edit"),
@@ -171,6 +170,8 @@ def test_loaders_that_cannot_be_had_exactly_are_refused(tmp_path):
         trainer(tmp_path, strategy=Exact()).fit(Classifier(), {"a": loader(), "b": loader()})
     with pytest.raises(UnsupportedError, match="has a worker_init_fn; expected none"):
         trainer(tmp_path, strategy=Exact()).fit(Classifier(), loader(num_workers=1, worker_init_fn=print))
+    with pytest.raises(UnsupportedError, match=r"accumulate_grad_batches=2\) with data that have no index"):
+        trainer(tmp_path, strategy=Exact(), accumulate_grad_batches=2).fit(Classifier(), [next(iter(loader()))])
 
 
 def test_a_failed_module_is_an_ordinary_one_again(tmp_path):

@@ -77,12 +77,6 @@ def _of_training(trainer: Trainer, module: LightningModule) -> Iterator[str]:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         yield "training_step takes a dataloader_iter; expected the batch: each worker loads the parts that it computes"
-    if trainer.accumulate_grad_batches != 1:
-        yield (
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}); expected 1: make the DataLoader's "
-            "batch_size as many times as large. Only one shard's activations are alive at a time; if memory is short, "
-            "use more shards"
-        )
     if trainer._val_check_time_interval is not None:
         yield (
             f"Trainer(val_check_interval=...) is a time ({trainer._val_check_time_interval:g} s), which each worker "

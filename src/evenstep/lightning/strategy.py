@@ -27,7 +27,7 @@ from evenstep.core import env
 from evenstep.core.errors import CheckpointError, ConfigError, UnsupportedError
 from evenstep.lightning import checkpoints
 from evenstep.lightning.launcher import Launcher
-from evenstep.lightning.loaders import SealedBatch, loader_of
+from evenstep.lightning.loaders import SealedBatch, WaitingBatch, loader_of
 from evenstep.lightning.refusals import refuse_unsupported
 from evenstep.lightning.steps import Steps
 from evenstep.lightning.trainer import adapted
@@ -223,7 +223,15 @@ class Exact(Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make a loader give batches of the run."""
-        return loader_of(self.run, dataloader, train=bool(self.lightning_module.trainer.training))
+        trainer = self.lightning_module.trainer
+        training = bool(trainer.training)
+        return loader_of(
+            self.run,
+            dataloader,
+            train=training,
+            times=trainer.accumulate_grad_batches if training else 1,
+            limit=lambda: int(trainer.num_training_batches),
+        )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a whole batch; the parts of a batch of the run are moved when they are computed."""
@@ -239,6 +247,8 @@ class Exact(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a batch: forward, backward and update."""
+        if isinstance(args[0], WaitingBatch):
+            return torch.zeros((), device=self.root_device)
         if not self._stepping:
             raise UnsupportedError(
                 "optimizer_step called its closure by itself, to compute gradients without stepping on them; expected "

@@ -67,6 +67,7 @@ class Trainer(transformers.Trainer):
         self._tokens = (0, 0)  # of the last batch: all, and without padding
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
+        self.accelerator.dataloader_config.dispatch_batches = False  # else only the first process iterates over streams
         Acting(self._place.worker)
 
     # ---- runs ----
