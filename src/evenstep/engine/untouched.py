@@ -91,7 +91,7 @@ class Untouched:
 def _say(name: str, when: str) -> None:
     raise NondeterminismError(
         f"parameter '{name}' was changed {when}; it is one tensor for all workers, so every worker would change it "
-        "once more. Let one of them do it for all, between steps: run.edit(lambda: model.load_state_dict(...)), or "
+        "again; let one of them do it for all, between steps: run.edit(lambda: model.load_state_dict(...)), or "
         "change it before run.prepare"
     )
 
