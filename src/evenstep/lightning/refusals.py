@@ -17,7 +17,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from evenstep.core.errors import UnsupportedError
 
-__all__ = ["refuse_unsupported"]
+__all__ = ["AVERAGE_INSTEAD", "refuse_unsupported"]
+
+AVERAGE_INSTEAD = "prepare an AveragedModel by trainer.strategy.run.prepare in on_fit_start, and update it in run.edit"
 
 _INSIDE = {
     "on_before_backward": "the loss is in what on_train_batch_end gets",
@@ -31,10 +33,9 @@ _INSIDE = {
 """Hooks inside a step, which is one transaction of all workers; and what to do instead."""
 
 _CALLBACKS: dict[type[Callback], str] = {
-    StochasticWeightAveraging: "it changes parameters between steps; prepare an AveragedModel by "
-    "trainer.strategy.run.prepare in on_fit_start, and update it in run.edit",
-    WeightAveraging: "it averages a copy of its own, which a worker that replaces another would not have; prepare an "
-    "AveragedModel by trainer.strategy.run.prepare in on_fit_start, and update it in run.edit",
+    StochasticWeightAveraging: f"it changes parameters between steps; {AVERAGE_INSTEAD}",
+    WeightAveraging: "it averages a copy of its own, which a worker that replaces another would not have; "
+    f"{AVERAGE_INSTEAD}",
     ModelPruning: "it replaces parameters; prune before trainer.fit",
     GradientAccumulationScheduler: "let the DataLoader's batch_size grow instead",
     BatchSizeFinder: "it trains and then undoes it; use more shards if memory is short",

@@ -28,9 +28,10 @@ from evenstep.core.errors import CheckpointError, ConfigError, UnsupportedError
 from evenstep.lightning import checkpoints
 from evenstep.lightning.launcher import Launcher
 from evenstep.lightning.loaders import SealedBatch, WaitingBatch, loader_of
-from evenstep.lightning.refusals import refuse_unsupported
+from evenstep.lightning.refusals import AVERAGE_INSTEAD, refuse_unsupported
 from evenstep.lightning.steps import Steps
 from evenstep.lightning.trainer import adapted
+from evenstep.run.followers import Followers
 from evenstep.run.run import Run
 
 __all__ = ["Exact"]
@@ -197,6 +198,7 @@ class Exact(Strategy):
                 self.run.prepare(module, optimizer, sync_batchnorm=self._sync_batchnorm, whole=self._whole)
             self.run.count_from(self._begins_at)
         self._steps = Steps(self.run, trainer, module, self.precision_plugin, self.root_device)
+        self._followers = Followers(self.run, module, trainer.callbacks, "lightning", AVERAGE_INSTEAD)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make optimizers and schedulers, one or several of each."""
@@ -254,6 +256,7 @@ class Exact(Strategy):
                 "optimizer_step called its closure by itself, to compute gradients without stepping on them; expected "
                 "optimizer.step(closure=optimizer_closure): a step is one transaction of all workers"
             )
+        self._followers.look()
         return self._in_steps.train(partial(Strategy.training_step, self), self.optimizers, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
