@@ -30,6 +30,7 @@ def steps(run, count, **checkpoints):
         yield run.version
 
 
+@pytest.mark.long
 def test_under_plain_python_there_is_a_page_with_the_figures_of_status(capsys):
     before = processes.descendants()
     with evenstep.Run(shards=4, quiet=True, page=True) as run:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 from transformers import TrainerCallback
 
 from evenstep.core.errors import ConfigError, UnsupportedError
@@ -38,6 +39,14 @@ class Early(TrainerCallback):
         pass
 
 
+class Averaging(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.average = AveragedModel(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.average.update_parameters(model)
+
+
 class Looking(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         inputs["input_ids"].sum()
@@ -53,6 +62,10 @@ def test_what_a_trainer_is_given_and_cannot_be_had_exactly_is_refused(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(UnsupportedError, match="Early has an on_pre_optimizer_step"):
         Trainer(causal(), args, train_dataset=Texts(12), callbacks=[Early()]).train()
+    with pytest.raises(
+        UnsupportedError, match=r"callback Averaging changes self\.average, which follows the parameters"
+    ):
+        Trainer(causal(), args, train_dataset=Texts(36), callbacks=[Averaging()]).train()
     with pytest.raises(UnsupportedError, match="the inputs are asked for 'input_ids'"):
         Looking(causal(), args, train_dataset=Texts(12)).train()
     collator = random_masks()

@@ -1,7 +1,7 @@
 """The facade: `Run` and its batches, step, evaluate, save and load."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -412,6 +412,11 @@ class Run:
                 f"count_from({step}) after {self.version} steps; expected a number >= 0, before the first"
             )
         self._engine.holdings.version = step
+
+    def holds(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all of these are parameters of prepared models. For frameworks."""
+        names = self._engine.holdings.names
+        return all(id(tensor) in names for tensor in tensors)
 
     def edit(self, function: Callable[[], None]) -> None:
         """Change parameters or buffers of prepared models between steps: clip, reset, average, load.
