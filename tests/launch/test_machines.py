@@ -156,7 +156,7 @@ def test_a_machine_with_another_script_or_token_is_refused_and_the_run_goes_on(r
     with Namespaces(2) as network:
         start = run(network)
         head = start.head("-n", "1", "--machines", "2", pause_s=0.0)
-        head.awaits("other machines can join")
+        head.awaits("other machines can join.*; 1 of 2 are here, and the first step waits for the others")
         (tmp_path / "other").write_text("another secret")
         stranger = start.join(1, "-n", "1", "--token-file", tmp_path / "other")
         assert stranger.ends() == 2
