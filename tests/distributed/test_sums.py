@@ -53,7 +53,7 @@ def test_the_short_way_adds_the_memory_that_the_tensor_shows():
     def body(rank):
         for _ in range(3):
             whole = torch.arange(12.0).view(4, 3) * (rank + 1)
-            dist.all_reduce(whole[1:2])  # begins inside of the memory
+            dist.all_reduce(whole[1:2])  # begins inside the memory
             dist.all_reduce(whole[2:, :1].t()[:, :1])  # strides of one item mean nothing
             expected = torch.arange(12.0).view(4, 3) * (rank + 1)
             expected[1], expected[2, 0] = torch.arange(3.0, 6.0) * 3, 6.0 * 3

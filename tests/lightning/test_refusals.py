@@ -147,7 +147,7 @@ MODULES: dict[type[Classifier], str] = {
     Counting: r"changes self.seen \(from 0 to 3\), which other workers would not see",
     Popping: "changes the list self.kept otherwise than by appending",
     Fickle: r"logs \['two'\] in one part of a batch and \[\] in another",
-    Gathering: "all_gather inside of a step.* use self.trainer.strategy.run.gather",
+    Gathering: "all_gather inside a step.* use self.trainer.strategy.run.gather",
     Looking: "a hook looks into the batch.* len\\(batch\\)",
     Asking: "'logits' of what training_step returned was asked for its sum",
     Impatient: "called its closure by itself.* expected optimizer.step",
@@ -157,9 +157,9 @@ MODULES: dict[type[Classifier], str] = {
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"val_check_interval": {"minutes": 1}}, "which each worker has by its own clock"),
     ({"num_nodes": 2}, "num_nodes=2.* use `evenstep run`"),
-    ({"callbacks": StochasticWeightAveraging(0.1)}, "StochasticWeightAveraging cannot be had exactly.* run.edit"),
-    ({"callbacks": GradientAccumulationScheduler({1: 2})}, "GradientAccumulationScheduler cannot be had.* batch_size"),
-    ({"callbacks": LearningRateFinder()}, "LearningRateFinder cannot be had exactly"),
+    ({"callbacks": StochasticWeightAveraging(0.1)}, "StochasticWeightAveraging has no exact equivalent.* run.edit"),
+    ({"callbacks": GradientAccumulationScheduler({1: 2})}, "GradientAccumulationScheduler has no exact .* batch_size"),
+    ({"callbacks": LearningRateFinder()}, "LearningRateFinder has no exact equivalent"),
     ({"callbacks": Watching()}, "Watching has a on_after_backward.* in the middle of a step"),
 ]
 

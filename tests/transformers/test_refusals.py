@@ -22,9 +22,9 @@ def theirs():
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"bf16_full_eval": True}, "cast it before: model.bfloat16"),
-    ({"auto_find_batch_size": True}, "tries and takes back; if memory is short, use more shards"),
+    ({"auto_find_batch_size": True}, "undoes steps; if memory is short, use more shards"),
     ({"enable_jit_checkpoint": True}, "waits for a signal; save_steps"),
-    ({"optim": "schedule_free_adamw"}, "changes parameters outside of steps; take another one"),
+    ({"optim": "schedule_free_adamw"}, "changes parameters outside steps; choose another optimizer"),
 ]
 
 
@@ -77,7 +77,7 @@ def test_what_a_trainer_is_given_and_cannot_be_had_exactly_is_refused(tmp_path):
         Trainer(causal(), twice, train_dataset=Stream()).train()
     with pytest.raises(UnsupportedError, match="a search over hyperparameters"):
         Trainer(causal(), args, train_dataset=Texts(12)).train(trial={"seed": 1})
-    with pytest.raises(ConfigError, match=r"there is no run; expected inside of trainer\.train"):
+    with pytest.raises(ConfigError, match=r"there is no run; this works only inside trainer\.train"):
         _ = Trainer(causal(), args, train_dataset=Texts(12)).run
 
 

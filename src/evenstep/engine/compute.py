@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -207,14 +208,7 @@ class Compute:
         for lane in lanes:
             lane.begin(buffers)
 
-        def function_of(shard: int, part: Any) -> Callable[[], Any]:
-            def function() -> Any:
-                self.context.begins(shard)
-                return split(work.function(part))
-
-            return function
-
-        functions = [function_of(shard, part) for shard, part in work.parts.items()]
+        functions = [partial(self._call, work, shard) for shard in shards]
         streams = [Stream() for _ in shards]
         for stream, shard in zip(streams, shards, strict=True):
             stream.reseed(self.context.seed_of(work.number, shard))
@@ -226,9 +220,7 @@ class Compute:
                 values = self._lanes.run(shards, lanes, streams, work.where, crew, rows, functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
-            if (
-                token is not None
-            ):  # where no shard here uses a layer's output, other workers still wait for its backward
+            if token is not None:  # other workers wait for a layer's backward even if no shard here uses its output
                 losses.append(token.sum())
             self._look_for_strangers(work, losses, lanes)
             self._backward(losses, lanes, work, shards)
@@ -239,6 +231,11 @@ class Compute:
         for shard, lane in zip(shards, lanes, strict=True):
             self._keep_buffers(work, shard, lane)
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
+
+    def _call(self, work: Work, shard: int) -> Any:
+        """Call the step function for a shard."""
+        self.context.begins(shard)
+        return split(work.function(work.parts[shard]))
 
     def _keep_buffers(self, work: Work, shard: int, lane: Lane) -> None:
         """Keep the buffers that a shard has left, if it is the one whose buffers count."""
@@ -287,7 +284,7 @@ class Compute:
             if own and p.grad is not None:
                 p.grad = None
                 raise UnsupportedError(
-                    f"the step function used parameter '{name}' through a reference kept outside of the model; "
+                    f"the step function used parameter '{name}' through a reference kept outside the model; "
                     "in a model with synchronized batch norm take it from the module, as in model.layer.weight"
                 )
 
@@ -306,8 +303,8 @@ class Compute:
             if found is None and self._calling:
                 leaf.grad = None
                 raise ConfigError(
-                    "the step function called backward() by itself; expected that it returns the mean loss of its "
-                    "part, from which run.step goes backward (for smaller micro-batches use more shards)"
+                    "the step function called backward() by itself; expected it to return the mean loss of its "
+                    "part, on which run.step calls backward (for smaller micro-batches use more shards)"
                 )
             if found is not None and leaf.grad is not None:
                 work, index, shard = found

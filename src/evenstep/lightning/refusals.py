@@ -27,7 +27,7 @@ _INSIDE = {
     "on_before_optimizer_step": "for the norm of gradients, Trainer(gradient_clip_val=...) and "
     "trainer.strategy.run.grad_norm",
     "configure_gradient_clipping": "Trainer(gradient_clip_val=..., gradient_clip_algorithm=...)",
-    "backward": "return the loss that backward shall begin from",
+    "backward": "return the loss from which backward starts",
     "optimizer_zero_grad": "nothing: gradients are those of the step",
 }
 """Hooks inside a step, which is one transaction of all workers; and what to do instead."""
@@ -38,8 +38,8 @@ _CALLBACKS: dict[type[Callback], str] = {
     f"{AVERAGE_INSTEAD}",
     ModelPruning: "it replaces parameters; prune before trainer.fit",
     GradientAccumulationScheduler: "let the DataLoader's batch_size grow instead",
-    BatchSizeFinder: "it trains and takes back; use more shards if memory is short",
-    LearningRateFinder: "it trains and takes back; find the learning rate without the exact mode",
+    BatchSizeFinder: "it trains and then undoes it; use more shards if memory is short",
+    LearningRateFinder: "it trains and then undoes it; find the learning rate without the exact mode",
 }
 
 
@@ -59,7 +59,7 @@ def _found(trainer: Trainer, module: LightningModule) -> Iterator[str]:
     for callback in trainer.callbacks:
         for kind, instead in _CALLBACKS.items():
             if isinstance(callback, kind):
-                yield f"the callback {type(callback).__name__} cannot be had exactly: {instead}"
+                yield f"the callback {type(callback).__name__} has no exact equivalent: {instead}"
     for hook, instead in _INSIDE.items():
         for owner in (module, *trainer.callbacks):
             if hasattr(owner, hook) and is_overridden(hook, owner, Callback if isinstance(owner, Callback) else None):

@@ -94,7 +94,7 @@ class Exact(Strategy):
             ConfigError: There is none.
         """
         if self._run is None:
-            raise ConfigError("there is no run; expected inside of trainer.fit, validate, test or predict")
+            raise ConfigError("there is no run; this works only inside trainer.fit, validate, test or predict")
         return self._run
 
     def _configure_launcher(self) -> None:
@@ -111,7 +111,7 @@ class Exact(Strategy):
     def within(self, trainer: Trainer, function: Callable[[], Any]) -> Any:
         """See `Runs`."""
         if self._run is not None:
-            raise UnsupportedError("an entry point of a Trainer was called inside of another one of the same strategy")
+            raise UnsupportedError("an entry point of a Trainer was called inside another one of the same strategy")
         with self._open() as self._run:
             try:
                 self._set_rank(self._run.worker)
@@ -177,7 +177,7 @@ class Exact(Strategy):
     def _refuse_inside(self, name: str) -> None:
         if self._steps is not None and self._steps.is_inside:
             raise UnsupportedError(
-                f"{name} inside of a step, which is called once for each part of a batch; for the rows of all parts "
+                f"{name} inside a step, which is called once for each part of a batch; for the rows of all parts "
                 "use self.trainer.strategy.run.gather(x) in training_step"
             )
 

@@ -19,6 +19,7 @@ from evenstep.data.whole import cut_whole
 from evenstep.engine.carries import Carry
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import device_of
+from evenstep.engine.editing import edit
 from evenstep.engine.logged import checked
 from evenstep.engine.models import check_model
 from evenstep.engine.optimizer_set import chosen
@@ -426,7 +427,8 @@ class Run:
         """
         with self._operations.alike():
             self._engine.updates.refuse("edit")
-            self._engine.edit(function, derive("edit", self.config.seed, self.version))
+            seed = derive("edit", self.config.seed, self.version)
+            edit(self._engine.holdings, self._engine.updates, function, seed)
 
     def carry(self, initial: Callable[[int], Any]) -> Carry:
         """What a step function hands on to the next step, separately for each part, such as the state of an LSTM.

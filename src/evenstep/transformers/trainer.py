@@ -81,7 +81,7 @@ class Trainer(transformers.Trainer):
             ConfigError: There is none.
         """
         if self._run is None:
-            raise ConfigError("there is no run; expected inside of trainer.train, evaluate or predict")
+            raise ConfigError("there is no run; this works only inside trainer.train, evaluate or predict")
         return self._run
 
     @contextmanager
