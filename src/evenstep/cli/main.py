@@ -1,6 +1,7 @@
 """The command line: parse, check, hand over. Each of our errors has an exit code and one sentence."""
 
 import argparse
+import errno
 import io
 import os
 import signal
@@ -26,19 +27,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     complete_streams()
     options = _parser().parse_args(_with_port(list(sys.argv[1:] if argv is None else argv)))
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot draw the lines of a tree shows question marks
     try:
         return int(options.command(options))
     except EvenstepError as error:
         say(str(error))
         return error.exit_code
-    except KeyboardInterrupt:
-        say("stopped by SIGINT")
-        return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output is gone: discard what is buffered
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
+            raise
+        say(
+            f"{error.strerror}: this machine, or a limit of this user, does not let it go on; see `evenstep doctor`, "
+            "and `ulimit -n` (open files), `ulimit -u` (processes), `ulimit -v` (memory)"
+        )
+        return 1
+    except KeyboardInterrupt:
+        say("stopped by SIGINT")
+        return 128 + signal.SIGINT
 
 
 def _with_port(argv: list[str]) -> list[str]:

@@ -21,6 +21,7 @@ from evenstep.engine.clipping import Clipping
 from evenstep.engine.context import Context
 from evenstep.engine.flat import FlatGradients
 from evenstep.engine.lanes import Lanes
+from evenstep.engine.leftovers import Leftovers
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
 from evenstep.engine.optimizer_set import Trained
@@ -132,6 +133,7 @@ class Compute:
         self._hooks: list[Any] = []
         self._calling = False
         self._strangers = Strangers()
+        self._leftovers = Leftovers(models.slots.modules)
         self._meeting: set[int] = set()  # the optimizers in whose steps shards were seen to meet
         self._arrivals: dict[int, tuple[Work, dict[str, int], int]] = {}  # by lane: whose gradients, of which shard
 
@@ -186,7 +188,7 @@ class Compute:
             try:
                 with inside(Alone(shard, work.rows(shard), None if not values else next(iter(values)))):
                     with self._user_code(), self.context.tracer.span(Kind.FORWARD, number=shard):
-                        value = work.function(part)
+                        value = self._called(work, part) if not values else work.function(part)
                     loss, metrics = split(value)
                     losses = work.share(shard, loss)
                     self._look_for_strangers(work, losses, [lane])
@@ -210,7 +212,7 @@ class Compute:
         def function_of(shard: int, part: Any) -> Callable[[], Any]:
             def function() -> Any:
                 self.context.begins(shard)
-                return split(work.function(part))
+                return split(self._called(work, part) if shard == shards[0] else work.function(part))
 
             return function
 
@@ -239,6 +241,13 @@ class Compute:
         for shard, lane in zip(shards, lanes, strict=True):
             self._keep_buffers(work, shard, lane)
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
+
+    def _called(self, work: Work, part: Any) -> Any:
+        """What the step function gives for a part; looks at what it leaves behind."""
+        before = self._leftovers.before(work.function, work.version)
+        value = work.function(part)
+        self._leftovers.after(work.function, before)
+        return value
 
     def _keep_buffers(self, work: Work, shard: int, lane: Lane) -> None:
         """Keep the buffers that a shard has left, if it is the one whose buffers count."""
