@@ -95,7 +95,7 @@ def test_kinds_that_cannot_be_shared_are_refused_before_they_step():
     parameters = [nn.Parameter(torch.ones(2))]
     with pytest.raises(UnsupportedError, match="LBFGS calls the model by itself"):
         check_kind(torch.optim.LBFGS(parameters), whole=True)
-    with pytest.raises(UnsupportedError, match="SparseAdam wants sparse gradients"):
+    with pytest.raises(UnsupportedError, match="SparseAdam needs sparse gradients"):
         check_kind(torch.optim.SparseAdam(parameters), whole=False)
     check_kind(torch.optim.Adam(parameters), whole=False)
 

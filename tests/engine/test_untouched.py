@@ -1,4 +1,4 @@
-"""Whatever user code does to a parameter outside of an edit is noticed, whichever way it takes."""
+"""Whatever user code does to a parameter outside an edit is noticed, whichever way it takes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Synchronized batch norm inside of everything else that torch offers."""
+"""Synchronized batch norm inside everything else that torch offers."""
 
 import copy
 import warnings

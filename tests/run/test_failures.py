@@ -291,7 +291,7 @@ def test_a_parameter_that_the_step_function_changes_is_named():
                     parameter.mul_(0.99)
             return F.cross_entropy(model(part[0]), part[1])
 
-        with pytest.raises(evenstep.NondeterminismError, match=r"was changed inside of the step function.*run\.edit"):
+        with pytest.raises(evenstep.NondeterminismError, match=r"was changed inside the step function.*run\.edit"):
             step(run, model, function)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -179,7 +180,7 @@ class Compute:
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
         values: dict[int, Any] = {}
-        for shard, part in work.parts.items():
+        for shard in work.parts:
             self.context.begins(shard)
             lane.begin(buffers)
             lane.resume()
@@ -188,7 +189,7 @@ class Compute:
             try:
                 with inside(Alone(shard, work.rows(shard), None if not values else next(iter(values)))):
                     with self._user_code(), self.context.tracer.span(Kind.FORWARD, number=shard):
-                        value = self._called(work, part) if not values else work.function(part)
+                        value = self._called(work, shard)
                     loss, metrics = split(value)
                     losses = work.share(shard, loss)
                     self._look_for_strangers(work, losses, [lane])
@@ -209,14 +210,7 @@ class Compute:
         for lane in lanes:
             lane.begin(buffers)
 
-        def function_of(shard: int, part: Any) -> Callable[[], Any]:
-            def function() -> Any:
-                self.context.begins(shard)
-                return split(self._called(work, part) if shard == shards[0] else work.function(part))
-
-            return function
-
-        functions = [function_of(shard, part) for shard, part in work.parts.items()]
+        functions = [partial(self._call, work, shard) for shard in shards]
         streams = [Stream() for _ in shards]
         for stream, shard in zip(streams, shards, strict=True):
             stream.reseed(self.context.seed_of(work.number, shard))
@@ -228,9 +222,7 @@ class Compute:
                 values = self._lanes.run(shards, lanes, streams, work.where, crew, rows, functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
-            if (
-                token is not None
-            ):  # where no shard here uses a layer's output, other workers still wait for its backward
+            if token is not None:  # other workers wait for a layer's backward even if no shard here uses its output
                 losses.append(token.sum())
             self._look_for_strangers(work, losses, lanes)
             self._backward(losses, lanes, work, shards)
@@ -242,10 +234,16 @@ class Compute:
             self._keep_buffers(work, shard, lane)
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
 
-    def _called(self, work: Work, part: Any) -> Any:
-        """What the step function gives for a part; looks at what it leaves behind."""
-        before = self._leftovers.before(work.function, work.version)
-        value = work.function(part)
+    def _call(self, work: Work, shard: int) -> Any:
+        """Call the step function for a shard."""
+        self.context.begins(shard)
+        return split(self._called(work, shard))
+
+    def _called(self, work: Work, shard: int) -> Any:
+        """What the step function gives for a shard; for the first one here, looks at what it leaves behind."""
+        is_first = shard == next(iter(work.parts))
+        before = self._leftovers.before(work.function, work.version) if is_first else None
+        value = work.function(work.parts[shard])
         self._leftovers.after(work.function, before)
         return value
 
@@ -296,7 +294,7 @@ class Compute:
             if own and p.grad is not None:
                 p.grad = None
                 raise UnsupportedError(
-                    f"the step function used parameter '{name}' through a reference kept outside of the model; "
+                    f"the step function used parameter '{name}' through a reference kept outside the model; "
                     "in a model with synchronized batch norm take it from the module, as in model.layer.weight"
                 )
 
@@ -315,8 +313,8 @@ class Compute:
             if found is None and self._calling:
                 leaf.grad = None
                 raise ConfigError(
-                    "the step function called backward() by itself; expected that it returns the mean loss of its "
-                    "part, from which run.step goes backward (for smaller micro-batches use more shards)"
+                    "the step function called backward() by itself; expected it to return the mean loss of its "
+                    "part, on which run.step calls backward (for smaller micro-batches use more shards)"
                 )
             if found is not None and leaf.grad is not None:
                 work, index, shard = found

@@ -41,7 +41,7 @@ def check_kind(optimizer: Optimizer, *, whole: bool) -> None:
             "an optimizer that steps on gradients"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UnsupportedError("SparseAdam wants sparse gradients, which evenstep does not add up; use Adam")
+        raise UnsupportedError("SparseAdam needs sparse gradients, which evenstep does not add up; use Adam")
     if not whole and not type(optimizer).__module__.startswith("torch.optim"):
         warnings.warn(
             f"{name} is not from torch.optim: the result is the same for every number of workers only if it treats "

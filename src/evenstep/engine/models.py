@@ -245,7 +245,7 @@ def check_model(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedError(
-                f"layer '{name}' was built with sparse=True; evenstep adds dense gradients only: build it with "
+                f"layer '{name}' was built with sparse=True; evenstep adds only dense gradients: build it with "
                 "sparse=False"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -285,6 +285,6 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
             "use partition(model, marks, parts=P), without a mesh"
         )
     if tensor.layout != torch.strided:
-        raise UnsupportedError(f"'{name}' is a {tensor.layout} tensor; evenstep trains dense ones only")
+        raise UnsupportedError(f"'{name}' is a {tensor.layout} tensor; evenstep trains only dense ones")
     if tensor.requires_grad and tensor.dtype not in _GRADIENT_DTYPES:
         raise UnsupportedError(f"'{name}' has dtype {tensor.dtype}; evenstep trains {_GRADIENT_DTYPES}")

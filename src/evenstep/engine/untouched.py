@@ -4,7 +4,7 @@ Parameters are one tensor for all workers. Most changes of one show in torch's v
 through `.data` does not, so parameters are also compared by checksum: after the first steps, and then as often as it
 takes next to none of the time.
 
-Buffers are copies, and every step begins with what the last one left. What a forward outside of a step does to them
+Buffers are copies, and every step begins with what the last one left. What a forward outside a step does to them
 does not count, but what user code does by hand was meant to. So if one was changed between steps that the forward of
 the next step does not change, that was done by hand.
 """
@@ -91,7 +91,7 @@ class Untouched:
 def _say(name: str, when: str) -> None:
     raise NondeterminismError(
         f"parameter '{name}' was changed {when}; it is one tensor for all workers, so every worker would change it "
-        "once more. Let one of them do it for all, between steps: run.edit(lambda: model.load_state_dict(...)), or "
+        "again; let one of them do it for all, between steps: run.edit(lambda: model.load_state_dict(...)), or "
         "change it before run.prepare"
     )
 
