@@ -15,6 +15,7 @@ from evenstep.cli import doctor, graph, groups, machines, on, topo, trace
 from evenstep.core import env
 from evenstep.core.config import ARITHMETICS, DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
+from evenstep.core.importing import importing
 from evenstep.core.output import complete_streams, say
 
 __all__ = ["main"]
@@ -279,8 +280,9 @@ def _run(options: argparse.Namespace) -> int:
     if setup is not None and setup.servers and options.listen is not None:
         raise ConfigError("--listen with --groups: groups are of one machine so far; say one of them")
     settings.choose(options.arithmetic)
-    from evenstep.launch.job import Job
-    from evenstep.launch.supervisor import supervise  # here: importing torch takes seconds, a typo should not
+    with importing():
+        from evenstep.launch.job import Job
+        from evenstep.launch.supervisor import supervise  # here: importing torch takes seconds, a typo should not
 
     job = Job(
         script,
