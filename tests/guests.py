@@ -93,7 +93,7 @@ def _await(directory, workers, since, thread):
         found[:] = [int(step) for step, count in names if int(step) > since and int(count) in wanted]
         return bool(found) or not thread.is_alive()
 
-    assert processes.until(look, 120.0), f"no step with {workers} workers after step {since}"
+    assert processes.until(look, 240.0), f"no step with {workers} workers after step {since}"
     assert found, f"the run ended before a step with {workers} workers after step {since}"
     return min(found)
 
@@ -112,7 +112,7 @@ def interrupt(call, directory):
     """Interrupt a run in its third step; what is said, and whether there is a checkpoint."""
 
     def strike():
-        processes.until(Path(directory, "3-1").exists, 60.0)
+        processes.until(Path(directory, "3-1").exists, 240.0)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=strike)

@@ -23,7 +23,7 @@ def left(cpus=2.0):
         groups = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
         return len(groups), ray.available_resources().get("CPU")
 
-    assert processes.until(lambda: found() == (0, cpus), 20.0), found()
+    assert processes.until(lambda: found() == (0, cpus), 60.0), found()
 
 
 def run_it(cluster):
