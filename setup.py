@@ -18,6 +18,7 @@ CORE = [
     "norm",
     "parallel",
     "team",
+    "view",
     "sums",
     "module",
 ]

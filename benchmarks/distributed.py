@@ -3,10 +3,13 @@
 Run it by itself (``python benchmarks/distributed.py``) or through ``make bench``. Rules that keep the ratios honest:
 
 - All peers run in the same processes, each with one thread, and take turns: a round times a block of calls of each on
-  the same tensor (ours, gloo, MPI, ours, ...). A figure is the median over rounds of the median over calls.
+  the same tensor (ours, gloo, MPI, ours, ...). A figure is the median over rounds of the median over a block's calls,
+  small ones timed by tens (of two ranks that share a core, each call that waits is followed by one that need not).
 - A call is what a user of torch writes: `torch.distributed.all_reduce(tensor)`, and `comm.Allreduce` on the memory of a
   tensor (`tensor.numpy()`). Between blocks all ranks meet.
 - Four ranks are measured too, also where there are fewer cores.
+- What nobody could do without is measured in the same way, beside the rest: torch's own Python, which looks at the
+  arguments before any backend is asked, and moving bytes from core to core without adding anything.
 - A goal that is missed does not change the exit code; a run that fails does.
 """
 
@@ -32,6 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import evenstep.distributed  # registers the backend
 from engine import exit_on_sigterm
+from evenstep.distributed.work import DONE
+from evenstep.native import core
 from models import TASKS
 from results import AGAINST_PEERS, Record, add_option
 
@@ -40,7 +45,15 @@ GOALS_GLOO = {256: 0.05, 4 * KIB: 0.05, 64 * KIB: 0.05, MIB: 0.10, 16 * MIB: 0.2
 MOVING_GOAL = 0.3
 DDP_GOAL = 0.75
 NOTICE_GOAL_MS = 100.0
-Times = dict[str, dict[str, list[float]]]  # of each operation, of each peer: the median of each round, in seconds
+SHARES = {
+    "torch": "torch's Python alone: the same call, of a group that does nothing",
+    "core": "the C core alone: no torch, no Python around it",
+    "bare": "writing the bytes where the other rank reads them, and reading its own: nothing added",
+    "ours": "all of it",
+    "mpi": "Open MPI through mpi4py, all of it",
+    "gloo": "gloo, all of it",
+}
+Times = dict[str, dict[str, list[float]]]  # of each operation, of each peer: a call in each round, in seconds
 
 
 def size_name(num_bytes: int) -> str:
@@ -59,26 +72,37 @@ def num_calls(num_bytes: int) -> int:
     return max(3, min(200, 32 * MIB // max(num_bytes, 1)))
 
 
+class Nothing(dist.ProcessGroup):
+    """A group whose all_reduce returns at once."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Do nothing."""
+        return DONE
+
+
 class Rank:
     """One rank of the measurement; all ranks do the same."""
 
-    def __init__(self, rounds: int, mpi: Any) -> None:
+    def __init__(self, rounds: int, mpi: Any, folder: Path) -> None:
         self.rounds = rounds
         self.mpi = mpi
+        self.folder = folder
         self.times: Times = {}
         self.gloo = dist.new_group(backend="gloo")
 
     def compare(self, name: str, calls: int, **peers: Callable[[], Any]) -> None:
         """Time blocks of calls of each peer in turn; the first block of each is a warm-up."""
         found = self.times.setdefault(name, {peer: [] for peer in peers})
+        at_once = 10 if calls >= 100 else 1
         for number in range(self.rounds + 1):
             for peer, call in peers.items():
                 dist.barrier()
                 block = []
-                for _ in range(calls):
+                for _ in range(calls // at_once):
                     before = time.perf_counter()
-                    call()
-                    block.append(time.perf_counter() - before)
+                    for _ in range(at_once):
+                        call()
+                    block.append((time.perf_counter() - before) / at_once)
                 if number:
                     found[peer].append(statistics.median(block))
 
@@ -91,10 +115,56 @@ class Rank:
                 "gloo": lambda tensor=tensor: dist.all_reduce(tensor, group=self.gloo),
             }
             if self.mpi is not None:
-                peers["mpi"] = lambda tensor=tensor, world=self.mpi.COMM_WORLD, in_place=self.mpi.IN_PLACE: (
-                    world.Allreduce(in_place, tensor.numpy())
-                )
+                peers["mpi"] = self.by_mpi(tensor)
             self.compare(f"all_reduce {size_name(num_bytes)}", num_calls(num_bytes), **peers)
+
+    def by_mpi(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        """The all_reduce of mpi4py."""
+        world, in_place = self.mpi.COMM_WORLD, self.mpi.IN_PLACE
+        return lambda: world.Allreduce(in_place, tensor.numpy())
+
+    def shares(self) -> None:
+        """Time what takes long: of a small all_reduce the words around it, of a larger one moving."""
+        small, large = torch.zeros(KIB), torch.zeros(MIB // 4)
+        nothing = Nothing(dist.get_rank(), dist.get_world_size())
+        peers: dict[str, Callable[[], Any]] = {
+            "torch": lambda: dist.all_reduce(small, group=nothing),
+            "core": self.by_core(small),
+            "ours": lambda: dist.all_reduce(small),
+        }
+        more: dict[str, Callable[[], Any]] = {
+            "bare": self.moved(large),
+            "core": self.by_core(large),
+            "ours": lambda: dist.all_reduce(large),
+            "gloo": lambda: dist.all_reduce(large, group=self.gloo),
+        }
+        if self.mpi is not None:
+            peers["mpi"] = self.by_mpi(small)
+        self.compare("shares 4 KiB", num_calls(4 * KIB), **peers)
+        self.compare("shares 1 MiB", num_calls(MIB), **more)
+
+    def by_core(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        """The sum in the C core, as the process group calls it."""
+        team, address = dist.group.WORLD._ranks.team.core, tensor.data_ptr()  # type: ignore[union-attr]
+        call = (core.ES_ALL_REDUCE, b"a sum", 0, 0, 0, tensor.numel(), address, address, 10**11)
+        return lambda: team.collective(*call)
+
+    def moved(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        """Moving a tensor to the other rank and its own here, through memory that both can see."""
+        rank, num_items = dist.get_rank(), tensor.numel()
+        with tempfile.NamedTemporaryFile(dir=self.folder) as file:
+            names: list[Any] = [None, None]
+            dist.all_gather_object(names, file.name)
+            there = [torch.from_file(name, shared=True, size=num_items) for name in names]
+            dist.barrier()
+
+        def move() -> None:
+            there[rank].copy_(tensor)
+            dist.barrier()
+            tensor.copy_(there[1 - rank])
+            dist.barrier()
+
+        return move
 
     def moving(self) -> None:
         """Time the collectives that move 16 MiB."""
@@ -138,9 +208,10 @@ def be_rank(options: argparse.Namespace) -> None:
     else:
         rank, size = options.rank, options.ranks
     dist.init_process_group("evenstep", store=dist.FileStore(str(options.store), size), rank=rank, world_size=size)
-    measured = Rank(options.rounds, mpi)
+    measured = Rank(options.rounds, mpi, options.store.parent)
     measured.all_reduces()
     if size == 2:
+        measured.shares()
         measured.moving()
         measured.training()
     if rank == 0:
@@ -231,6 +302,8 @@ def table(times: dict[int, Times]) -> list[list[str]]:
     lines = []
     for ranks, operations in times.items():
         for name, peers in operations.items():
+            if name.startswith("shares"):
+                continue
             ours = statistics.median(peers["ours"])
             for peer in ("gloo", "mpi"):
                 if peer not in peers:
@@ -242,6 +315,16 @@ def table(times: dict[int, Times]) -> list[list[str]]:
                 cells += ["-", "-"] if goal is None else [f"{goal:.2f}", "yes" if ours / theirs <= goal else "no"]
                 lines.append(cells)
     return lines
+
+
+def shares(times: Times) -> list[list[str]]:
+    """The lines of the table of parts: what, how long."""
+    return [
+        [f"all_reduce {name.removeprefix('shares ')}: {SHARES[share]}", f"{statistics.median(found) * 1e3:.4f}"]
+        for name, parts in times.items()
+        if name.startswith("shares")
+        for share, found in parts.items()
+    ]
 
 
 def goal_of(name: str, ranks: int, peer: str) -> float | None:
@@ -275,6 +358,7 @@ def main() -> int:
     record = Record.begin()
     times = {ranks: measure(options, ranks) for ranks in (2, 4)}
     record.table(("what", "ours ms", "peer ms", "ratio", "goal", "reached"), table(times), **AGAINST_PEERS)
+    record.table(("what, 2 ranks", "ms"), shares(times[2]), title="What all-reduces consist of")
     record.note(f"A killed rank is noticed after {notice_ms():.0f} ms (goal: {NOTICE_GOAL_MS:.0f} ms).")
     if not mpirun_path():
         record.note("Open MPI is not installed: pip install evenstep[bench].")

@@ -28,7 +28,7 @@ from results import AGAINST_PEERS, Record, add_option, shown
 
 PORT = 7777
 LINKS = {"unshaped": None, "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit"}
-TRAININGS = (("mlp", 2), ("mlp", 8), ("resnet", 8), ("transformer", 8))
+TRAININGS = (("mlp", 2), ("mlp", 8), ("resnet", 2), ("resnet", 8), ("transformer", 2), ("transformer", 8))
 SHARDS = 8
 GIGABIT_BYTES_PER_S = 0.94e9 / 8  # without the heads of packets
 STATE_BYTES = 100_000_000

@@ -58,12 +58,12 @@ class _Counted:
     def __init__(self, links: GlooLinks, words: np.ndarray) -> None:
         self._links, self._words, self.machine, self.count = links, words, links.machine, links.count
 
-    def send(self, machine: int, lane: int, data: torch.Tensor) -> Transfer:
-        self._words[self.machine] += lane == WORDS
-        return self._links.send(machine, lane, data)
+    def send(self, machine: int, channel: int, data: torch.Tensor) -> Transfer:
+        self._words[self.machine] += channel == WORDS
+        return self._links.send(machine, channel, data)
 
-    def receive(self, machine: int, lane: int, data: torch.Tensor) -> None:
-        self._links.receive(machine, lane, data)
+    def receive(self, machine: int, channel: int, data: torch.Tensor) -> Transfer:
+        return self._links.receive(machine, channel, data)
 
 
 def run_machine_outcomes(

@@ -20,6 +20,7 @@ import torch
 
 import lanes
 import leaks
+import pages
 import processes
 import quick
 from evenstep.cli import verify
@@ -29,6 +30,7 @@ from workers import cli_run
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(False)  # imports torch._inductor, which takes a second: now, and not in every fork
 processes.adopt_orphans()
+os.fsync = os.fdatasync = os.fstat  # no test cuts the power, and disks take their time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it, as in `nohup make test &`
 
 
@@ -62,6 +64,7 @@ def pytest_collection_finish() -> None:
     """Everything is imported: collections need not go through all of torch from now on, nor do those of every fork."""
     gc.collect()
     gc.freeze()
+    pages.collapse()
 
 
 def pytest_unconfigure() -> None:

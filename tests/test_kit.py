@@ -1,5 +1,7 @@
 """The test kit itself: it must see leaks, and carry back whatever happens in a worker."""
 
+import ctypes
+import mmap
 import os
 import signal
 import subprocess
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import evenstep
+import pages
 import processes
 from leaks import nothing_left_behind
 from workers import WorkersFailed, inherited_segment, run_outcomes, run_workers
@@ -84,3 +87,15 @@ def test_workers_that_hang_are_ended_with_their_children():
     with pytest.raises(TimeoutError, match=r"workers \[0, 1\] did not end in time"):
         run_workers(2, body, timeout_s=0.3)
     assert processes.until(lambda: "sleep 602" not in processes.descendants().values())
+
+
+def test_memory_that_is_moved_into_huge_pages_is_what_it_was():
+    text = bytes(range(256)) * (24 << 10)
+    with mmap.mmap(-1, len(text), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(text)
+        view = ctypes.c_char.from_buffer(memory)
+        begin = ctypes.addressof(view)
+        assert sum(begin <= place < begin + len(text) for place in pages.places()) in (2, 3)
+        pages.collapse()
+        assert memory[:] == text
+        del view

@@ -51,7 +51,7 @@ def test_an_operation_of_another_library_is_computed_and_named_once(foreign):
     try:
         assert torch.equal(foreign(torch.ones(2)), torch.full((2,), 3.0))  # nobody has looked yet
         refusals.look_around()
-        with pytest.warns(UserWarning, match="foreign::triple is no operation of torch"):
+        with pytest.warns(UserWarning, match="foreign::triple is not an operation of torch"):
             assert torch.equal(foreign(torch.ones(2)), torch.full((2,), 3.0))
         with warnings.catch_warnings(action="error"):
             foreign(torch.ones(2))
@@ -77,7 +77,7 @@ def test_what_is_compiled_meanwhile_is_noticed(monkeypatch):
     try:
         refusals.check()
         counters["stats"]["unique_graphs"] = 5
-        with pytest.raises(NondeterminismError, match=r"torch.compile makes kernels for the processor at hand"):
+        with pytest.raises(NondeterminismError, match=r"torch.compile makes kernels for this processor"):
             refusals.check()
     finally:
         refusals.close()

@@ -90,7 +90,7 @@ def test_a_script_without_that_model_is_refused(script, tmp_path, text, name, se
             ["train.py", "--out", "x.svg"],
             "'train.py' names no model; expected a script and a name, such as train.py:model",
         ),
-        (["no.py:model", "--out", "x.svg"], "there is no script no.py; name a Python file to look into"),
+        (["no.py:model", "--out", "x.svg"], "there is no script no.py; name a Python file to read"),
         ([f"{__file__}:m", "--out", "x.pdf"], "--out x.pdf, expected a name that ends in .json, .svg, .html"),
         ([f"{__file__}:m", "--out", "x.svg", "--shards", "0"], "--shards 0, expected a whole number from 1 to 256"),
         (

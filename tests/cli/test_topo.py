@@ -62,7 +62,7 @@ def test_a_step_of_a_run_is_predicted_from_what_a_shard_takes(tmp_path, capsys):
     assert main(["topo", "--shard-seconds", "1"]) == 2
     assert "give it with --simulate FILE" in capsys.readouterr().err
     assert main(["topo", "--simulate", str(path), "--shard-seconds", "-1"]) == 2
-    assert "--shard-seconds -1.0, expected a number from 0 on" in capsys.readouterr().err
+    assert "--shard-seconds -1.0, expected a number of at least 0" in capsys.readouterr().err
 
 
 def test_the_text_of_nvidia_smi_comes_through_a_pipe(monkeypatch, capsys):

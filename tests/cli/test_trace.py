@@ -81,7 +81,7 @@ def test_what_every_worker_did_is_there_also_of_one_that_was_killed(script, tmp_
 
 
 def assert_they_nest(spans):
-    """Perfetto draws spans of one thread only if each lies inside of another or outside of it."""
+    """Perfetto draws spans of one thread only if each lies inside another or outside it."""
     ends = []
     for begin, end, _, name in sorted(spans, key=lambda span: (span[0], -span[1])):
         while ends and ends[-1] <= begin + 0.002:
@@ -136,10 +136,10 @@ def shown_by(page):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("loss 0.5", "bad is no trace: it is not JSON"),
-        ('{"traceEvents": []}', "bad is no trace of a run of ours"),
-        ("[]", "bad is no trace of a run of ours"),
-        ('{"otherData": {"evenstep trace": 1}, "traceEvents": [{"ph": "X"}]}', "bad has events that no run of ours"),
+        ("loss 0.5", "bad is not a trace, since it is not JSON"),
+        ('{"traceEvents": []}', "bad is not a trace of a run"),
+        ("[]", "bad is not a trace of a run"),
+        ('{"otherData": {"evenstep trace": 1}, "traceEvents": [{"ph": "X"}]}', "bad has events that evenstep did not"),
         (None, "bad cannot be read: No such file"),
     ],
 )

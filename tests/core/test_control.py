@@ -17,7 +17,7 @@ def test_several_jobs_are_told_apart_by_what_they_run(monkeypatch):
     last = Path("/proc/self/cmdline").read_text().rstrip("\0").split("\0")[-1]
     assert last in str(found.value)
     assert f"running jobs of this user: {os.getpid()} (" in str(found.value)
-    assert f"{1 << 30} (it has just ended); expected one, or say which by --job PID" in str(found.value)
+    assert f"{1 << 30} (it has just ended); expected one, or choose one with --job PID" in str(found.value)
 
 
 def test_a_long_answer_comes_whole():

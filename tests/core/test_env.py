@@ -60,8 +60,8 @@ def test_variables_of_a_job_scheduler_are_not_torchruns(variables):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"EVENSTEP_WORKER": "first"}, "EVENSTEP_WORKER is 'first', expected a whole number; unset it or mend it"),
-        ({"EVENSTEP_SHARDS": ""}, "EVENSTEP_SHARDS is '', expected a whole number; unset it or mend it"),
+        ({"EVENSTEP_WORKER": "first"}, "EVENSTEP_WORKER is 'first', expected a whole number; unset or correct it"),
+        ({"EVENSTEP_SHARDS": ""}, "EVENSTEP_SHARDS is '', expected a whole number; unset or correct it"),
         (
             {"EVENSTEP_WORKER": "2", "EVENSTEP_WORKERS": "2"},
             "EVENSTEP_WORKER is 2 but EVENSTEP_WORKERS is 2: expected a number from 0 to 1",
@@ -74,7 +74,7 @@ def test_variables_of_a_job_scheduler_are_not_torchruns(variables):
             {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "x"},
             "RANK is 4 but WORLD_SIZE is 4: expected a number from 0 to 3",
         ),
-        ({"EVENSTEP_MACHINES": "0,x"}, "EVENSTEP_MACHINES is '0,x', expected whole numbers; unset it or mend it"),
+        ({"EVENSTEP_MACHINES": "0,x"}, "EVENSTEP_MACHINES is '0,x', expected whole numbers; unset or correct it"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )

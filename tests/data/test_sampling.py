@@ -92,7 +92,7 @@ def test_orders_that_differ_have_different_names():
     ("make", "said"),
     [
         (lambda: order(DistributedSampler(range(20), 2, 0)), r"DistributedSampler, which deals samples to ranks"),
-        (lambda: order(iter([1, 2])), r"list_iterator, which is used up after one epoch"),
+        (lambda: order(iter([1, 2])), r"list_iterator, which is exhausted after one epoch"),
         (lambda: order(3), r"sampler is a int; expected indices"),
         (lambda: drawn(order([1, 20])), r"gave sample 20 of a data set with 20; expected 0 to 19"),
         (lambda: drawn(order([-1])), r"gave sample -1"),
@@ -102,7 +102,7 @@ def test_orders_that_differ_have_different_names():
         (lambda: drawn(order([1, 2], group=2, groups=3)), r"3 groups but only 1 batches of 4"),
         (lambda: Order(20, 4, 2, 0, True, False, sampler=Sampling([1], 20, 0)), r"shuffle=True and a sampler"),
         (lambda: Order(20, None, 2, 0, False, True, sampler=Sampling([[1]], 20, 0)), r"drop_last=True and a sampler"),
-        (lambda: order([[1]], None).times(2), r"batch_per_worker=True wants a batch_size"),
+        (lambda: order([[1]], None).times(2), r"batch_per_worker=True needs a batch_size"),
         (lambda: Order(20, None, 2, 0, False, False), r"batch_size=None, expected a whole number"),
     ],
 )

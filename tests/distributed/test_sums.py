@@ -1,5 +1,6 @@
 """Sums that are known take a short way through the C core. What is not as usual does not; failures read the same."""
 
+import contextlib
 import os
 import re
 import signal
@@ -40,6 +41,25 @@ def test_a_sum_takes_the_short_way_when_it_was_done_once():
     assert group.allreduce([torch.ones(3)], options()) is DONE
     assert at_once([torch.ones(4)], options()) is None
     assert at_once([torch.ones(3, dtype=torch.float64)], options()) is None
+    assert at_once([torch.nn.Parameter(torch.ones(3))], options()) is DONE
+    assert at_once([torch.ones(3).as_subclass(OfSomebodysOwn)], options()) is None
+
+
+class OfSomebodysOwn(torch.Tensor):
+    """A tensor whose memory need not be what it stands for."""
+
+
+def test_the_short_way_adds_the_memory_that_the_tensor_shows():
+    def body(rank):
+        for _ in range(3):
+            whole = torch.arange(12.0).view(4, 3) * (rank + 1)
+            dist.all_reduce(whole[1:2])  # begins inside the memory
+            dist.all_reduce(whole[2:, :1].t()[:, :1])  # strides of one item mean nothing
+            expected = torch.arange(12.0).view(4, 3) * (rank + 1)
+            expected[1], expected[2, 0] = torch.arange(3.0, 6.0) * 3, 6.0 * 3
+            assert torch.equal(whole, expected)
+
+    run_ranks(2, body)
 
 
 UNUSUAL = {
@@ -99,7 +119,7 @@ def test_a_forked_copy_takes_no_turn():
 def test_sums_of_sizes_that_are_never_the_same_twice_are_forgotten():
     group = dist.group.WORLD
     for size in range(4100):
-        group._sums.learn(torch.float32, torch.Size([size]), b"all_reduce", 0, 0, size)
+        group._sums.learn(torch.empty(size + 1), b"all_reduce", 0, 0, size + 1)
     assert group._sums.all_reduce([torch.ones(5)], options()) is None
     assert group._sums.all_reduce([torch.ones(4099)], options()) is DONE
 
@@ -123,12 +143,19 @@ def elsewhere() -> None:
         dist.barrier()
 
 
+def until_it_hears_of_it() -> None:
+    with contextlib.suppress(SilenceError):
+        while True:
+            dist.group.WORLD._ranks.check()
+            time.sleep(0.01)
+
+
 WHERE = r"all_reduce\(SUM, float32, \[3\]\), operation 3 of the group"
 FAILURES = {
     "ended": (lambda: os._exit(0), PeerError, rf"rank 1 .* ended; rank 0 .* waits for it in {WHERE}"),
     "left": (dist.destroy_process_group, PeerError, rf"rank 1 .* left the group; rank 0 .* waits for it in {WHERE}"),
     "silent": (
-        lambda: time.sleep(1),
+        until_it_hears_of_it,
         SilenceError,
         rf"rank 1 .* said nothing for 0.3 s: Timed out at rank 0 .* {WHERE}",
     ),

@@ -68,7 +68,7 @@ def test_a_report_survives_being_written(tmp_path):
 def test_a_file_that_is_no_report_is_refused_with_the_way_to_make_one(tmp_path, text):
     path = tmp_path / "there.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"is no report of a machine .* `evenstep doctor --json > there.json`"):
+    with pytest.raises(ConfigError, match=r"is not a machine's report .* `evenstep doctor --json > there.json`"):
         read_report(path)
 
 
@@ -106,7 +106,7 @@ def test_another_arithmetic_there_is_pointed_out(capsys):
 def test_the_command_checks_its_file_before_it_computes_anything(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("EVENSTEP_ARITHMETIC", "native")
     assert main(["doctor", "--arithmetic", "native", "--compare", str(tmp_path / "none.json")]) == 2
-    assert "is no report of a machine" in capsys.readouterr().err
+    assert "is not a machine's report" in capsys.readouterr().err
 
 
 def test_the_probe_leaves_torch_as_it_was():

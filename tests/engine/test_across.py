@@ -12,7 +12,7 @@ from evenstep.engine.delivery import Local, SharedAreas
 from evenstep.exchange.bridged import EVERYONE
 from evenstep.native import core
 from evenstep.plan import tree
-from evenstep.plan.across import num_pieces, plan_across
+from evenstep.plan.across import most_pieces, plan_across
 from evenstep.plan.machines import share_machines
 from evenstep.plan.summing import Leaves
 from evenstep.transport.segment import SEGMENT_BYTES, Segment
@@ -61,7 +61,7 @@ class Machines:
         found = []
         for rank, m in enumerate(of_rank):
             memory = Segment(self.segments[m].fd).memory
-            words = memory.words(num_pieces(sizes()) * (MAX_SHARDS + 1)).view(-1, MAX_SHARDS + 1)
+            words = memory.words(most_pieces(sizes()) * (MAX_SHARDS + 1)).view(-1, MAX_SHARDS + 1)
             ready = memory.words(4 * len(LIKE)).view(4, -1)
             plan = plan_across(sizes(), spans, rank, of_rank)
             leaves = [Leaves.of(spans[other], SHARDS) for other in plan.workers]

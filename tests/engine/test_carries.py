@@ -175,8 +175,8 @@ def test_it_is_saved_and_loaded(tmp_path, stop):
             lambda run, carry: run.step(torch.ones(6, 2), carry.function),
             r"had float32 \(2,\), .* and now gets float32 \(3",
         ),
-        (lambda run, carry: carry.get(), r"a carry was used outside of a step function"),
-        (lambda run, carry: carry.set(3), r"a carry was used outside of a step function"),
+        (lambda run, carry: carry.get(), r"a carry was used outside a step function"),
+        (lambda run, carry: carry.set(3), r"a carry was used outside a step function"),
         (lambda run, carry: run.step(torch.ones(4, 2), lambda part: carry.set("x")), r"passed to carry.set is a str"),
     ],
 )

@@ -146,6 +146,29 @@ def test_a_parameter_that_was_kept_outside_of_the_model_is_refused_where_lanes_h
             computed(here, Batch(*samples()), meeting(function))
 
 
+@pytest.mark.parametrize("wrap", [lambda function: function, meeting])
+def test_what_a_hook_makes_of_a_gradient_counts(holdings_of, wrap):
+    batch = Batch(*samples())
+    with worker(holdings_of) as here:
+        function, weight = wrap(loss_of(here.model)), here.prepared.parameters[0]
+        _, plain = computed(here, batch, function)
+        handle = weight.register_hook(lambda gradient: gradient * 2)
+        _, doubled = computed(here, batch, function)
+        handle.remove()
+        _, after = computed(here, batch, function)
+    assert torch.equal(doubled[0], plain[0] * 2)
+    assert torch.equal(doubled[1], plain[1])
+    assert torch.equal(after[0], plain[0])
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, meeting])
+def test_a_hook_that_takes_gradients_as_they_come_is_refused(holdings_of, wrap):
+    with worker(holdings_of) as here:
+        here.prepared.parameters[1].register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(UnsupportedError, match=r"has a post-accumulate-grad hook.*register_hook"):
+            computed(here, Batch(*samples()), wrap(loss_of(here.model)))
+
+
 def test_a_parameter_of_no_model_is_found(holdings_of):
     stranger = nn.Parameter(torch.ones((), dtype=torch.float64))
     with worker(holdings_of) as here, pytest.raises(UnsupportedError, match="in no prepared model"):

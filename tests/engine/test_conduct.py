@@ -26,7 +26,9 @@ def optimizer(does=lambda optimizer: None, **options):
 
 def stepped(does, *, whole):
     made = optimizer(does)
-    made.calls = 0
+    made.calls, made.seen, made._slow = 0, [], [[torch.zeros(2)]]
+    made.inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1, momentum=0.9)
+    made.inner.param_groups[0]["params"][0].grad = torch.ones(2)
     conduct = Conduct(made, whole=whole)
     made.step()
     return conduct.changed_options()
@@ -38,6 +40,18 @@ def count(made):
 
 def keep_elsewhere(made):
     made.state["global"] = {"step": 1}
+
+
+def remember(made):
+    made._slow[0][0].add_(1)
+
+
+def collect(made):
+    made.seen.append(1)
+
+
+def wrap(made):
+    made.inner.step()
 
 
 def decay(made):
@@ -52,7 +66,13 @@ def test_one_that_only_steps_is_fine(whole):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("does", "message"),
-    [(count, "Own counts in its attribute 'calls'"), (keep_elsewhere, "Own keeps state under 'global'")],
+    [
+        (count, "Own changes its attribute 'calls'"),
+        (collect, "Own changes its attribute 'seen'"),
+        (remember, "Own changes its attribute '_slow'"),
+        (wrap, "Own changes its attribute 'inner'"),
+        (keep_elsewhere, "Own keeps state under 'global'"),
+    ],
 )
 def test_what_a_successor_would_not_have_is_refused(does, message, whole):
     with pytest.raises(UnsupportedError, match=message):
@@ -75,7 +95,7 @@ def test_kinds_that_cannot_be_shared_are_refused_before_they_step():
     parameters = [nn.Parameter(torch.ones(2))]
     with pytest.raises(UnsupportedError, match="LBFGS calls the model by itself"):
         check_kind(torch.optim.LBFGS(parameters), whole=True)
-    with pytest.raises(UnsupportedError, match="SparseAdam wants sparse gradients"):
+    with pytest.raises(UnsupportedError, match="SparseAdam needs sparse gradients"):
         check_kind(torch.optim.SparseAdam(parameters), whole=False)
     check_kind(torch.optim.Adam(parameters), whole=False)
 
@@ -84,3 +104,12 @@ def test_one_from_elsewhere_is_warned_of_unless_one_worker_steps_all():
     check_kind(optimizer(), whole=True)
     with pytest.warns(UserWarning, match="Own is not from torch.optim"):
         check_kind(optimizer(), whole=False)
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_see_all_parameters_or_are_refused(when):
+    made = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+    getattr(made, f"register_step_{when}_hook")(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=rf"SGD has a hook \(register_step_{when}_hook\).*whole=True"):
+        Conduct(made, whole=False)
+    Conduct(made, whole=True)

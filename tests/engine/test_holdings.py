@@ -112,9 +112,9 @@ def test_a_checkpoint_that_is_not_committed_leaves_everything_as_it_was(holdings
 def test_what_is_settled_is_watched(holdings_of):
     (holdings,) = holdings_of()
     model = trained(holdings)
-    holdings.models.check_versions()
+    holdings.models.check("between steps")
     holdings.optimizers[0].kept.check_untouched()
     with torch.no_grad():
         model[0].bias.add_(1)
     holdings.settle()
-    holdings.models.check_versions()
+    holdings.models.check("between steps")

@@ -20,7 +20,7 @@ def prepare(models, model):
     models.agree(added)
     models._group.barrier("moved")
     models.bind(added)
-    models.remember_versions()
+    models.remember()
     return model
 
 
@@ -130,15 +130,15 @@ def test_a_forward_outside_of_a_step_leaves_no_trace(holdings_of):
 
 def test_parameters_that_user_code_changes_between_steps_are_named(holdings_of):
     ((models, model),) = prepared(holdings_of)
-    models.check_versions()
+    models.check("between steps")
     with torch.no_grad():
         model[0].bias.mul_(2)
     with pytest.raises(NondeterminismError, match=r"'model.0.bias' was changed between steps.*run.edit"):
-        models.check_versions()
-    models.remember_versions()
+        models.check("between steps")
+    models.remember()
     model[0].weight.data = torch.zeros(4, 3)
     with pytest.raises(UnsupportedError, match=r"'model.0.weight' has got other memory"):
-        models.check_versions()
+        models.check("between steps")
 
 
 def test_an_edit_is_drawn_from_its_seed_and_can_be_taken_back(holdings_of):
@@ -192,3 +192,28 @@ def test_parameters_of_odd_types_are_refused():
     with pytest.raises(UnsupportedError, match=r"'odd' is a torch.sparse_coo tensor"):
         check_model(model)
     check_model(build())
+
+
+def test_a_parameter_in_the_memory_of_another_tensor_is_refused():
+    def pair():
+        return nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    tied = pair()
+    tied["b"].weight = tied["a"].weight
+    check_model(tied)
+    two = pair()
+    two["b"].weight.data = two["a"].weight.data
+    with pytest.raises(UnsupportedError, match=r"'a.weight' and 'b.weight' share memory, but are two tensors"):
+        check_model(two)
+    view = pair()
+    view.register_buffer("first", view["a"].weight.data[1])
+    with pytest.raises(UnsupportedError, match=r"'a.weight' and 'first' share memory"):
+        check_model(view)
+    constants, table = pair(), torch.zeros(4)
+    constants.register_buffer("table", table)
+    constants.register_buffer("part", table[:2])
+    check_model(constants)
+    flat = pair()
+    memory = torch.zeros(8)
+    flat["a"].weight.data, flat["b"].weight.data = memory[:4].view(2, 2), memory[4:].view(2, 2)
+    check_model(flat)

@@ -90,7 +90,7 @@ def test_what_makes_no_sense_is_said():
         stranger = torch.optim.SGD(model.parameters(), 0.1)
         for optimizers, said in (
             ([first, second], r"'model.0.weight' is in more than one of the optimizers of this step"),
-            ([first, first], "an optimizer is there twice"),
+            ([first, first], "an optimizer was passed twice"),
             ([first, stranger], "this optimizer was not prepared"),
             ([], "no optimizer in its list"),
         ):

@@ -240,7 +240,7 @@ def test_what_cannot_be_split_by_parameter_is_refused(holdings_of):
         holdings.add(torch.optim.SGD([*model.parameters(), stranger], 0.1))
     with pytest.raises(UnsupportedError, match="LBFGS calls the model by itself"):
         holdings.add(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(UnsupportedError, match="SparseAdam wants sparse gradients"):
+    with pytest.raises(UnsupportedError, match="SparseAdam needs sparse gradients"):
         holdings.add(torch.optim.SparseAdam(list(model.parameters())))
 
     class Odd(torch.optim.SGD):

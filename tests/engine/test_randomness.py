@@ -85,3 +85,38 @@ def test_what_happens_inside_leaves_the_generators_of_the_caller_alone():
         fail()
     assert np.random.get_bit_generator() is mine
     assert [draw() for _ in range(2)] == expected[2:]
+
+
+def test_the_normal_number_that_numpy_has_drawn_ahead_belongs_to_its_stream():
+    np.random.seed(7)
+    alone = np.random.randn(6).tolist()
+    inner = Stream()
+    np.random.seed(7)
+    found = []
+    for _ in alone:
+        found.append(np.random.randn())
+        with preserved():
+            inner.reseed(5)
+            inner.resume()
+            first = np.random.randn()
+            inner.pause()
+            seed_all(1)
+            np.random.randn()
+            inner.resume()
+            second = np.random.randn()
+    assert found == alone, "what is drawn inside changes nothing outside"
+    assert [first, second] == np.random.RandomState(5).randn(2).tolist(), "nor what other streams draw"
+
+
+def test_a_step_that_is_not_computed_here_leaves_the_script_the_same_numbers():
+    def script(*, computes):
+        np.random.seed(3)
+        found = []
+        for _ in range(5):
+            found.append(np.random.randn())
+            if computes:
+                with preserved():
+                    seed_all(1)
+        return found
+
+    assert script(computes=True) == script(computes=False)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from workshop import Batch, Worker, network, samples
 
 from evenstep.core import points
-from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.core.errors import MismatchError
 from evenstep.engine.loss import Loss
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
@@ -39,9 +39,6 @@ class Noting(OwnUpdates):
 
     def settle(self, prepared, samples):
         self.asked.append(f"settle {samples.is_last}")
-
-    def edited(self):
-        self.asked.append("edited")
 
     def abandon(self):
         self.asked.append("abandon")
@@ -208,26 +205,6 @@ def test_a_new_generation_brings_back_what_is_committed_while_updates_hold_still
         here.engine.recover()
         assert here.engine.updates.asked == ["recovery begins", "recovery ends"]
         assert state.fingerprint() == before
-
-
-def test_an_edit_reaches_updates_only_if_it_is_allowed(worker):
-    with worker(torch.optim.Adam) as here:
-        here.step(Batch(*samples()), loss_of(here.model))
-        here.engine.updates.asked.clear()
-        here.engine.edit(lambda: here.model[0].bias.zero_(), 5)
-        assert here.engine.updates.asked == ["edited"]
-        assert (here.model[0].bias == 0).all()
-
-        def refuse(what):
-            raise UnsupportedError(what)
-
-        here.engine.updates.refuse = refuse
-        here.engine.updates.asked.clear()
-        before = here.holdings.state.fingerprint()
-        with pytest.raises(UnsupportedError, match="edited optimizer"):
-            here.engine.edit(lambda: here.prepared.optimizer.state.clear(), 6)
-        assert here.engine.updates.asked == ["abandon"]
-        assert here.holdings.state.fingerprint() == before
 
 
 def test_the_process_and_the_model_are_the_user_s_again_at_the_end(worker):

@@ -95,7 +95,7 @@ def test_without_it_a_warning_offers_it_and_options_that_change_are_refused():
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Global, r"Global keeps state under 'all'"), (Counting, r"Counting counts in its attribute 'count'")],
+    [(Global, r"Global keeps state under 'all'"), (Counting, r"Counting changes its attribute 'count'")],
 )
 def test_state_that_cannot_be_shared_is_refused(kind, said):
     with pytest.raises(evenstep.UnsupportedError, match=said):

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import sklearn.datasets  # noqa: F401  # so that the forks need not import it
 
 from evenstep.testing import Fault, plant
 from evenstep.testing.faults import struck
@@ -21,6 +20,12 @@ GOOD = {  # what each of them prints last, and what it must be to have learnt so
     "lstm": (r"loss ([\d.]+)", lambda found: found[-1] < found[0] - 0.2),
     "vae": (r"batch ([\d.]+)", lambda found: found[-1] < 0.85 * found[0]),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once():
+    """So that the forks need not; and not before, or those of all other tests would be the larger for it."""
+    import sklearn.datasets  # noqa: F401  # as above
 
 
 @pytest.mark.parametrize("path", PORTS, ids=lambda path: path.stem)

@@ -246,8 +246,8 @@ def test_when_the_launcher_is_killed_nobody_is_left(script):
     ("options", "says"),
     [
         (["--framework", "sandblaster", "--groups", "2"], "--groups 2 contradicts --framework sandblaster"),
-        (["-n", "2", "--groups", "2"], "with groups say --workers-per-group only"),
-        (["-n", "2", "--framework", "downpour"], "-n 2 with 2 groups: say --workers-per-group instead"),
+        (["-n", "2", "--groups", "2"], "with groups, give only --workers-per-group"),
+        (["-n", "2", "--framework", "downpour"], "-n 2 with 2 groups: use --workers-per-group instead"),
         (["--servers", "1", "--resume"], "--resume with servers"),
         (["--groups", "2", "--workers-per-group", "5", "--shards", "4"], "5 workers but only 4 shards"),
     ],

@@ -32,7 +32,7 @@ def begun(count, **options):
 
 
 def working(count, **options):
-    """A roster whose workers are in the first generation, inside of a run, and have committed a step."""
+    """A roster whose workers are in the first generation, inside a run, and have committed a step."""
     roster = begun(count, **options)
     for place in range(count):
         roster = roster.speaks(place, Script.INSIDE)

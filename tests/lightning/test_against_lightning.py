@@ -89,6 +89,7 @@ CASES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "few batches": (Classifier, {"limit_train_batches": 3, "val_check_interval": 2, "max_steps": 5}),
     "a fast run": (Classifier, {"fast_dev_run": 2}),
 }
+ACCUMULATING = {"accumulate_grad_batches": 2, "max_epochs": 3}
 
 
 def fit(case: str, folder: Any, strategy: Any) -> tuple[Classifier, dict[str, float]]:
@@ -111,6 +112,51 @@ def test_what_lightning_does_alone_it_does_with_one_shard(case, tmp_path):
     assert merged == pytest.approx(metrics, rel=rough, abs=rough)
     for name, value in several.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=rough, atol=rough)
+
+
+def test_gradients_that_accumulate_are_those_of_a_larger_batch(tmp_path):
+    class Patient(Keeping):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if len(batch):
+                super().on_train_batch_end(outputs, batch, batch_idx // self.trainer.accumulate_grad_batches)
+            else:
+                assert float(outputs["loss"]) == 0
+
+    found, expected = Patient(), Patient()
+    several = trainer(tmp_path, strategy=Exact(shards=5), **ACCUMULATING)
+    several.fit(found, loader(shuffle=True), loader())
+    one = trainer(tmp_path, strategy=Exact(shards=5), max_epochs=3)
+    one.fit(expected, loader(shuffle=True, batch_size=24), loader())
+    assert weights(found) == weights(expected)
+    assert found.ends == expected.ends
+    assert several.callback_metrics == one.callback_metrics
+    assert several.global_step == one.global_step == 6
+
+
+def test_they_accumulate_as_lightning_lets_them(tmp_path):
+    options = {**ACCUMULATING, "accumulate_grad_batches": 3, "limit_train_batches": 3, "gradient_clip_val": 0.05}
+    plain, exact = ByStep(), ByStep()
+    alone, ours = trainer(tmp_path, **options), trainer(tmp_path, strategy=Exact(shards=4), **options)
+    alone.fit(plain, loader())
+    ours.fit(exact, loader())
+    assert ours.global_step == alone.global_step == 3  # batches 0, 1 and 2 of each epoch; the limit ends the group
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(exact.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.callback_metrics["loss_epoch"], alone.callback_metrics["loss_epoch"])
+
+
+def test_a_checkpoint_in_the_middle_of_accumulating_loses_nothing(tmp_path):
+    class Stopping(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.current_epoch == 1 and batch_idx == 2:  # the first of two
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    straight, resumed = Classifier(), Classifier()
+    trainer(tmp_path, strategy=Exact(), callbacks=Stopping(), **ACCUMULATING).fit(straight, loader(shuffle=True))
+    rest = trainer(tmp_path, strategy=Exact(), **ACCUMULATING)
+    rest.fit(resumed, loader(shuffle=True), ckpt_path=tmp_path / "middle.ckpt")
+    assert weights(resumed) == weights(straight)
+    assert rest.global_step == 6
 
 
 def test_validating_testing_and_predicting_see_every_sample_once(tmp_path):

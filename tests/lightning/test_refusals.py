@@ -1,5 +1,6 @@
 """What cannot be had exactly is refused with a sentence, before it is trained or where it is met."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -114,13 +115,39 @@ class Measuring(Classifier):
         return self.loss(batch)
 
 
+class Averaging(Callback):
+    """Keeps an average of the parameters, in one of the ways in which people do."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        copied = copy.deepcopy(pl_module.net)
+        self.kept = copied if self.kind != "dict" else dict(copied.named_parameters())
+        if self.kind == "prepared":
+            trainer.strategy.run.prepare(copied)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            if self.kind == "dict":
+                self.kept = {name: 0.9 * self.kept[name] + 0.1 * p for name, p in pl_module.net.named_parameters()}
+            elif self.kind == "module":
+                self.update(pl_module)
+            elif self.kind == "prepared":
+                trainer.strategy.run.edit(lambda: self.update(pl_module))
+
+    def update(self, pl_module: Any) -> None:
+        for mine, theirs in zip(self.kept.parameters(), pl_module.net.parameters(), strict=True):
+            mine.lerp_(theirs, 0.1)
+
+
 MODULES: dict[type[Classifier], str] = {
     Manual: "has automatic_optimization=False.* return the loss",
     Silent: "returned a NoneType; expected the loss",
     Counting: r"changes self.seen \(from 0 to 3\), which other workers would not see",
     Popping: "changes the list self.kept otherwise than by appending",
     Fickle: r"logs \['two'\] in one part of a batch and \[\] in another",
-    Gathering: "all_gather inside of a step.* use self.trainer.strategy.run.gather",
+    Gathering: "all_gather inside a step.* use self.trainer.strategy.run.gather",
     Looking: "a hook looks into the batch.* len\\(batch\\)",
     Asking: "'logits' of what training_step returned was asked for its sum",
     Impatient: "called its closure by itself.* expected optimizer.step",
@@ -128,12 +155,11 @@ MODULES: dict[type[Classifier], str] = {
     Measuring: r"metric self.mean \(Averaged\) has a state 'mean' that is neither",
 }
 OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2.* expected 1: make the DataLoader's batch_size"),
     ({"val_check_interval": {"minutes": 1}}, "which each worker has by its own clock"),
     ({"num_nodes": 2}, "num_nodes=2.* use `evenstep run`"),
-    ({"callbacks": StochasticWeightAveraging(0.1)}, "StochasticWeightAveraging cannot be had exactly.* run.edit"),
-    ({"callbacks": GradientAccumulationScheduler({1: 2})}, "GradientAccumulationScheduler cannot be had.* batch_size"),
-    ({"callbacks": LearningRateFinder()}, "LearningRateFinder cannot be had exactly"),
+    ({"callbacks": StochasticWeightAveraging(0.1)}, "StochasticWeightAveraging has no exact equivalent.* run.edit"),
+    ({"callbacks": GradientAccumulationScheduler({1: 2})}, "GradientAccumulationScheduler has no exact .* batch_size"),
+    ({"callbacks": LearningRateFinder()}, "LearningRateFinder has no exact equivalent"),
     ({"callbacks": Watching()}, "Watching has a on_after_backward.* in the middle of a step"),
 ]
 
@@ -162,6 +188,17 @@ def test_an_option_that_cannot_be_had_exactly_is_refused(options, sentence, tmp_
         trainer(tmp_path, strategy=Exact(shards=4), **options).fit(Classifier(), loader(), loader())
 
 
+@pytest.mark.parametrize("kind", ["module", "dict"])
+def test_a_callback_that_follows_the_parameters_is_refused(kind, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"callback Averaging changes self\.kept, which follows the"):
+        trainer(tmp_path, strategy=Exact(shards=2), callbacks=Averaging(kind)).fit(Classifier(), loader())
+
+
+@pytest.mark.parametrize("kind", ["teacher", "prepared"])
+def test_a_callback_may_keep_a_copy_that_stays_as_it_is_or_is_prepared(kind, tmp_path):
+    trainer(tmp_path, strategy=Exact(shards=2), callbacks=Averaging(kind), max_steps=3).fit(Classifier(), loader())
+
+
 def test_loaders_that_cannot_be_had_exactly_are_refused(tmp_path):
     data = loader().dataset
     shared = DistributedSampler(data, num_replicas=2, rank=0)
@@ -171,6 +208,8 @@ def test_loaders_that_cannot_be_had_exactly_are_refused(tmp_path):
         trainer(tmp_path, strategy=Exact()).fit(Classifier(), {"a": loader(), "b": loader()})
     with pytest.raises(UnsupportedError, match="has a worker_init_fn; expected none"):
         trainer(tmp_path, strategy=Exact()).fit(Classifier(), loader(num_workers=1, worker_init_fn=print))
+    with pytest.raises(UnsupportedError, match=r"accumulate_grad_batches=2\) with data that have no index"):
+        trainer(tmp_path, strategy=Exact(), accumulate_grad_batches=2).fit(Classifier(), [next(iter(loader()))])
 
 
 def test_a_failed_module_is_an_ordinary_one_again(tmp_path):

@@ -15,7 +15,7 @@ What is promised, and where it is checked:
 1. No committed version is lost: `Model.invariant` (it can be had back in every state), `_collected` (after recovery it
    is there), `commit` (the word only grows).
 2. No operation is committed twice, or with an image that is not changed: `commit`.
-3. Nobody writes outside of the present generation, no place has two workers, and whoever computes reads version n only:
+3. Nobody writes outside the present generation, no place has two workers, and whoever computes reads version n only:
    `_check_writer`, `invariant`.
 4. Nothing gets stuck or goes round for ever: `check`; and at the end all operations are done: `terminal`.
 5. Everyone sees the same results, and the same state at the end: `_adopt`, `ends`.
@@ -574,7 +574,7 @@ class Model:
 
     def _check_writer(self, s: State, i: int) -> None:
         if not s.workers[i].present:
-            raise Violation(f"worker {s.workers[i].place} writes outside of the present generation")
+            raise Violation(f"worker {s.workers[i].place} writes outside the present generation")
 
     @staticmethod
     def _rank(s: State, w: Worker) -> int:

@@ -35,7 +35,7 @@ EXPECTED = {
     ("committed_round",): "computes operation 1",
     ("result_round", "recovered_round"): "recovered, but the images are",
     ("asked_by_all", "loss_aborts", "form_at_end"): "nothing can happen any more",
-    ("all_wait", "ended_first"): "writes outside of the present generation",
+    ("all_wait", "ended_first"): "writes outside the present generation",
     ("ended_before_scaled",): "two processes take one place",
     ("pulls_at_end",): "closes with private copies",
 }

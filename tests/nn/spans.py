@@ -120,7 +120,7 @@ def over_shards(layer: nn.Module, parts: Sequence[Tensor], num_workers: int = 1)
             optimizer.register_step_pre_hook(
                 lambda *_: seen.update({n: p.grad * num for n, p in parameters.items() if p.grad is not None})
             )
-            run.prepare(model, optimizer)
+            run.prepare(model, optimizer, whole=True)
             run.step(torch.arange(num), step)
         return Found(outputs, inputs, seen, dict(model.layer.named_buffers()))
 

@@ -1,4 +1,4 @@
-"""Synchronized batch norm inside of everything else that torch offers."""
+"""Synchronized batch norm inside everything else that torch offers."""
 
 import copy
 import warnings
@@ -79,7 +79,7 @@ def on_shards(model, num_workers):
                     {names[id(p)]: p.grad * 4 for g in o.param_groups for p in g["params"] if p.grad is not None}
                 )
             )
-            run.prepare(mine, optimizer)
+            run.prepare(mine, optimizer, whole=True)
             run.step((x, w), lambda part: (mine(part[0]) * part[1]).sum())
         return seen, dict(mine.named_buffers())
 

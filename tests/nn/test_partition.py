@@ -287,7 +287,7 @@ def test_what_cannot_be_cut_is_refused(layer, mark, text):
         ),
         ({"3": "feature"}, {"parts": 11}, "'3' cannot be cut into 11 parts; it has features for 1 to 10"),
         ({"3": "feature"}, {"parts": 0}, "'3' cannot be cut into 0 parts"),
-        ({"2": "feature", "2.0": "feature"}, {"parts": 2}, "both '2' and '2.0' inside of it are marked"),
+        ({"2": "feature", "2.0": "feature"}, {"parts": 2}, "both '2' and '2.0' inside it are marked"),
     ],
 )
 def test_marks_that_make_no_sense_are_refused(marks, options, text):

@@ -67,7 +67,7 @@ def test_a_steep_sigmoid_does_not_overflow(gamma, ends):
 
 
 def test_a_rate_that_would_become_no_number_is_refused():
-    with pytest.raises(ConfigError, match=r"gamma=-0\.1, expected a number from 0 on"):
+    with pytest.raises(ConfigError, match=r"gamma=-0\.1, expected a number of at least 0"):
         inv(optimizer(), -0.1, 0.75)
 
 

@@ -207,7 +207,9 @@ def test_strangers_see_nothing_and_press_nothing(run):
     port = url.rpartition(":")[2]
     done = cli_run("run", "--page", port, "train.py")
     assert done.code == 2
-    assert f"--page {port}: no page can be there: [Errno 98] Address already in use; name another port" in done.stderr
+    assert (
+        f"--page {port}: the port cannot be used: [Errno 98] Address already in use; name another port" in done.stderr
+    )
     assert token not in json.dumps(found)
     code, text = ask_page(url, "/metrics")
     assert code == 200

@@ -155,7 +155,7 @@ def test_options_of_one_machine_are_refused():
     for option, value in (("--weights", "1,1"), ("--groups", "2"), ("--listen", "127.0.0.1:0"), ("--grace", "3")):
         done = cli_run("run", "--on", "ray", option, value, "-n", "2", __file__)
         assert done.code == 2
-        assert f"{option} is of one machine, and means nothing with --on ray; leave it out" in done.stderr
+        assert f"{option} applies to one machine and has no meaning with --on ray; leave it out" in done.stderr
     done = cli_run("run", "--on", "ray", __file__)
     assert "-n None with --on ray, expected a number of workers" in done.stderr
 

@@ -15,7 +15,7 @@ from evenstep.run.server import Server
 def test_a_run_has_servers_of_the_command_line_or_of_the_script():
     assert find_standing(Environment(), None) is None
     assert find_standing(Environment(), Server("http://127.0.0.1:1")) is None
-    with pytest.raises(ConfigError, match=r"the script says Run\(server='http://127.0.0.1:1'\): say one of them"):
+    with pytest.raises(ConfigError, match=r"the script says Run\(server='http://127.0.0.1:1'\): give one of the two"):
         find_standing(Environment(standing="{}"), Server("http://127.0.0.1:1"))
 
 

@@ -164,7 +164,7 @@ def test_a_parameter_that_nobody_waited_for_is_an_error(server):
     def step(part):
         return F.cross_entropy(F.linear(F.relu(held["model"].first(part[0])), held["weight"]), part[1])
 
-    with pytest.raises(UnsupportedError, match=r"'model.last.weight' through a reference kept outside of the model"):
+    with pytest.raises(UnsupportedError, match=r"'model.last.weight' through a reference kept outside the model"):
         train(prepared, step)
 
 
@@ -177,7 +177,7 @@ def test_what_would_see_one_group_only_is_refused(server):
             "checkpoint": lambda: run.checkpoint("x", every=1),
             "exchange": lambda: run.exchange("x", lambda _: torch.ones(2)),
         }.items():
-            with pytest.raises(UnsupportedError, match=f"run.{name} would see this group only"):
+            with pytest.raises(UnsupportedError, match=f"run.{name} would see only this group"):
                 call()
         with pytest.raises(UnsupportedError, match="one model with one optimizer"):
             run.prepare(nn.Linear(1, 1))

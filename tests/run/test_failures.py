@@ -271,6 +271,30 @@ def test_parameters_are_changed_by_edit_only():
             step(run, model)
 
 
+def test_a_parameter_that_is_changed_through_data_between_steps_is_named():
+    with evenstep.Run(shards=4, quiet=True) as run:
+        model = prepare(run, flat())
+        step(run, model)
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.01, 0.01)  # as of the weights of a Wasserstein critic
+        with pytest.raises(evenstep.NondeterminismError, match=r"'model.1.weight' was changed between steps through"):
+            step(run, model)
+
+
+def test_a_parameter_that_the_step_function_changes_is_named():
+    with evenstep.Run(shards=4, quiet=True) as run:
+        model = prepare(run, flat())
+
+        def function(part):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.99)
+            return F.cross_entropy(model(part[0]), part[1])
+
+        with pytest.raises(evenstep.NondeterminismError, match=r"was changed inside the step function.*run\.edit"):
+            step(run, model, function)
+
+
 def test_predict_and_random_numbers_do_not_depend_on_workers_without_samples():
     def body(_):
         with evenstep.Run(shards=4, seed=1, quiet=True) as run:

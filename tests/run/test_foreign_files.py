@@ -255,7 +255,9 @@ def test_saving_by_hand_removes_only_its_own_files(tmp_path):
 
 def test_a_json_file_of_somebody_else_is_not_replaced(tmp_path):
     (tmp_path / "checkpoint.json").write_text('{"epochs": 3}')
-    with pytest.raises(CheckpointError, match=r"checkpoint.json is no checkpoint .*it is not replaced: save elsewhere"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint.json is not a checkpoint .*it is not replaced: save elsewhere"
+    ):
         checkpoint.write(tmp_path, TENSORS, {**FACTS, "version": 1})
     assert tree(tmp_path) == {"checkpoint.json": b'{"epochs": 3}'}
 

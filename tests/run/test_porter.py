@@ -30,6 +30,7 @@ def steps(run, count, **checkpoints):
         yield run.version
 
 
+@pytest.mark.long
 def test_under_plain_python_there_is_a_page_with_the_figures_of_status(capsys):
     before = processes.descendants()
     with evenstep.Run(shards=4, quiet=True, page=True) as run:
@@ -54,7 +55,7 @@ def test_buttons_that_need_no_supervisor_work_and_the_others_say_why_not(tmp_pat
     def train():
         with evenstep.Run(shards=2, quiet=True, page=True) as run:
             assert ask({"status": True}, me)["buttons"] == ["checkpoint", "fingerprint", "stop"]
-            with pytest.raises(ConfigError, match="2 workers: they come and go under `evenstep run` only"):
+            with pytest.raises(ConfigError, match="2 workers, but they come and go only under `evenstep run`"):
                 ask({"scale": 2}, me)
             for version in steps(run, 400, directory=tmp_path):
                 if version == 1:
@@ -94,7 +95,7 @@ def test_the_first_worker_answers_for_all_of_its_machine():
 def test_two_runs_of_a_process_cannot_both_have_one():
     with (
         evenstep.Run(shards=2, quiet=True, page=True),
-        pytest.raises(ConfigError, match="somebody answers for this process already"),
+        pytest.raises(ConfigError, match="this process already has a page of another run"),
     ):
         evenstep.Run(shards=2, quiet=True, page=True)
 
@@ -102,9 +103,11 @@ def test_two_runs_of_a_process_cannot_both_have_one():
 def test_where_there_can_be_no_page_is_one_sentence_and_a_supervisor_serves_its_own():
     told = []
     group = SimpleNamespace(num_machines=2, rank=0, tell=told.append)
-    with pytest.raises(ConfigError, match="under torchrun on 2 machines, expected one: start the run by `evenstep run"):
+    with pytest.raises(
+        ConfigError, match="under torchrun on 2 machines, expected one: start the run with `evenstep run"
+    ):
         open_page(0, Environment(), group, 8, served=False)
-    with pytest.raises(ConfigError, match="at the server's own page"):
+    with pytest.raises(ConfigError, match="on the server's own page"):
         open_page(0, Environment(), group, 8, served=True)
     assert open_page(None, Environment(), group, 8, served=True) is None
     assert open_page(8080, Environment(supervised=True), group, 8, served=False) is None

@@ -1,5 +1,7 @@
 """What one worker does for all, what every part gives, what parts note, and epochs that the script counts."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,19 @@ def test_once_is_done_by_one_worker_and_its_result_is_everyones(tmp_path):
             return found, (tmp_path / "calls").read_text()
 
     assert run_workers(3, body) == [({"who": 0}, "0 ")] * 3
+
+
+def test_what_is_drawn_in_once_and_in_an_exchange_does_not_depend_on_the_number_of_workers():
+    def body(_):
+        with evenstep.Run(shards=3, quiet=True) as run:
+            once = [run.once(lambda: [torch.rand(1).item(), random.random()]) for _ in range(2)]
+            sums = [run.exchange("drawn", lambda shard: torch.rand(2)).tolist() for _ in range(2)]
+            return once, sums, torch.rand(1).item(), random.random()
+
+    (alone,) = run_workers(1, body)
+    assert run_workers(2, body) == [alone, alone]
+    assert alone[0][0] != alone[0][1]
+    assert alone[1][0] != alone[1][1]
 
 
 def test_an_error_of_once_reaches_all_workers():

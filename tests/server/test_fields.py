@@ -91,7 +91,7 @@ class Frames:
         _, fields_bytes, body_bytes = struct.unpack("<4sIQ", self._take(16))
         reply = json.loads(self._take(fields_bytes))
         self._take(body_bytes)
-        if "is no JSON" in reply.get("error", ""):  # this ends the connection
+        if "is not JSON" in reply.get("error", ""):  # this ends the connection
             assert self._stream.recv(1) == b""
             self.close()
         return reply["status"], reply.get("error")
@@ -227,7 +227,7 @@ def test_a_field_that_is_there_twice_is_refused(servers):
     with contextlib.closing(client):
         client._connection.request("GET", "/parameters?min_version=0&min_version=1")
         response = client._connection.getresponse()
-        assert (response.status, json.loads(response.read())["error"]) == (400, "min_version is there twice")
+        assert (response.status, json.loads(response.read())["error"]) == (400, "min_version was given twice")
 
 
 OPTIONS = [

@@ -138,7 +138,7 @@ def test_mistakes_get_a_sentence(spark):
     assert loss.startswith("ConfigError: loss='crossentropy'; expected a function of torch.nn.functional")
     assert column.startswith("ConfigError: the DataFrame has no column 'nowhere'; its columns are features")
     assert split == "ConfigError: validationSplit=1.5, expected a fraction between 0 and 1"
-    assert storage.startswith("ConfigError: there is no directory storage='/nowhere'")
+    assert storage.startswith("ConfigError: storage='/nowhere' is not a directory")
     assert name.startswith("ConfigError: Estimator has no parameter 'epochz'")
 
 

@@ -87,6 +87,7 @@ def test_plans_are_those_of_their_seed():
     assert [fault.kind for fault in flips.plan(1, 3, "transformer")] == ["slow", "flip"] * 3
 
 
+@pytest.mark.long
 def test_a_few_of_them_are_all_found_and_named_and_the_weights_stay(tmp_path):
     outcome = flips.under(flips.plan(5, 4, "batchnorm"), "batchnorm", 12, tmp_path, timeout_s=100.0)
     assert outcome.good, outcome.errors

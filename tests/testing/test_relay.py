@@ -2,7 +2,11 @@
 
 import sys
 
+import pytest
+
 from namespaces import Namespaces, needs_relay
+
+pytestmark = pytest.mark.long
 
 ASK = """
 import socket, sys, time

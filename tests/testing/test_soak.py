@@ -113,12 +113,14 @@ def test_burdens_go_on_beside_each_other_and_one_table_says_how(good):
     assert "left behind: process 7" in text
 
 
+@pytest.mark.long
 def test_a_job_that_loses_a_rank_is_looked_at(tmp_path):
     seconds, wrong = grouped._lose_a_rank(tmp_path, 1)
     assert wrong == []
     assert 0 <= seconds < 20
 
 
+@pytest.mark.long
 def test_a_rank_that_blames_another_is_what_a_job_is_looked_at_for(tmp_path, monkeypatch):
     monkeypatch.setattr(grouped, "_be_left", lambda place, rank, loser, *_: 3 if rank != loser else os._exit(9))
     _, wrong = grouped._lose_a_rank(tmp_path, 1)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from evenstep.transformers import Trainer
+from evenstep.transformers import Seq2SeqTrainer, Trainer
 from models import LETTERS, Texts, Uneven, adapted, arguments, causal, classifier, masked, padded, weights
 
 NUM_SAMPLES = 44  # 12, 12, 12 and 8: parts of different sizes
@@ -175,3 +175,21 @@ def test_the_best_model_is_loaded_in_the_end(tmp_path):
         best[kind] = weights(trainer.model), trainer.state.global_step, trainer.state.best_global_step, folders
     assert best[Trainer] == best[transformers.Trainer]
     assert best[Trainer][2] < best[Trainer][1], "there was something to be loaded"
+
+
+def test_what_a_model_generates_is_put_together_from_the_parts(tmp_path):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": LETTERS}
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, bos_token_id=0)
+    )
+    args = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path), use_cpu=True, per_device_eval_batch_size=5, predict_with_generate=True, report_to="none",
+        disable_tqdm=True,
+    )  # fmt: skip
+    data = Texts(7)
+    expected = transformers.Seq2SeqTrainer(model, args).predict(data, max_length=4)
+    found = Seq2SeqTrainer(model, args, shards=3).predict(data, max_length=4)
+    assert np.array_equal(found.predictions, expected.predictions)
+    assert np.array_equal(found.label_ids, expected.label_ids)
+    assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)

@@ -28,6 +28,13 @@ class Bare(Texts):
         return {"input_ids": super().__getitem__(index)["input_ids"]}
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Texts without an index."""
+
+    def __iter__(self) -> Any:
+        return iter([Texts(NUM_SAMPLES)[index] for index in range(NUM_SAMPLES)])
+
+
 def everything(folder: Path) -> dict[str, Any]:
     """All that is tried, by its name."""
     warnings.simplefilter("ignore")  # theirs
@@ -64,6 +71,9 @@ def everything(folder: Path) -> dict[str, Any]:
     adapters.train()
     adapters.save_model(str(folder / "adapter"))
     found["adapters"] = weights(adapters.model), (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+    streamed = Trainer(causal(0.1), arguments(folder, max_steps=5), train_dataset=Stream(), shards=4)
+    streamed.train()
+    found["streamed"] = weights(streamed.model), streamed.evaluate(Stream())["eval_loss"]
     return found
 
 

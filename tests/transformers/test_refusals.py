@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 from transformers import TrainerCallback
 
 from evenstep.core.errors import ConfigError, UnsupportedError
@@ -21,9 +22,9 @@ def theirs():
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"bf16_full_eval": True}, "cast it before: model.bfloat16"),
-    ({"auto_find_batch_size": True}, "tries and takes back; if memory is short, use more shards"),
+    ({"auto_find_batch_size": True}, "undoes steps; if memory is short, use more shards"),
     ({"enable_jit_checkpoint": True}, "waits for a signal; save_steps"),
-    ({"optim": "schedule_free_adamw"}, "changes parameters outside of steps; take another one"),
+    ({"optim": "schedule_free_adamw"}, "changes parameters outside steps; choose another optimizer"),
 ]
 
 
@@ -36,6 +37,14 @@ def test_an_argument_that_cannot_be_had_exactly_is_refused(options, sentence, tm
 class Early(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass
+
+
+class Averaging(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.average = AveragedModel(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.average.update_parameters(model)
 
 
 class Looking(Trainer):
@@ -53,6 +62,10 @@ def test_what_a_trainer_is_given_and_cannot_be_had_exactly_is_refused(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(UnsupportedError, match="Early has an on_pre_optimizer_step"):
         Trainer(causal(), args, train_dataset=Texts(12), callbacks=[Early()]).train()
+    with pytest.raises(
+        UnsupportedError, match=r"callback Averaging changes self\.average, which follows the parameters"
+    ):
+        Trainer(causal(), args, train_dataset=Texts(36), callbacks=[Averaging()]).train()
     with pytest.raises(UnsupportedError, match="the inputs are asked for 'input_ids'"):
         Looking(causal(), args, train_dataset=Texts(12)).train()
     collator = random_masks()
@@ -64,7 +77,7 @@ def test_what_a_trainer_is_given_and_cannot_be_had_exactly_is_refused(tmp_path):
         Trainer(causal(), twice, train_dataset=Stream()).train()
     with pytest.raises(UnsupportedError, match="a search over hyperparameters"):
         Trainer(causal(), args, train_dataset=Texts(12)).train(trial={"seed": 1})
-    with pytest.raises(ConfigError, match=r"there is no run; expected inside of trainer\.train"):
+    with pytest.raises(ConfigError, match=r"there is no run; this works only inside trainer\.train"):
         _ = Trainer(causal(), args, train_dataset=Texts(12)).run
 
 

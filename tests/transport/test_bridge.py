@@ -1,5 +1,6 @@
 """Bridges between machines that are threads of this process: what is posted on one is there on the others."""
 
+import re
 import threading
 import time
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 from fake_links import Network
 
+from evenstep.core import points
 from evenstep.native import core
+from evenstep.testing.faults import flip
 from evenstep.transport.bridge import Bridge
-from evenstep.transport.links import RANGES, WORDS
+from evenstep.transport.links import HEADS, RANGES, WORDS
 from evenstep.transport.outbox import EVERYONE, POST, PUT, Outbox, Request
 from evenstep.transport.segment import Segment
 
@@ -147,7 +150,39 @@ def test_a_range_is_put_at_the_same_place_and_its_word_is_set_then():
         until(lambda: words[2][2] == 78)
         assert not regions[2].any()
         assert regions[1].any(), "it was for the other machine"
-        assert machines.network.sent[0, 1, RANGES] == 2
+        assert [machines.network.sent[0, 1, channel] for channel in (HEADS, RANGES)] == [1, 1]
+
+
+def test_ranges_are_expected_while_earlier_ones_are_on_their_way():
+    with Machines([[0], [1]]) as machines:
+        here, there = (segment.memory for segment in machines.segments)
+        words = [memory.words(4) for memory in (here, there)]
+        region = here.reserve(256).tensor(torch.Size([64]), torch.float32)
+        held = machines.network.hold(0, 1, RANGES)
+        for number in range(4):
+            place = here.locate(words[0][number : number + 1])
+            machines.boxes[0].push(Request(PUT, 1, 1, here.locate(region), 256, place, 1))
+        until(lambda: machines.network.expected[0, 1, RANGES] == 4)
+        assert words[1].tolist() == [0, 0, 0, 0]
+        held.set()
+        until(lambda: words[1].tolist() == [1, 1, 1, 1])
+
+
+def test_a_range_that_is_altered_on_its_way_ends_the_bridge_and_its_word_is_not_set():
+    with Machines([[0], [1]]) as machines:
+        words = [segment.memory.words(1) for segment in machines.segments]
+        region = machines.segments[0].memory.reserve(4096).tensor(torch.Size([1024]), torch.float32)
+        memory = machines.segments[0].memory
+        points.arm(None, lambda what, tensor: flip(tensor, 999) if what == "node" else None)
+        try:
+            machines.boxes[0].push(Request(PUT, 1, 1, memory.locate(region), 4096, memory.locate(words[0]), 1))
+            machines.threads[1].join(5.0)
+        finally:
+            points.arm(None)
+        lost, error = machines.outcomes[1]
+        assert lost == 0
+        assert re.search(r"not what was sent.*\(4096 bytes from machine 0 to machine 1\)", str(error))
+        assert words[1].tolist() == [0]
 
 
 def test_a_word_may_be_set_without_a_range_and_wakes_whoever_waits():
@@ -188,7 +223,7 @@ def test_a_failure_on_one_machine_reaches_the_others_once():
             assert culprit == 1
             assert text.endswith("é\nValueError: a bad day")
         time.sleep(0.1)
-        assert sum(count for (_, _, lane), count in machines.network.sent.items() if lane == WORDS) == 2
+        assert sum(count for (_, _, channel), count in machines.network.sent.items() if channel == WORDS) == 2
 
 
 def test_machines_that_have_nothing_to_say_beat_and_none_is_lost():

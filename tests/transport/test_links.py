@@ -1,4 +1,4 @@
-"""Links by gloo between threads of this process: order, size, lanes."""
+"""Links by gloo between threads of this process: order, size, channels."""
 
 import threading
 
@@ -31,13 +31,13 @@ def test_bytes_come_in_order_on_each_lane_and_lanes_do_not_wait_for_each_other()
     under_way += [links[0].send(1, WORDS, torch.full((10,), number, dtype=torch.uint8)) for number in range(5)]
     under_way += [links[2].send(1, WORDS, torch.full((10,), 9, dtype=torch.uint8))]
     found = torch.empty(10, dtype=torch.uint8)
-    links[1].receive(2, WORDS, found)
+    links[1].receive(2, WORDS, found).wait()
     assert found.tolist() == [9] * 10
     for number in range(5):
-        links[1].receive(0, WORDS, found)
+        links[1].receive(0, WORDS, found).wait()
         assert found.tolist() == [number] * 10
     there = torch.empty_like(large)
-    links[1].receive(0, RANGES, there)
+    links[1].receive(0, RANGES, there).wait()
     assert torch.equal(there, large)
     for each in under_way:
         each.wait()

@@ -105,10 +105,10 @@ def test_a_descriptor_that_is_no_segment_is_named(tmp_path):
     other.write_bytes(b"x" * 8192)
     for path in (empty, other, "/dev/null"):
         fd = os.open(path, os.O_RDWR)
-        with pytest.raises(ConfigError, match=f"file descriptor {fd} is no evenstep segment"):
+        with pytest.raises(ConfigError, match=f"file descriptor {fd} is not an evenstep segment"):
             Segment(fd)
         os.close(fd)
-    with pytest.raises(ConfigError, match=f"file descriptor {fd} is no evenstep segment"):
+    with pytest.raises(ConfigError, match=f"file descriptor {fd} is not an evenstep segment"):
         Segment(fd)  # closed by now, as in a program that a worker started
 
 

@@ -75,7 +75,7 @@ class Portable:
                 "`evenstep doctor` says more"
             )
             if self._strict:
-                raise NondeterminismError(f"{message}; Run(on_nondeterminism='warn') goes on nevertheless")
+                raise NondeterminismError(f"{message}; Run(on_nondeterminism='warn') continues anyway")
             warnings.warn(message, stacklevel=5)
 
 

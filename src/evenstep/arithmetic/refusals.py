@@ -39,7 +39,9 @@ class Refusals:
         for name in torch._C._dispatch_get_all_op_names():
             if not _is_torchs(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
                 self._replace(
-                    name, f"{name} is no operation of torch: its bits may be others on another processor", refused=False
+                    name,
+                    f"{name} is not an operation of torch: its bits may differ on another processor",
+                    refused=False,
                 )
 
     def check(self) -> None:
@@ -57,8 +59,8 @@ class Refusals:
                 )
         if _num_compiled_graphs() > self._graphs:
             self._say(
-                "torch.compile makes kernels for the processor at hand, so their bits may be others on another one; "
-                "leave it out, or use arithmetic='native'",
+                "torch.compile makes kernels for this processor, so their bits may differ on another one; leave it "
+                "out, or use arithmetic='native'",
                 refused=True,
             )
 

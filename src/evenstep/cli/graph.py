@@ -54,7 +54,7 @@ def _graph(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.target!r} names no model; expected a script and a name, such as train.py:model")
     path = Path(script)
     if not path.is_file():
-        raise ConfigError(f"there is no script {script}; name a Python file to look into")
+        raise ConfigError(f"there is no script {script}; name a Python file to read")
     if options.out.suffix not in _ENDINGS:
         raise ConfigError(f"--out {options.out}, expected a name that ends in {', '.join(_ENDINGS)}")
     if options.shards is not None and not 1 <= options.shards <= MAX_SHARDS:

@@ -67,7 +67,7 @@ def setup_of(options: argparse.Namespace) -> Setup | None:
     if options.workers is not None:
         if workers is not None or (options.groups or 1) > 1:
             raise ConfigError(
-                f"-n {options.workers} beside --groups or --workers-per-group: with groups say --workers-per-group only"
+                f"-n {options.workers} with --groups or --workers-per-group: with groups, give only --workers-per-group"
             )
         workers = None if options.workers == "auto" else _number(options.workers)
     setup = choose(
@@ -80,7 +80,7 @@ def setup_of(options: argparse.Namespace) -> Setup | None:
         cores=len(os.sched_getaffinity(0)),
     )
     if options.workers is not None and setup.groups > 1:
-        raise ConfigError(f"-n {options.workers} with {setup.groups} groups: say --workers-per-group instead")
+        raise ConfigError(f"-n {options.workers} with {setup.groups} groups: use --workers-per-group instead")
     if setup.servers and options.resume:
         raise ConfigError("--resume with servers: what they hold is in no checkpoint; resume without servers")
     return setup
@@ -90,4 +90,4 @@ def _number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"{text!r} is no number of workers; expected a whole number above 0, or auto") from None
+        raise ConfigError(f"{text!r} is not a number of workers; expected a whole number above 0, or auto") from None

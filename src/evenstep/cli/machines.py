@@ -44,7 +44,7 @@ def listen_of(options: argparse.Namespace) -> "Listen | None":
     given = [name for name in names if getattr(options, name) is not None]
     if options.listen is None:
         if given:
-            raise ConfigError(f"--{given[0].replace('_', '-')} is for several machines: say --listen HOST:PORT too")
+            raise ConfigError(f"--{given[0].replace('_', '-')} is for several machines: add --listen HOST:PORT")
         return None
     for name, value in (("--machines", options.machines), ("--silence", options.silence)):
         if value is not None and not value > 0:

@@ -55,7 +55,7 @@ def _with_port(argv: list[str]) -> list[str]:
 
 def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; expected a number from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; expected a number from 0 to 65535")
     return int(text)
 
 
@@ -271,14 +271,9 @@ def _run(options: argparse.Namespace) -> int:
     wanted = (options.workers or "auto") if setup is None else str(setup.workers)
     num_workers = _num_workers(wanted, options.shards)
     weights = _weights(options.weights, num_workers)
-    counts = (("--recheck", options.recheck), ("--tolerate-wrong", options.tolerate_wrong))
-    for name, value in (("--max-restarts", options.max_restarts), ("--grace", options.grace), *counts):
-        if value is not None and value < 0:
-            raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
-    if options.step_timeout is not None and not options.step_timeout > 0:
-        raise ConfigError(f"--step-timeout {options.step_timeout:g}, expected a number of seconds above 0")
+    _check_numbers(options)
     if setup is not None and setup.servers and options.listen is not None:
-        raise ConfigError("--listen with --groups: groups are of one machine so far; say one of them")
+        raise ConfigError("--listen with --groups: groups run on one machine so far; give one of the two")
     settings.choose(options.arithmetic)
     with importing():
         from evenstep.launch.job import Job
@@ -310,6 +305,15 @@ def _run(options: argparse.Namespace) -> int:
     from evenstep.launch.groups import conduct  # here: it imports torch, like the supervisor
 
     return conduct(job, setup)
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    counts = (("--recheck", options.recheck), ("--tolerate-wrong", options.tolerate_wrong))
+    for name, value in (("--max-restarts", options.max_restarts), ("--grace", options.grace), *counts):
+        if value is not None and value < 0:
+            raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
+    if options.step_timeout is not None and not options.step_timeout > 0:
+        raise ConfigError(f"--step-timeout {options.step_timeout:g}, expected a number of seconds above 0")
 
 
 def _weights(text: str | None, num_workers: int) -> tuple[float, ...] | None:
@@ -394,7 +398,7 @@ def _num_workers(text: str, shards: int | None) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise ConfigError(f"{text!r} is no number of workers; expected a whole number above 0, or auto") from None
+        raise ConfigError(f"{text!r} is not a number of workers; expected a whole number above 0, or auto") from None
     if number < 1:
         raise ConfigError(f"{number} workers, expected at least 1, or auto")
     if shards is not None and number > shards:

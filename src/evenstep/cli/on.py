@@ -34,7 +34,7 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
     for name, value in vars(options).items():
         if name not in _TAKEN | _OURS and value not in (None, False, _GRACE_S):
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is of one machine, and means nothing with --on {cluster}; leave it out")
+            raise ConfigError(f"{option} applies to one machine and has no meaning with --on {cluster}; leave it out")
     if not isinstance(script, Path):
         raise ConfigError(f"-m {script} with --on {cluster}, expected the path of a script")
     if workers is None or not workers.isdigit() or int(workers) < 1:

@@ -69,7 +69,7 @@ def _function(target: str) -> Callable[[], Any]:
                           "such as model.py:build")  # fmt: skip
     spec = importlib.util.spec_from_file_location("__evenstep_model__", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is no Python file")
+        raise ConfigError(f"{path} is not a Python file; name one that builds the model")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function = getattr(module, name, None)

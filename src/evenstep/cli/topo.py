@@ -53,6 +53,12 @@ def add_parser(commands: "Commands") -> None:
     parser.add_argument(
         "--bytes", metavar="N", default="100M", help="size of the gradients, such as 250M or 2G (default: 100M)"
     )
+    _add_costs(parser)
+    parser.add_argument("--out", metavar="FILE", type=Path, help="also write FILE.svg or FILE.json")
+    parser.set_defaults(command=_topo)
+
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-seconds",
         metavar="S",
@@ -65,28 +71,16 @@ def add_parser(commands: "Commands") -> None:
     parser.add_argument(
         "--message-seconds", metavar="S", type=float, default=1e-4, help="what a message costs (default: 1e-4)"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="also write FILE.svg or FILE.json")
-    parser.set_defaults(command=_topo)
 
 
 def _topo(options: argparse.Namespace) -> int:
     num_bytes = _num_bytes(options.bytes)
-    if options.out is not None and options.out.suffix not in (".svg", ".json"):
-        raise ConfigError(f"--out {options.out}, expected a name that ends in .svg or .json")
-    if options.shards is not None and not 1 <= options.shards <= _MOST_SHARDS:
-        raise ConfigError(f"--shards {options.shards}, expected a whole number from 1 to {_MOST_SHARDS}")
-    if options.shard_seconds is not None and options.simulate is None:
-        raise ConfigError("--shard-seconds predicts a step on the machines of a file: give it with --simulate FILE")
+    _check(options)
     topology = _read(options)
     devices = _devices(topology, options.devices)
     num_shards = max(DEFAULT_SHARDS, len(devices)) if options.shards is None else options.shards
     if options.simulate is not None:
-        if options.devices is not None:
-            raise ConfigError("--simulate compares plans over all devices; leave out --devices")
-        print(f"{text.counts(topology)}, {num_shards} shards, {text.quantity(num_bytes, 'B')} of gradients\n")
-        print(text.plans(planner.compare(topology, num_shards, num_bytes)))
-        if options.shard_seconds is not None:
-            print("\n" + text.step(predict_step(topology, num_shards, num_bytes, _costs(options))))
+        _simulate(options, topology, num_shards, num_bytes)
         if options.out is None:
             return 0
     layout = planner.lay(topology, num_shards, devices, num_bytes)
@@ -99,10 +93,29 @@ def _topo(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check(options: argparse.Namespace) -> None:
+    """Check what can be checked before any machine is read."""
+    if options.out is not None and options.out.suffix not in (".svg", ".json"):
+        raise ConfigError(f"--out {options.out}, expected a name that ends in .svg or .json")
+    if options.shards is not None and not 1 <= options.shards <= _MOST_SHARDS:
+        raise ConfigError(f"--shards {options.shards}, expected a whole number from 1 to {_MOST_SHARDS}")
+    if options.shard_seconds is not None and options.simulate is None:
+        raise ConfigError("--shard-seconds predicts a step on the machines of a file: give it with --simulate FILE")
+
+
+def _simulate(options: argparse.Namespace, topology: Topology, num_shards: int, num_bytes: float) -> None:
+    if options.devices is not None:
+        raise ConfigError("--simulate compares plans over all devices; leave out --devices")
+    print(f"{text.counts(topology)}, {num_shards} shards, {text.quantity(num_bytes, 'B')} of gradients\n")
+    print(text.plans(planner.compare(topology, num_shards, num_bytes)))
+    if options.shard_seconds is not None:
+        print("\n" + text.step(predict_step(topology, num_shards, num_bytes, _costs(options))))
+
+
 def _costs(options: argparse.Namespace) -> StepCosts:
     for name in ("shard_seconds", "message_seconds", "meetings"):
         if not 0 <= getattr(options, name) < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}, expected a number from 0 on")
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}, expected a number of at least 0")
     return StepCosts(options.shard_seconds, options.meetings, options.message_seconds)
 
 
@@ -119,7 +132,7 @@ def _read(options: argparse.Namespace) -> Topology:
     try:
         return from_text(sys.stdin.read(), "standard input")
     except UnicodeDecodeError as error:
-        raise ConfigError("standard input is no text; give it a JSON file of machines") from error
+        raise ConfigError("standard input is not text; give it a JSON file of machines") from error
 
 
 def _devices(topology: Topology, names: str | None) -> list[int]:

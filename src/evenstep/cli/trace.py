@@ -28,7 +28,7 @@ def _trace(options: argparse.Namespace) -> int:
     try:
         print(timeline.render(timeline.read(events_of(options.file))))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{options.file} has events that no run of ours wrote ({error!r})") from error
+        raise ConfigError(f"{options.file} has events that evenstep did not write ({error!r})") from error
     return 0
 
 
@@ -41,11 +41,15 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; name what run --trace has written") from error
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; name a file that run --trace has written"
+        ) from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no trace: it is not JSON ({error}); name what run --trace has written") from error
+        raise ConfigError(
+            f"{path} is not a trace, since it is not JSON ({error}); name a file that run --trace has written"
+        ) from error
     facts = found.get("otherData") if isinstance(found, dict) else None
     if not isinstance(facts, dict) or facts.get("evenstep trace") != 1:
-        raise ConfigError(f"{path} is no trace of a run of ours; name what `evenstep run --trace FILE` has written")
+        raise ConfigError(f"{path} is not a trace of a run; name a file that `evenstep run --trace FILE` has written")
     events: list[dict[str, Any]] = found["traceEvents"]
     return events

@@ -125,7 +125,7 @@ def _agreed(name: str, asked: T | None, said: T | None, otherwise: T) -> T:
     if asked is not None and said is not None and asked != said:
         raise ConfigError(
             f"the command line says --{name} {asked} but the script says Run({name}={said!r}): "
-            f"it is part of the arithmetic, so say it in one place only"
+            f"it is part of the arithmetic, so give it in one place only"
         )
     found = said if asked is None else asked
     return otherwise if found is None else found

@@ -76,7 +76,7 @@ def ask(request: dict[str, Any], pid: int | None = None) -> dict[str, Any]:
         pids = _running()
         if len(pids) != 1:
             found = ", ".join(f"{pid} ({_command(pid)})" for pid in pids) or "none"
-            raise ConfigError(f"running jobs of this user: {found}; expected one, or say which by --job PID")
+            raise ConfigError(f"running jobs of this user: {found}; expected one, or choose one with --job PID")
         (pid,) = pids
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(5 * _TIMEOUT_S)

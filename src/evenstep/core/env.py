@@ -78,7 +78,7 @@ def _number(name: str, divisor: int = 1) -> Any:
     try:
         return int(text) if divisor == 1 else int(text) / divisor
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}, expected a whole number; unset it or mend it") from None
+        raise ConfigError(f"{name} is {text!r}, expected a whole number; unset or correct it") from None
 
 
 def _numbers(name: str) -> tuple[int, ...] | None:
@@ -88,7 +88,7 @@ def _numbers(name: str) -> tuple[int, ...] | None:
     try:
         return tuple(int(word) for word in text.split(",") if word)
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}, expected whole numbers; unset it or mend it") from None
+        raise ConfigError(f"{name} is {text!r}, expected whole numbers; unset or correct it") from None
 
 
 def read() -> Environment:

@@ -24,4 +24,6 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "pyarrow":
             raise
-        raise ConfigError("Parquet files need pyarrow, which is not there: pip install 'evenstep[parquet]'") from error
+        raise ConfigError(
+            "Parquet files need pyarrow, which is not installed: pip install 'evenstep[parquet]'"
+        ) from error

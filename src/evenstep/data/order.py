@@ -118,7 +118,7 @@ class Order:
             ConfigError: A sampler decides on their sizes.
         """
         if self.batch_size is None:
-            raise ConfigError("batch_per_worker=True wants a batch_size, and so a sampler of single samples")
+            raise ConfigError("batch_per_worker=True needs a batch_size, and so a sampler of single samples")
         return replace(self, batch_size=self.batch_size * num_workers)
 
     @property

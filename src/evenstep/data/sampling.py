@@ -42,8 +42,8 @@ class Sampling:
             )
         if isinstance(sampler, Iterator) and not isinstance(sampler, Sized):
             raise ConfigError(
-                f"sampler is a {type(sampler).__name__}, which is used up after one epoch; pass a list, or a function "
-                "of the epoch that returns a new one"
+                f"sampler is a {type(sampler).__name__}, which is exhausted after one epoch; pass a list, or a "
+                "function of the epoch that returns a new one"
             )
 
     def __len__(self) -> int:

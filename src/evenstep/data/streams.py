@@ -81,7 +81,7 @@ class StreamReader:
             if not self._next(rest, epoch, shard, n):
                 raise ConfigError(
                     f"the stream of shard {shard} in epoch {epoch} ended after {n} items, but gave {start} before; "
-                    "it must give the same whenever it is made"
+                    "it must give the same items every time it is made"
                 )
         return rest
 
@@ -134,7 +134,7 @@ class StreamLoader:
         share: Callable[[str, Callable[[], dict[int, int]]], list[int]],
     ) -> None:
         if batch_size is None and collate is not None:
-            raise ConfigError("collate_fn for a stream of ready parts (batch_size=None), which nobody collates")
+            raise ConfigError("collate_fn for a stream of ready parts (batch_size=None), which need no collating")
         if batch_size is not None and (not isinstance(batch_size, int) or batch_size < num_shards):
             raise ConfigError(
                 f"batch_size={batch_size!r} for a stream, expected at least {num_shards}: each of {num_shards} shards "

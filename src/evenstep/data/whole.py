@@ -89,7 +89,7 @@ class WholeBatch:
             where, first = self._first
             raise ConfigError(
                 f"{where} has {len(first)} samples but {name} has {len(value)}; everything in a batch must have as "
-                "many (what belongs to no sample, the step function takes from outside of the batch)"
+                "many (what belongs to no sample, the step function takes from outside the batch)"
             )
         if _is_array(value):
             return
@@ -134,19 +134,23 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor | np.ndarray)
 
 
+def _check_dense(name: str, value: Tensor | np.ndarray[Any, Any]) -> None:
+    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+        raise ConfigError(f"{name} is a {value.layout} tensor, whose rows cannot be cut; pass a dense one")
+
+
 def _in_structure(name: str, value: Any, *, outermost: bool = False) -> Iterator[Named]:
     """The arrays and lists of a structure, without what is in the lists."""
     held = children(value)
     if _is_array(value):
-        if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
-            raise ConfigError(f"{name} is a {value.layout} tensor, whose rows cannot be cut; pass a dense one")
+        _check_dense(name, value)
         if value.ndim:
             yield name, value
     elif held is None:
         if not isinstance(value, _PLAIN):
             raise ConfigError(
                 f"{name} is a {type(value).__name__}, of which it cannot be told whether it has samples; pass tensors, "
-                "arrays or lists (what belongs to no sample, the step function takes from outside of the batch)"
+                "arrays or lists (what belongs to no sample, the step function takes from outside the batch)"
             )
     elif is_sequence(value) and not outermost:
         if value:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, ReduceOptions, ReduceScatterOptions, Work
+from torch.nn import Parameter
 
 from evenstep.core.errors import UnsupportedError
 from evenstep.distributed.operations import Operations, one_after_the_other
@@ -47,7 +48,7 @@ class Reducing(Operations):
         if self._sums and len(tensors) == 1 and opts.reduceOp == _SUM and not opts.asyncOp:
             (tensor,) = tensors
             how, tag = self._reduction("all_reduce", opts.reduceOp, tensor)
-            self._sums.learn(tensor.dtype, tensor.shape, tag, how.dtype, how.op, tensor.numel() * how.width)
+            self._sums.learn(tensor, tag, how.dtype, how.op, tensor.numel() * how.width)
         return self._all_reduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
@@ -174,7 +175,7 @@ def _sums(team: Team | None, turn: core.Turn) -> core.Sums | None:
     if team is None:
         return None
     usual = (_SUM, AllreduceOptions().timeout)
-    return core.Sums(team.core, turn, is_recording, usual, torch.strided, DONE, team.sum_failed)
+    return core.Sums(team.core, turn, is_recording, usual, (Tensor, Parameter), DONE, team.sum_failed)
 
 
 def _never(tensors: list[Tensor], opts: Any) -> None:

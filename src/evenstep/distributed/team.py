@@ -15,7 +15,7 @@ from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, Peer
 from evenstep.distributed.errors import group_error
 from evenstep.distributed.members import Member
 from evenstep.distributed.reductions import BYTES
-from evenstep.exchange.liveness import Liveness, spin_count
+from evenstep.exchange.liveness import Liveness, look_count, spin_count
 from evenstep.native import core
 from evenstep.plan import tree
 from evenstep.transport.segment import Segment
@@ -72,7 +72,7 @@ class Team:
         self.members = members
         self.index = index
         self._closed = False
-        self._eager_spin = spin_count(len(members))
+        self._eager_looks, self._eager_spin = look_count(len(members)), spin_count(len(members))
         self._liveness = Liveness()
         for member in members:
             self._liveness.watch(member.pid)  # before its process id could be reused
@@ -148,6 +148,7 @@ class Team:
 
     def in_background(self, yes: bool) -> None:
         """Say whether the next operations run beside a computation, whose core they must not take while waiting."""
+        self.core.looks = 0 if yes else self._eager_looks
         self.core.spin = BACKGROUND_SPIN if yes else self._eager_spin
         self.core.step_bytes = _LONG_STEP_BYTES if yes else _STEP_BYTES
 

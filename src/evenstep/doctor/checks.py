@@ -82,7 +82,7 @@ def judge(facts: Facts) -> Iterator[Finding]:
 
 def _namespaces(facts: Facts) -> Iterator[Finding]:
     own = "/proc is that of this process namespace" if facts.sees_itself else "/proc belongs to other processes"
-    yield _finding("namespaces", facts.sees_itself, own, "mount /proc inside of the container", bad=True)
+    yield _finding("namespaces", facts.sees_itself, own, "mount /proc inside the container", bad=True)
     if facts.ptrace_scope is not None:
         found = f"kernel.yama.ptrace_scope is {facts.ptrace_scope}"
         remedy = "torchrun's workers cannot share memory; use `evenstep run`, or sysctl kernel.yama.ptrace_scope=1"

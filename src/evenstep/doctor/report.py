@@ -138,5 +138,5 @@ def read_report(path: Path) -> Diagnosis:
         return Diagnosis(**found)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{path} is no report of a machine ({error}); write one there with `evenstep doctor --json > {path.name}`"
+            f"{path} is not a machine's report ({error}); write one there with `evenstep doctor --json > {path.name}`"
         ) from error

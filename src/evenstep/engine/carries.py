@@ -84,7 +84,7 @@ def _shard_here() -> tuple[int, range]:
     around = current()
     shard, rows = getattr(around, "shard", None), getattr(around, "rows", None)
     if shard is None or rows is None:
-        raise ConfigError("a carry was used outside of a step function; expected inside: it is of one shard")
+        raise ConfigError("a carry was used outside a step function; use it inside one: it belongs to a shard")
     return shard, rows
 
 

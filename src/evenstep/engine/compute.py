@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -142,6 +143,7 @@ class Compute:
         other workers that have samples.
         """
         buffers = {name: self._models.state.entries[name].live for name in self._models.slots.buffers}
+        self._check_hooks(work.prepared)
         for parameter in work.prepared.parameters:  # gradients that user code left do not belong to this step
             parameter.grad = None
         begin = time.perf_counter()
@@ -157,6 +159,21 @@ class Compute:
         self._strangers.took(time.perf_counter() - begin)
         results = {k: ShardResult.of(loss, metrics, work.sizes[k]) for k, (loss, metrics) in values.items()}
         return lambda: results
+
+    def _check_hooks(self, prepared: Trained) -> None:
+        """Check that nobody else takes gradients as they come.
+
+        Raises:
+            UnsupportedError: Somebody does.
+        """
+        self._lane(0)
+        for name, parameter in zip(prepared.names, prepared.parameters, strict=True):
+            if len(parameter._post_accumulate_grad_hooks or ()) > 1:  # one is ours
+                raise UnsupportedError(
+                    f"parameter '{name}' has a post-accumulate-grad hook, which would see the gradient of one part of "
+                    "the batch; use parameter.register_hook, which changes the gradient of each part, or "
+                    "run.step(..., clip_norm=, clip_value=)"
+                )
 
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
@@ -179,6 +196,8 @@ class Compute:
                 error.add_note(f"in shard {shard} of worker {self.context.worker}, step {work.version}")
                 raise
             lane.pause()
+            if not values:
+                self._models.strays.check(lane.changed_buffers())
             self._keep_buffers(work, shard, lane)
             values[shard] = (loss.detached(), metrics)
         return values
@@ -189,14 +208,7 @@ class Compute:
         for lane in lanes:
             lane.begin(buffers)
 
-        def function_of(shard: int, part: Any) -> Callable[[], Any]:
-            def function() -> Any:
-                self.context.begins(shard)
-                return split(work.function(part))
-
-            return function
-
-        functions = [function_of(shard, part) for shard, part in work.parts.items()]
+        functions = [partial(self._call, work, shard) for shard in shards]
         streams = [Stream() for _ in shards]
         for stream, shard in zip(streams, shards, strict=True):
             stream.reseed(self.context.seed_of(work.number, shard))
@@ -208,18 +220,22 @@ class Compute:
                 values = self._lanes.run(shards, lanes, streams, work.where, crew, rows, functions)
             losses = [share for k, (loss, _) in zip(shards, values, strict=True) for share in work.share(k, loss)]
             token, self._lanes.token = self._lanes.token, None
-            if (
-                token is not None
-            ):  # where no shard here uses a layer's output, other workers still wait for its backward
+            if token is not None:  # other workers wait for a layer's backward even if no shard here uses its output
                 losses.append(token.sum())
             self._look_for_strangers(work, losses, lanes)
             self._backward(losses, lanes, work, shards)
         except Exception as error:
             error.add_note(f"in worker {self.context.worker}, step {work.version}")
             raise
+        self._models.strays.check(lanes[0].changed_buffers())
         for shard, lane in zip(shards, lanes, strict=True):
             self._keep_buffers(work, shard, lane)
         return {shard: (loss.detached(), metrics) for shard, (loss, metrics) in zip(shards, values, strict=True)}
+
+    def _call(self, work: Work, shard: int) -> Any:
+        """Call the step function for a shard."""
+        self.context.begins(shard)
+        return split(work.function(work.parts[shard]))
 
     def _keep_buffers(self, work: Work, shard: int, lane: Lane) -> None:
         """Keep the buffers that a shard has left, if it is the one whose buffers count."""
@@ -268,7 +284,7 @@ class Compute:
             if own and p.grad is not None:
                 p.grad = None
                 raise UnsupportedError(
-                    f"the step function used parameter '{name}' through a reference kept outside of the model; "
+                    f"the step function used parameter '{name}' through a reference kept outside the model; "
                     "in a model with synchronized batch norm take it from the module, as in model.layer.weight"
                 )
 
@@ -287,8 +303,8 @@ class Compute:
             if found is None and self._calling:
                 leaf.grad = None
                 raise ConfigError(
-                    "the step function called backward() by itself; expected that it returns the mean loss of its "
-                    "part, from which run.step goes backward (for smaller micro-batches use more shards)"
+                    "the step function called backward() by itself; expected it to return the mean loss of its "
+                    "part, on which run.step calls backward (for smaller micro-batches use more shards)"
                 )
             if found is not None and leaf.grad is not None:
                 work, index, shard = found

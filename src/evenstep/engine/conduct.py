@@ -2,10 +2,13 @@
 
 import inspect
 import warnings
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evenstep.core.errors import UnsupportedError
@@ -13,6 +16,11 @@ from evenstep.core.errors import UnsupportedError
 __all__ = ["Conduct", "check_kind", "options_of"]
 
 Options = list[dict[str, Any]]
+
+_SHARED = frozenset({"state", "param_groups", "defaults", "_opt_called"})
+"""Attributes of every optimizer that the workers share otherwise, or that schedulers alone read."""
+
+_DEPTH, _MOST_ITEMS = 4, 64
 
 
 def check_kind(optimizer: Optimizer, *, whole: bool) -> None:
@@ -33,7 +41,7 @@ def check_kind(optimizer: Optimizer, *, whole: bool) -> None:
             "an optimizer that steps on gradients"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UnsupportedError("SparseAdam wants sparse gradients, which evenstep does not add up; use Adam")
+        raise UnsupportedError("SparseAdam needs sparse gradients, which evenstep does not add up; use Adam")
     if not whole and not type(optimizer).__module__.startswith("torch.optim"):
         warnings.warn(
             f"{name} is not from torch.optim: the result is the same for every number of workers only if it treats "
@@ -64,6 +72,8 @@ class Conduct:
 
     def __init__(self, optimizer: Optimizer, *, whole: bool) -> None:
         self._optimizer, self._whole = optimizer, whole
+        if not whole:
+            _refuse_hooks(optimizer)
         self.options, self._attributes = options_of(optimizer), _attributes(optimizer)
 
     def changed_options(self) -> Options | None:
@@ -74,10 +84,11 @@ class Conduct:
         """
         name = type(self._optimizer).__name__
         for key, value in _attributes(self._optimizer).items():
-            if value != self._attributes.get(key, value):
+            if value != self._attributes.get(key):
                 raise UnsupportedError(
-                    f"{name} counts in its attribute '{key}', which a worker that replaces another would not have; "
-                    "keep it in the state of a parameter, or in its group with whole=True"
+                    f"{name} changes its attribute '{key}' in its step, which a worker that replaces another would not "
+                    "have, and no checkpoint either; keep it in the state of a parameter, or in its group with "
+                    "whole=True"
                 )
         strange = [key for key in self._optimizer.state if not isinstance(key, Tensor)]
         if strange:
@@ -96,7 +107,38 @@ class Conduct:
         return now
 
 
+def _refuse_hooks(optimizer: Optimizer) -> None:
+    """Raise UnsupportedError if others do something before or after every step of an optimizer."""
+    for when, hooks in (("pre", optimizer._optimizer_step_pre_hooks), ("post", optimizer._optimizer_step_post_hooks)):
+        if hooks:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} has a hook (register_step_{when}_hook), which on each worker sees only "
+                "the parameters and gradients that it steps; pass prepare(..., whole=True), so that one worker steps "
+                "all of them, or use clip_norm=, clip_value= or run.edit(...)"
+            )
+
+
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The plain values that an optimizer holds besides its state and options."""
-    plain = optimizer.__dict__.items()
-    return {name: v for name, v in plain if name[0] != "_" and isinstance(v, int | float | str)}
+    """What an optimizer holds besides its state and options: plain values, and which tensors of which versions."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return {name: v for name, v in vars(optimizer).items() if name[0] != "_" and isinstance(v, int | float | str)}
+    found: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        if name not in _SHARED:
+            found[name] = _contents(value, _DEPTH)
+    return found
+
+
+def _contents(value: Any, depth: int) -> Any:
+    """Something that is equal for a value, what it contains included, until that changes."""
+    if isinstance(value, int | float | str | bool | None):
+        return value
+    if isinstance(value, Tensor):
+        return None if isinstance(value, nn.Parameter) else (value.data_ptr(), value._version)
+    if depth and isinstance(value, Optimizer):
+        return [_contents(each, depth - 1) for name, each in vars(value).items() if name not in _SHARED - {"state"}]
+    if depth and isinstance(value, Mapping):
+        return len(value), [_contents(each, depth - 1) for each in islice(value.values(), _MOST_ITEMS)]
+    if depth and isinstance(value, list | tuple | deque):
+        return len(value), [_contents(each, depth - 1) for each in islice(value, _MOST_ITEMS)]
+    return None

@@ -92,8 +92,9 @@ class Custody:
             if names:
                 return (
                     f"at {step} '{names[0]}' is not what the step before has left, and nobody else has it: the memory "
-                    f"of worker {self._group.members[rank]} ({places[rank]}) has changed by itself. Nothing is "
-                    "committed; go on from the last checkpoint, on another machine (--resume)"
+                    f"of worker {self._group.members[rank]} ({places[rank]}) has changed by itself, unless the script "
+                    "changes it through .data (that belongs into run.edit). Nothing is committed; go on from the last "
+                    "checkpoint, on another machine (--resume)"
                 )
         return (
             f"at {step} the sites hold different states and there is no majority, so one of them has updated wrong and "

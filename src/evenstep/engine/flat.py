@@ -133,7 +133,7 @@ class FlatGradients:
         for i, gradient in enumerate(gradients):
             if gradient is not None and gradient.layout != torch.strided:
                 raise UnsupportedError(
-                    f"parameter '{self._names[i]}' got a sparse gradient; evenstep adds dense ones only: "
+                    f"parameter '{self._names[i]}' got a sparse gradient; evenstep adds only dense ones: "
                     "build the embedding with sparse=False"
                 )
             if gradient is not None and self.expects is not None:

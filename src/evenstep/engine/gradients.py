@@ -70,7 +70,7 @@ class Gradients:
         """Take over the gradient of parameter i from a local shard; they may come in any order."""
         if gradient.layout != torch.strided:
             raise UnsupportedError(
-                f"parameter '{self._names[i]}' got a sparse gradient; evenstep adds dense ones only: "
+                f"parameter '{self._names[i]}' got a sparse gradient; evenstep adds only dense ones: "
                 "build the embedding with sparse=False"
             )
         if self.expects is not None:

@@ -173,12 +173,9 @@ class Graphs:
         found.computed = found.computed + 1 if difference(found.look, look) is None else 1
         found.look = look
         piece = self.compute(task)
-        if piece.drew:
-            self._give_up("it draws random numbers on the host, and a replay would repeat them")
-        elif piece.carried:
-            self._give_up("it uses a run.carry or a Note, and a replay would hand on that of the capture")
-        elif (effect := difference(look, task.look(True))) is not None:
-            self._give_up(f"it changes what it can see: {effect}")
+        reason = _cannot_replay(piece, look, task)
+        if reason is not None:
+            self._give_up(reason)
         return piece.products
 
     def forget(self) -> None:
@@ -253,6 +250,16 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+
+
+def _cannot_replay(piece: Capturable, before: Look, task: Task) -> str | None:
+    """Why replays of a piece that was just computed would not do what computing it does; None: they would."""
+    if piece.drew:
+        return "it draws random numbers on the host, and a replay would repeat them"
+    if piece.carried:
+        return "it uses a run.carry or a Note, and a replay would hand on that of the capture"
+    effect = difference(before, task.look(True))
+    return None if effect is None else f"it changes what it can see: {effect}"
 
 
 def _reason(error: BaseException) -> str:

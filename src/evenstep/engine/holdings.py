@@ -111,7 +111,7 @@ class Holdings:
             prepared.gradients.clear()
             prepared.kept.remember()
         self.models.slots.bind_base()
-        self.models.remember_versions()
+        self.models.remember()
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> tuple[list[News], Carried]:
         """Put a checkpoint's state in place of the current one. All workers must call this alike, in an operation.

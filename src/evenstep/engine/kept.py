@@ -103,7 +103,7 @@ class Kept:
                 elif not isinstance(value, int | float | str | bool | None):
                     raise UnsupportedError(
                         f"{type(self._optimizer).__name__} keeps a {type(value).__name__} as '{key}' for "
-                        f"'{self._names[i]}'; evenstep can share tensors and plain numbers only"
+                        f"'{self._names[i]}'; evenstep can share only tensors and plain numbers"
                     )
                 elif key not in self._values.get(i, {}) or self._values[i][key] != value:
                     values[key] = value

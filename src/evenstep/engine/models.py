@@ -12,13 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from evenstep.core.config import RunConfig
-from evenstep.core.errors import MismatchError, NondeterminismError, UnsupportedError
+from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.core.fingerprint import fingerprint
 from evenstep.engine.form import Form
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import preserved, seed_all
 from evenstep.engine.slots import ModelSlots, copy_into
 from evenstep.engine.state import State, StateEntry
+from evenstep.engine.untouched import Strays, Untouched
 from evenstep.exchange.group import Group
 from evenstep.transport.memory import Memory
 
@@ -37,7 +38,14 @@ class Added:
 
 
 class Models:
-    """All models of a run."""
+    """All models of a run.
+
+    Attributes:
+        state: Where their values lie.
+        slots: Where their tensors hang.
+        untouched: Notices if user code changes parameters.
+        strays: Notices if it changes buffers.
+    """
 
     def __init__(self, config: RunConfig, group: Group, memory: Memory) -> None:
         self._config, self._group = config, group
@@ -45,7 +53,8 @@ class Models:
         self.slots = ModelSlots()
         self._roots: list[nn.Module] = []
         self._kept: dict[str, Tensor] | None = None
-        self._versions: dict[str, tuple[int, int]] = {}
+        self.untouched = Untouched(self.slots.parameters)
+        self.strays = Strays(self.slots.bound_buffers)
 
     def add(self, model: nn.Module) -> "Added":
         """Make room for a model. All workers must call this alike; it talks to nobody."""
@@ -165,32 +174,18 @@ class Models:
         """Bring this worker's own copies up to the committed version."""
         entries = self.state.entries
         copy_into({name: entries[name].live for name in self.slots.buffers}, self.slots.buffers)
+        self.strays.remember(self.slots.buffers)
 
-    def remember_versions(self) -> None:
-        """Remember torch's version and the address of each parameter, now that only a step should change it."""
-        self._versions = {name: (p._version, p.data_ptr()) for name, p in self.slots.parameters.items()}
+    def remember(self) -> None:
+        """Remember the models, now that only a step should change them."""
+        self.untouched.remember()
+        self.strays.remember(self.slots.buffers)
 
-    def check_versions(self) -> None:
-        """Report it if user code changed a parameter between steps.
-
-        Raises:
-            NondeterminismError: It did. (A change of elements through `.data` goes unseen: torch does not count it.)
-            UnsupportedError: It replaced a layer or a parameter, or moved one elsewhere.
-        """
+    def check(self, when: str) -> None:
+        """Report it if user code changed a model since it was remembered; raises as `slots` and `untouched` do."""
         self.slots.check()
-        for name, (version, place) in self._versions.items():
-            parameter = self.slots.parameters[name]
-            if parameter.data_ptr() != place:
-                raise UnsupportedError(
-                    f"parameter '{name}' has got other memory since run.prepare, which the other workers do not see "
-                    "(its .data was assigned, or model.to, .half or the like was called); do that before run.prepare"
-                )
-            if parameter._version != version:
-                raise NondeterminismError(
-                    f"parameter '{name}' was changed between steps; it is one tensor for all workers, so every worker "
-                    "would change it once more. Let one of them do it for all: run.edit(lambda: "
-                    "model.load_state_dict(...)), or change it before run.prepare"
-                )
+        self.untouched.check(when)
+        self.strays.look()
 
     def restore_buffers(self) -> None:
         """Undo what a forward outside a step did to the buffers: restore the committed ones."""
@@ -250,11 +245,33 @@ def check_model(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedError(
-                f"layer '{name}' was built with sparse=True; evenstep adds dense gradients only: build it with "
+                f"layer '{name}' was built with sparse=True; evenstep adds only dense gradients: build it with "
                 "sparse=False"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _check_tensor(name, tensor)
+    _check_memory(dict(model.named_parameters()), dict(model.named_buffers()))
+
+
+def _check_memory(parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:
+    """Raise UnsupportedError if a parameter lies in the memory of another tensor: each will get its own."""
+    spans = sorted(
+        (
+            begin,
+            begin + (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size(),
+            name,
+        )
+        for name, t in (*parameters.items(), *buffers.items())
+        if t.numel() and (begin := t.data_ptr())
+    )
+    last = (0, "")  # of those so far, what reaches furthest
+    for begin, end, name in spans:
+        if begin < last[0] and (name in parameters or last[1] in parameters):
+            raise UnsupportedError(
+                f"'{last[1]}' and '{name}' share memory, but are two tensors; in a run each has its own, so they would "
+                "part. Tie them by one parameter (layer.weight = other.weight), or give one a copy (.clone())"
+            )
+        last = max(last, (end, name))
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
@@ -268,6 +285,6 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
             "use partition(model, marks, parts=P), without a mesh"
         )
     if tensor.layout != torch.strided:
-        raise UnsupportedError(f"'{name}' is a {tensor.layout} tensor; evenstep trains dense ones only")
+        raise UnsupportedError(f"'{name}' is a {tensor.layout} tensor; evenstep trains only dense ones")
     if tensor.requires_grad and tensor.dtype not in _GRADIENT_DTYPES:
         raise UnsupportedError(f"'{name}' has dtype {tensor.dtype}; evenstep trains {_GRADIENT_DTYPES}")

@@ -99,12 +99,15 @@ class DeviceCompute:
                 if work.counts:
                     gradients.take(shard, found)
             if products.buffers is not None:
-                for buffer in products.buffers.values():
-                    points.touch("buffer", buffer)
-                if work.witness is not None:
-                    work.witness.buffers(shards[0], products.buffers)
-                self.models.keep_buffers(products.buffers)
+                self._keep_buffers(work, shards[0], products.buffers)
         return arrivals.wait
+
+    def _keep_buffers(self, work: Work, shard: int, buffers: dict[str, Tensor]) -> None:
+        for buffer in buffers.values():
+            points.touch("buffer", buffer)
+        if work.witness is not None:
+            work.witness.buffers(shard, buffers)
+        self.models.keep_buffers(buffers)
 
     def _run(self, work: Work, shards: list[int], arrivals: "_Arrivals", *, spanning: bool) -> Products:
         for shard in shards:
@@ -287,8 +290,8 @@ class _Piece:
             strangers.look(work.function, work.version, self._parts, self._losses, known)
         if any(leaf.grad is not None for leaf in leaves):
             raise ConfigError(
-                "the step function called backward() by itself; expected that it returns the mean loss of its "
-                "part, from which run.step goes backward (for smaller micro-batches use more shards)"
+                "the step function called backward() by itself; expected it to return the mean loss of its "
+                "part, on which run.step calls backward (for smaller micro-batches use more shards)"
             )
         own = [] if lanes[0].leaves is base else [base[name] for name in self._trained]
         found: Sequence[Tensor | None] = [None] * (len(leaves) + len(own))
@@ -297,7 +300,7 @@ class _Piece:
         for name, gradient in zip(self._trained, found[len(leaves) :], strict=False):
             if gradient is not None:
                 raise UnsupportedError(
-                    f"the step function used parameter '{name}' through a reference kept outside of the model; "
+                    f"the step function used parameter '{name}' through a reference kept outside the model; "
                     "in a model with synchronized batch norm take it from the module, as in model.layer.weight"
                 )
         for number in range(len(lanes)):
@@ -315,7 +318,7 @@ class _Single(_Piece):
         lane.begin(self._compute.committed_buffers())
         lane.resume()
         self._streams[0].resume()
-        torch.clear_autocast_cache()  # what was cast outside of a graph would not be cast again in its replays
+        torch.clear_autocast_cache()  # what was cast outside a graph would not be cast again in its replays
         before = None if shard == next(iter(self._work.parts)) else next(iter(self._work.parts))
         with inside(Alone(shard, self._work.rows(shard), before)):
             value = self._call(shard)

@@ -155,7 +155,7 @@ def chosen(
         if not known:
             raise ConfigError("this optimizer was not prepared; pass the one that run.prepare returned")
         if known[0] in found:
-            raise ConfigError("an optimizer is there twice; pass each once")
+            raise ConfigError("an optimizer was passed twice; pass each once")
         found += known
     if not found:
         raise ConfigError("run.step got no optimizer in its list; pass at least one, or leave it out")

@@ -25,7 +25,7 @@ from evenstep.engine.kept import OPTIONS, Kept, News
 from evenstep.engine.peers import connect
 from evenstep.engine.state import State
 from evenstep.exchange.group import Group
-from evenstep.plan.across import num_pieces, plan_across
+from evenstep.plan.across import most_pieces, plan_across
 from evenstep.plan.summing import Leaves, Span, Summing, plan_nodes, plan_summing
 from evenstep.transport.memory import HostMemory
 
@@ -91,7 +91,7 @@ class PreparedOptimizer:
         self._words = self._state.memory.words(shape[0] * shape[1]).view(shape)
         if self._group.puts is not None:  # other machines may come at any time
             sizes = [p.numel() * p.element_size() for p in self.parameters]
-            shape = (max(num_pieces(sizes), 1), MAX_SHARDS + 1)  # a piece has no more nodes than there are shards
+            shape = (max(most_pieces(sizes), 1), MAX_SHARDS + 1)  # a piece has no more nodes than there are shards
             self._piece_words = self._state.memory.words(shape[0] * shape[1]).view(shape)
 
     def _listed(self) -> list[nn.Parameter]:

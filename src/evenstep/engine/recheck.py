@@ -215,11 +215,23 @@ class Recheck:
         right = [worker for worker in group.members if worker not in wrong]
         if group.elastic and right:
             if group.worker == right[0]:
-                for worker in wrong:
-                    text, most = finding.accuses(worker), self._config.tolerate_wrong
-                    group.tell({"wrong": worker, "text": text, "tolerates": most})
+                self._accuse(finding)
             raise PeerError(finding.accuses(wrong[0]), wrong[0])
-        for worker in wrong:
+        self._tolerate(finding)
+
+    def _accuse(self, finding: "_Finding") -> None:
+        """Tell the supervisor, which dismisses or tolerates those that were wrong."""
+        for worker in finding.verdict.wrong:
+            text, most = finding.accuses(worker), self._config.tolerate_wrong
+            self._group.tell({"wrong": worker, "text": text, "tolerates": most})
+
+    def _tolerate(self, finding: "_Finding") -> None:
+        """Without a supervisor: tolerate those that were wrong, as often as is allowed.
+
+        Raises:
+            WrongError: One was wrong more often.
+        """
+        for worker in finding.verdict.wrong:
             self._forgiven[worker] = self._forgiven.get(worker, 0) + 1
             text = finding.accuses(worker)
             if self._forgiven[worker] > self._config.tolerate_wrong:
@@ -227,7 +239,7 @@ class Recheck:
                     f"{text}. Nothing of the step was committed; train without that machine, or go on at your own risk "
                     "with --tolerate-wrong N, which does such a step again"
                 )
-            if group.rank == 0:
+            if self._group.rank == 0:
                 say(f"{text}; tolerated, {self._forgiven[worker]} of {self._config.tolerate_wrong}: it is done again")
 
 

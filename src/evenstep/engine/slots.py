@@ -104,6 +104,11 @@ class ModelSlots:
         """Tensors in place order, by name; of a tied one, the first place counts."""
         return dict(zip(reversed(self._names), reversed(tensors), strict=True))
 
+    def bound_buffers(self) -> dict[str, Tensor]:
+        """The tensors that hang where the buffers belong, by the names of these."""
+        bound = self.named(self.bound())
+        return {name: bound[name] for name in self.buffers}
+
     def bind_base(self) -> None:
         """Put in what the user's model holds between steps."""
         self.bind(self.in_place_order({**self.parameters, **self.buffers}))
@@ -129,6 +134,7 @@ class Lane:
             self.leaves = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in slots.parameters.items()}
             self._buffers = {name: b.detach().clone() for name, b in slots.buffers.items()}
         self._bound: list[Tensor] = []
+        self._versions: dict[str, int] = {}
 
     def begin(self, buffers: dict[str, Tensor]) -> None:
         """Start a shard's step with the buffers of version v; what is frozen by now stays frozen."""
@@ -138,8 +144,11 @@ class Lane:
                 leaf.data = parameter.detach()  # even if user code moved it: this is where it is trained
             if leaf.requires_grad != parameter.requires_grad:
                 leaf.requires_grad_(parameter.requires_grad)
+            if leaf._backward_hooks is not parameter._backward_hooks:
+                leaf._backward_hooks = parameter._backward_hooks  # what the user has registered there
             leaf.grad = None
         copy_into(buffers, self._buffers)
+        self._versions = {name: buffer._version for name, buffer in self._buffers.items()}
         self._bound = self._slots.in_place_order({**self.leaves, **self._buffers})
 
     def resume(self) -> None:
@@ -149,6 +158,12 @@ class Lane:
     def pause(self) -> None:
         """Remember what is bound now, before another lane takes its place."""
         self._bound = self._slots.bound()
+
+    def changed_buffers(self) -> set[str]:
+        """The buffers that this shard's forward has written to."""
+        bound = self._slots.named(self._bound)
+        began = self._buffers.items()
+        return {name for name, b in began if bound[name] is not b or b._version != self._versions[name]}
 
     def buffers_after(self) -> dict[str, Tensor]:
         """The buffers as this shard's forward left them.

@@ -14,7 +14,7 @@ Whatever happens before the end of 5, version v can be restored.
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -43,7 +43,7 @@ from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
 from evenstep.engine.sharing import Sharing
-from evenstep.engine.updates import Updates
+from evenstep.engine.updates import OwnUpdates, Updates
 from evenstep.exchange.board import Spent
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
@@ -111,6 +111,8 @@ class Engine:
         self._compute_s = self._update_s = 0.0  # of the current step
         self._of_all: dict[str, float] = {}  # what was logged before this step
         self.ledger.holder = self
+        self.models.untouched.alone = isinstance(updates, OwnUpdates)
+        self.models.untouched.kept = bool(self.config.recheck)
 
     @property
     def version(self) -> int:
@@ -145,44 +147,6 @@ class Engine:
             self.holdings.pull()
             self.holdings.settle()
 
-    def edit(self, function: Callable[[], None], seed: int) -> None:
-        """Let the first worker change parameters, buffers and optimizers; everyone has the result afterwards."""
-
-        def attempt() -> Entry:
-            self.group.barrier("edit begins")
-            first = self.group.rank == 0
-            mine = self.models.edit(function, seed, self.optimizers) if first else None
-            changes = self.group.gather_json("edit ends", mine)[0]
-            for prepared, (news, gone, _) in zip(self.optimizers, changes, strict=True):
-                if news or gone:
-                    self.updates.refuse("edited optimizer")
-                prepared.settle(news, {i for i, _, _ in news} if first else set())
-            self._spread_edit(changes)
-            if first:
-                self.updates.edited()
-            self.group.barrier("state moved")
-            return Entry("edit", changes)
-
-        def adopt(entry: Entry, took_part: bool) -> None:
-            for prepared, changes in zip(self.optimizers, entry.value, strict=True):
-                prepared.adopt_changes(changes, took_part)
-            self.models.pull()
-            self.holdings.settle()
-
-        self.ledger.perform(Operation("edit", self.version), attempt, adopt)
-
-    def _spread_edit(self, changes: Sequence[Any]) -> None:
-        """Give all sites what the first worker has edited."""
-        if self.state.sites.are_one:
-            return
-        entries = self.models.editable()
-        for prepared, (news, _, _) in zip(self.optimizers, changes, strict=True):
-            fresh = [entry for entry in prepared.kept.entries_of(news) if not entry.counts]
-            entries += prepared.kept.committed() + fresh
-        if self.state.sites.is_first and self.group.rank:
-            self.state.save([entry for entry in entries if entry.counts])
-        self.state.spread("edit", entries, 0)
-
     def step(self, task: StepTask) -> Outcome:
         """Do one step. All workers must call this alike; blocks until all have committed."""
         kind, trained = f"step {self.version}", task.trained
@@ -202,6 +166,8 @@ class Engine:
             if skipped or not took_part:
                 trained.stepped_elsewhere()
             self.holdings.settle()
+            if took_part:
+                self.models.untouched.remember_values()
             self.holdings.version += 1
             self.recheck.committed(self.version)
             self.logged.settle()
@@ -234,11 +200,12 @@ class Engine:
         if self.config.recheck:
             self.updates.refuse("recheck")
         if not self.ledger.catching_up:
-            self.models.check_versions()
+            self.models.check("between steps")
             for prepared in task.trained.optimizers:
                 prepared.kept.check_untouched()
 
     def _try(self, kind: str, task: StepTask) -> Entry:
+        """Go through a step up to its commit, which is the ledger's; see the module's docstring for its parts."""
         points.reach("step begins")
         points.touch("parameter", *task.trained.parameters)
         self.models.take_buffers()  # drop those of a failed attempt
@@ -248,46 +215,46 @@ class Engine:
         if isinstance(begun, Results):
             aside = {"contents": {}, "samples": sum(task.samples.sizes), "logged": {}}
             return Entry(kind, [begun.loss, begun.metrics, None, [], [], False], aside=aside)
+        firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
+        keeps = self.state.sites.for_each_rank(firsts)
+        work = self._work(task, begun, keeps[self.group.rank])
+        report = self._compute_checked(work, begun, keeps, task.samples)
+        results, changed = self._share(work, report)
+        self.context.check()
+        norm, mine, skipped = self._update(work, results, task.scaling)
+        self._publish_buffers(work, changed, firsts)
+        points.reach("after update")
+        news, carried = self._share_news(work, mine)
+        value = [results.loss, results.metrics, None if norm is None else float(norm), news, carried, skipped]
+        aside = {"contents": report.contents, "samples": sum(begun.sizes), "logged": self._of_all}
+        return Entry(kind, value, aside=aside)
+
+    def _work(self, task: StepTask, begun: Samples, keeps: int | None) -> Work:
+        """Load this worker's parts of a batch.
+
+        Args:
+            task: What the step is asked to do.
+            begun: The batch that is trained on.
+            keeps: The shard whose buffers this worker keeps, if any.
+        """
         with self.group.tracer.span(Kind.LOAD):
             parts = {k: begun.part(k) for k in self.sharing.mine if begun.sizes[k]}
         number = self.updates.number_of(self.version)
-        firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
-        keeps = self.state.sites.for_each_rank(firsts)
-        work = Work(
+        return Work(
             self.version, number, parts, begun.sizes, begun.name, task.function, task.trained, task.clipping,
-            task.scaling.scale, keeps[self.group.rank], part=begun.part,
+            task.scaling.scale, keeps, part=begun.part,
         )  # fmt: skip
-        contents = task.samples.contents() if self.group.num_workers > 1 else {}
+
+    def _compute_checked(self, work: Work, begun: Samples, keeps: Sequence[int | None], samples: Samples) -> Report:
+        """Compute this worker's shards, in some steps twice by different workers."""
+        contents = samples.contents() if self.group.num_workers > 1 else {}
         if self.recheck.is_due(self.version):
             report = self.recheck.compute(Trial(work, begun, keeps, lambda work: self._compute(work, contents)))
         else:
             report = self._compute(work, contents)
         begun.check()
-        results, changed = self._share(work, report)
-        self.context.check()
-        sums = task.trained.gradients.finish()
-        skipped = not self._unscale(work, sums, task.scaling)
-        norm: float | Tensor | None = float("inf")
-        mine: News = []
-        if not skipped:
-            results.scale_gradients(sums)
-            norm = self._clip(work, sums)
-            points.reach("before update")
-            begin = time.monotonic()
-            with self.group.tracer.span(Kind.UPDATE):
-                mine = self.updates.update(work, sums)
-            self._update_s += time.monotonic() - begin
-        first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
-        others = self.models.buffers_to_spread(changed, everywhere=None not in firsts)
-        self.models.publish_buffers(
-            work.where, self.sharing.owner_of(first), others, idle=keeps[self.group.rank] is None
-        )
-        points.reach("after update")
-        news, carried = self._share_news(work, mine)
-        norm = None if norm is None else float(norm)
-        value = [results.loss, results.metrics, norm, news, carried, skipped]
-        aside = {"contents": report.contents, "samples": sum(begun.sizes), "logged": self._of_all}
-        return Entry(kind, value, aside=aside)
+        self.models.untouched.check("inside the step function")
+        return report
 
     def _compute(self, work: Work, contents: dict[str, str]) -> Report:
         """Forward and backward of this worker's shards."""
@@ -328,6 +295,25 @@ class Engine:
             _warn_without_mean(work.version, results.without_mean)
         return results, {name for each in reports for name in each.buffers}
 
+    def _update(self, work: Work, results: Results, scaling: Scaling) -> tuple[float | Tensor | None, News, bool]:
+        """Let owners update what is theirs.
+
+        Returns:
+            The former norm of the gradients if that is limited, perhaps still on a device; new optimizer state; and
+            whether the update was skipped, on all workers, because scaled gradients were not finite.
+        """
+        sums = work.prepared.gradients.finish()
+        if not self._unscale(work, sums, scaling):
+            return float("inf"), [], True
+        results.scale_gradients(sums)
+        norm = self._clip(work, sums)
+        points.reach("before update")
+        begin = time.monotonic()
+        with self.group.tracer.span(Kind.UPDATE):
+            mine = self.updates.update(work, sums)
+        self._update_s += time.monotonic() - begin
+        return norm, mine, False
+
     def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
         """Bring scaled gradients back; return whether all of them are finite, on all workers."""
         if work.scale is None:
@@ -347,6 +333,18 @@ class Engine:
         total = total_norm(of_all, work.prepared.parameters[0].dtype)
         work.clipping.scale_down(gradients.values(), total)
         return float(total)
+
+    def _publish_buffers(self, work: Work, changed: set[str], firsts: Sequence[int | None]) -> None:
+        """Make the buffers of the first shard with samples everyone's.
+
+        Args:
+            work: The step.
+            changed: The buffers that any worker has changed.
+            firsts: The first shard with samples on each site.
+        """
+        first = min((shard for shard in firsts if shard is not None), default=self.sharing.mine.start)
+        others = self.models.buffers_to_spread(changed, everywhere=None not in firsts)
+        self.models.publish_buffers(work.where, self.sharing.owner_of(first), others, idle=work.keeps is None)
 
     def _share_news(self, work: Work, mine: News) -> tuple[News, Carried]:
         """Wait until everyone has updated; put what is new in the state where everyone finds it."""

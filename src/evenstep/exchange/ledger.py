@@ -202,19 +202,22 @@ class Ledger:
         if self.holder is not None:
             self.holder.begin(self._next)
         if self._recovered != self.group.generation:
-            behind = self._next < self._reached
-            if self.volatile:
-                self._see_who_has_it()
-            if self.holder is not None:
-                with self.group.tracer.span(Kind.RECOVERY, number=self.group.generation):
-                    self.holder.recover()
-            if behind:
-                self._go_back()
-            self._recovered, self._has = self.group.generation, self._next
-            if self.group.leads:
-                self.group.board.lacks_state = False
+            self._recover_state()
         self.group.board.holds(self.group.worker, True)
         return True
+
+    def _recover_state(self) -> None:
+        behind = self._next < self._reached
+        if self.volatile:
+            self._see_who_has_it()
+        if self.holder is not None:
+            with self.group.tracer.span(Kind.RECOVERY, number=self.group.generation):
+                self.holder.recover()
+        if behind:
+            self._go_back()
+        self._recovered, self._has = self.group.generation, self._next
+        if self.group.leads:
+            self.group.board.lacks_state = False
 
     def _see_who_has_it(self) -> None:
         """Find out who has the state, and check that this worker is where the state is.

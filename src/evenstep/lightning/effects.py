@@ -123,10 +123,7 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, dict) and all(isinstance(v, dict) and v.keys() == first.keys() for v in values):
         return {key: join([value[key] for value in values], sizes) for key in first}
     if isinstance(first, Tensor) and all(isinstance(value, Tensor) for value in values):
-        if all(value.ndim and len(value) == size for value, size in zip(values, sizes, strict=True)):
-            return torch.cat(list(values))
-        if all(value.numel() == 1 and value.is_floating_point() for value in values):
-            return mean(values, sizes)
+        return _join_tensors(values, sizes)
     if type(first) is list and all(type(v) is list and len(v) == n for v, n in zip(values, sizes, strict=True)):
         return [item for value in values for item in value]  # one for each sample
     if type(first) in (list, tuple) and all(type(v) is type(first) and len(v) == len(first) for v in values):
@@ -134,3 +131,11 @@ def join(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, float) and all(isinstance(value, float) for value in values):
         return float(mean([torch.tensor(value, dtype=torch.float64) for value in values], sizes))
     raise ValueError(f"a {type(first).__name__}")
+
+
+def _join_tensors(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    if all(value.ndim and len(value) == size for value, size in zip(values, sizes, strict=True)):
+        return torch.cat(list(values))
+    if all(value.numel() == 1 and value.is_floating_point() for value in values):
+        return mean(values, sizes)
+    raise ValueError(f"a {type(values[0]).__name__}")

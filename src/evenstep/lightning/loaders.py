@@ -1,6 +1,6 @@
 """Loaders for Lightning's loops that give batches of a run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader
 from evenstep.core.errors import UnsupportedError
 from evenstep.data.batch import Batch
 from evenstep.run.feed import Batches
-from evenstep.run.loaders import batches_of
+from evenstep.run.loaders import AccumulatingSampler, batches_of
 from evenstep.run.run import Run
 
-__all__ = ["EndlessLoader", "SealedBatch", "loader_of"]
+__all__ = ["EndlessLoader", "SealedBatch", "WaitingBatch", "loader_of"]
 
 
 class SealedBatch:
@@ -41,16 +41,29 @@ class SealedBatch:
         )
 
 
+class WaitingBatch(SealedBatch):
+    """Takes the place of a batch whose gradients are to be accumulated: its samples come with the last one's."""
+
+    def __init__(self) -> None:
+        """It has nothing yet."""
+
+    def __len__(self) -> int:
+        """None: the last one has them all."""
+        return 0
+
+
 class EndlessLoader:
     """Iterates over the batches of a loader, epoch by epoch, and can resume in the middle of one.
 
     Args:
-        batches: Its batches.
+        batches: Its batches; each consists of several of the loader's, if gradients accumulate.
         source: The user's loader.
+        times: Of how many.
+        limit: Asked how many of the loader's batches an epoch uses.
     """
 
-    def __init__(self, batches: Batches, source: DataLoader[Any]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Batches, source: DataLoader[Any], times: int, limit: Callable[[], int]) -> None:
+        self._batches, self._times, self._limit = batches, times, limit
         self.dataset, self.batch_sampler = source.dataset, source.batch_sampler
         self._epoch = self._first = self._given = 0
 
@@ -65,12 +78,17 @@ class EndlessLoader:
 
     def __len__(self) -> int:
         """How many batches an epoch has."""
-        return len(self._batches)
+        return len(self._batches if self._times == 1 else self.batch_sampler)  # type: ignore[arg-type]  # it has one
 
     def __iter__(self) -> Iterator[SealedBatch]:
         first, self._first = self._first, 0
         self._given = first
-        for batch in self._batches.at(self._epoch, first):
+        for batch in self._batches.at(self._epoch, first // self._times):
+            end = self._given // self._times * self._times + self._times
+            end = end if self._times == 1 else min(end, self._limit())
+            while self._given < end - 1:
+                self._given += 1
+                yield WaitingBatch()
             self._given += 1
             yield SealedBatch(batch)
 
@@ -83,18 +101,34 @@ class EndlessLoader:
         self._first = self._given = state["batch"]
 
 
-def loader_of(run: Run, source: Any, *, train: bool) -> Any:
+def loader_of(run: Run, source: Any, *, train: bool, times: int, limit: Callable[[], int]) -> Any:
     """What Lightning iterates over instead of a user's loader; the loader itself if it gives whole batches.
 
+    Args:
+        run: The run.
+        source: The user's loader.
+        train: Whether steps train on its batches.
+        times: How many of its batches make a step.
+        limit: Asked at the beginning of an epoch how many of its batches are used.
+
     Raises:
-        UnsupportedError: It asks of loader processes what they cannot do.
+        UnsupportedError: It asks of loader processes what they cannot do, or its batches cannot be put together.
     """
-    batches = batches_of(run, source, train=train)
+
+    def grouped(sampler: Any) -> Any:
+        return sampler if times == 1 else AccumulatingSampler(sampler, times, limit)
+
+    batches = batches_of(run, source, train=train, grouped=grouped)
     if batches is None:
+        if times > 1:
+            raise UnsupportedError(
+                f"Trainer(accumulate_grad_batches={times}) with data that have no index; expected 1: make their "
+                "batches as many times as large"
+            )
         return source
     if source.worker_init_fn is not None:
         raise UnsupportedError(
             "the DataLoader has a worker_init_fn; expected none: every sample is seeded by itself, whichever process "
             "loads it. What a process needs, let the data set make when it is first asked for a sample"
         )
-    return EndlessLoader(batches, source)
+    return EndlessLoader(batches, source, times, limit)

@@ -17,7 +17,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from evenstep.core.errors import UnsupportedError
 
-__all__ = ["refuse_unsupported"]
+__all__ = ["AVERAGE_INSTEAD", "refuse_unsupported"]
+
+AVERAGE_INSTEAD = "prepare an AveragedModel by trainer.strategy.run.prepare in on_fit_start, and update it in run.edit"
 
 _INSIDE = {
     "on_before_backward": "the loss is in what on_train_batch_end gets",
@@ -25,20 +27,19 @@ _INSIDE = {
     "on_before_optimizer_step": "for the norm of gradients, Trainer(gradient_clip_val=...) and "
     "trainer.strategy.run.grad_norm",
     "configure_gradient_clipping": "Trainer(gradient_clip_val=..., gradient_clip_algorithm=...)",
-    "backward": "return the loss that backward shall begin from",
+    "backward": "return the loss from which backward starts",
     "optimizer_zero_grad": "nothing: gradients are those of the step",
 }
 """Hooks inside a step, which is one transaction of all workers; and what to do instead."""
 
 _CALLBACKS: dict[type[Callback], str] = {
-    StochasticWeightAveraging: "it changes parameters between steps; prepare an AveragedModel by "
-    "trainer.strategy.run.prepare in on_fit_start, and update it in run.edit",
-    WeightAveraging: "it averages a copy of its own, which a worker that replaces another would not have; prepare an "
-    "AveragedModel by trainer.strategy.run.prepare in on_fit_start, and update it in run.edit",
+    StochasticWeightAveraging: f"it changes parameters between steps; {AVERAGE_INSTEAD}",
+    WeightAveraging: "it averages a copy of its own, which a worker that replaces another would not have; "
+    f"{AVERAGE_INSTEAD}",
     ModelPruning: "it replaces parameters; prune before trainer.fit",
     GradientAccumulationScheduler: "let the DataLoader's batch_size grow instead",
-    BatchSizeFinder: "it trains and takes back; use more shards if memory is short",
-    LearningRateFinder: "it trains and takes back; find the learning rate without the exact mode",
+    BatchSizeFinder: "it trains and then undoes it; use more shards if memory is short",
+    LearningRateFinder: "it trains and then undoes it; find the learning rate without the exact mode",
 }
 
 
@@ -58,7 +59,7 @@ def _found(trainer: Trainer, module: LightningModule) -> Iterator[str]:
     for callback in trainer.callbacks:
         for kind, instead in _CALLBACKS.items():
             if isinstance(callback, kind):
-                yield f"the callback {type(callback).__name__} cannot be had exactly: {instead}"
+                yield f"the callback {type(callback).__name__} has no exact equivalent: {instead}"
     for hook, instead in _INSIDE.items():
         for owner in (module, *trainer.callbacks):
             if hasattr(owner, hook) and is_overridden(hook, owner, Callback if isinstance(owner, Callback) else None):
@@ -77,12 +78,6 @@ def _of_training(trainer: Trainer, module: LightningModule) -> Iterator[str]:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         yield "training_step takes a dataloader_iter; expected the batch: each worker loads the parts that it computes"
-    if trainer.accumulate_grad_batches != 1:
-        yield (
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}); expected 1: make the DataLoader's "
-            "batch_size as many times as large. Only one shard's activations are alive at a time; if memory is short, "
-            "use more shards"
-        )
     if trainer._val_check_time_interval is not None:
         yield (
             f"Trainer(val_check_interval=...) is a time ({trainer._val_check_time_interval:g} s), which each worker "

@@ -107,6 +107,7 @@ class Steps:
         numbers = join([{name: _as_tensor(v) for name, v in note["numbers"].items()} for note in notes], sizes)
         others = {name: _Elsewhere(name) for name in notes[0]["others"]}
         found = loss.to(device=self._device, dtype=torch.get_default_dtype())
+        found = found * trainer.accumulate_grad_batches  # Lightning divides what each batch adds
         return {"loss": found, **move_data_to_device(numbers, self._device), **others}
 
     def evaluate(self, hook: str, call: Call, batch: Any, *rest: Any) -> Any:

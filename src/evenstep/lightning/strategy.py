@@ -27,10 +27,11 @@ from evenstep.core import env
 from evenstep.core.errors import CheckpointError, ConfigError, UnsupportedError
 from evenstep.lightning import checkpoints
 from evenstep.lightning.launcher import Launcher
-from evenstep.lightning.loaders import SealedBatch, loader_of
-from evenstep.lightning.refusals import refuse_unsupported
+from evenstep.lightning.loaders import SealedBatch, WaitingBatch, loader_of
+from evenstep.lightning.refusals import AVERAGE_INSTEAD, refuse_unsupported
 from evenstep.lightning.steps import Steps
 from evenstep.lightning.trainer import adapted
+from evenstep.run.followers import Followers
 from evenstep.run.run import Run
 
 __all__ = ["Exact"]
@@ -93,7 +94,7 @@ class Exact(Strategy):
             ConfigError: There is none.
         """
         if self._run is None:
-            raise ConfigError("there is no run; expected inside of trainer.fit, validate, test or predict")
+            raise ConfigError("there is no run; this works only inside trainer.fit, validate, test or predict")
         return self._run
 
     def _configure_launcher(self) -> None:
@@ -110,7 +111,7 @@ class Exact(Strategy):
     def within(self, trainer: Trainer, function: Callable[[], Any]) -> Any:
         """See `Runs`."""
         if self._run is not None:
-            raise UnsupportedError("an entry point of a Trainer was called inside of another one of the same strategy")
+            raise UnsupportedError("an entry point of a Trainer was called inside another one of the same strategy")
         with self._open() as self._run:
             try:
                 self._set_rank(self._run.worker)
@@ -176,7 +177,7 @@ class Exact(Strategy):
     def _refuse_inside(self, name: str) -> None:
         if self._steps is not None and self._steps.is_inside:
             raise UnsupportedError(
-                f"{name} inside of a step, which is called once for each part of a batch; for the rows of all parts "
+                f"{name} inside a step, which is called once for each part of a batch; for the rows of all parts "
                 "use self.trainer.strategy.run.gather(x) in training_step"
             )
 
@@ -197,6 +198,7 @@ class Exact(Strategy):
                 self.run.prepare(module, optimizer, sync_batchnorm=self._sync_batchnorm, whole=self._whole)
             self.run.count_from(self._begins_at)
         self._steps = Steps(self.run, trainer, module, self.precision_plugin, self.root_device)
+        self._followers = Followers(self.run, module, trainer.callbacks, "lightning", AVERAGE_INSTEAD)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make optimizers and schedulers, one or several of each."""
@@ -223,7 +225,15 @@ class Exact(Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make a loader give batches of the run."""
-        return loader_of(self.run, dataloader, train=bool(self.lightning_module.trainer.training))
+        trainer = self.lightning_module.trainer
+        training = bool(trainer.training)
+        return loader_of(
+            self.run,
+            dataloader,
+            train=training,
+            times=trainer.accumulate_grad_batches if training else 1,
+            limit=lambda: int(trainer.num_training_batches),
+        )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a whole batch; the parts of a batch of the run are moved when they are computed."""
@@ -239,11 +249,14 @@ class Exact(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a batch: forward, backward and update."""
+        if isinstance(args[0], WaitingBatch):
+            return torch.zeros((), device=self.root_device)
         if not self._stepping:
             raise UnsupportedError(
                 "optimizer_step called its closure by itself, to compute gradients without stepping on them; expected "
                 "optimizer.step(closure=optimizer_closure): a step is one transaction of all workers"
             )
+        self._followers.look()
         return self._in_steps.train(partial(Strategy.training_step, self), self.optimizers, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

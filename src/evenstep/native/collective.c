@@ -44,8 +44,11 @@ static size_t cut(size_t count, uint32_t index, uint32_t parts) {
 static int await_rank(walk *w, uint32_t rank, uint64_t step) {
     es_team *team = w->team;
     es_mark *mark = es_posted(team->base, rank);
+    const _Atomic uint32_t *aborted = es_abort_word(team->base);
+    /* A rank on another core does not need this one; where others do, having it back can take milliseconds. */
+    if (es_elsewhere(team->base, rank) && es_spin(mark, seq_of(step), aborted, w->call->looks)) return ES_OK;
     for (;;) {
-        int rc = es_await(mark, seq_of(step), es_abort_word(team->base), w->call->spin, SLICE_NS);
+        int rc = es_await(mark, seq_of(step), aborted, w->call->spin, SLICE_NS);
         if (rc != ES_AGAIN) return rc;
         for (uint32_t other = 0; other < team->num_ranks; ++other) {
             es_mark *theirs = es_posted(team->base, other);

@@ -67,7 +67,8 @@ typedef struct {
     uint32_t root;  /* where there is one */
     size_t count;   /* items of one piece; a piece is what one rank contributes, or gets, in one `in` or `out` */
     int64_t timeout_ns;       /* how long a rank may take for a step of it */
-    uint32_t spin;            /* how often to look before sleeping */
+    uint32_t looks;           /* how often to look before giving the core away to a rank that was on another one, */
+    uint32_t spin;            /* and after that before sleeping */
     size_t step_bytes;        /* how much to move in a step; the maximum over the ranks counts */
     const void *const *in;    /* one piece, or one for each rank; NULL where this rank has nothing to give */
     void *const *out;         /* likewise; NULL where it gets nothing */

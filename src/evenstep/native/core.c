@@ -12,7 +12,11 @@
 
 static const char MAGIC[8] = {'e', 'v', 'e', 'n', 's', 't', 'p', '1'};
 
-enum { YIELDS = 64 }; /* among the looks before sleeping */
+enum {
+    YIELDS = 64,         /* among the looks before sleeping */
+    TAKEN_NS = 500000,   /* who gets a core back later than this has given it to a stranger, */
+    CROWDED_WAITS = 64,  /* and keeps it in so many waits from then on: the kernel counts what is given away as used */
+};
 
 typedef struct {
     char magic[8];
@@ -34,7 +38,8 @@ typedef struct {
 typedef struct {
     es_mark posted; /* the exchange that this worker has posted */
     _Atomic uint32_t pid;
-    char padding[44];
+    _Atomic int32_t core; /* that it was on when it last published something */
+    char padding[40];
     _Atomic uint64_t error_bytes;
     char error[ES_ERROR_BYTES];
 } es_worker;
@@ -131,7 +136,12 @@ void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint
     slot->at = at;
     slot->tag_hash = tag_hash;
     strncpy(slot->tag, tag, ES_TAG_BYTES - 1);
+    atomic_store_explicit(&worker_at(base, worker)->core, sched_getcpu(), memory_order_relaxed);
     es_raise(es_posted(base, worker), seq);
+}
+
+int es_elsewhere(const void *base, uint32_t worker) {
+    return atomic_load_explicit(&worker_at(base, worker)->core, memory_order_relaxed) != sched_getcpu();
 }
 
 void es_post(void *base, uint32_t worker, uint64_t seq, const char *tag, const void *data, size_t bytes) {
@@ -154,12 +164,29 @@ static int sleep_until(es_mark *mark, uint64_t seq, const _Atomic uint32_t *abor
     }
 }
 
+int es_spin(const es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t looks) {
+    for (; looks && !atomic_load_explicit(aborted, memory_order_relaxed); --looks) {
+        if (atomic_load_explicit(&mark->seq, memory_order_acquire) >= seq) return 1;
+        pause_briefly();
+    }
+    return 0;
+}
+
+/* Gives the core to whoever waits for it; whether it came back soon. */
+static int yield(void) {
+    int64_t before = es_now_ns();
+    sched_yield();
+    return es_now_ns() - before < TAKEN_NS;
+}
+
 int es_await(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns) {
+    static _Thread_local uint32_t crowded; /* how many waits keep the core */
+    if (crowded) --crowded;
     for (uint32_t i = 1; i <= spin; ++i) {
         if (atomic_load_explicit(&mark->seq, memory_order_acquire) >= seq) return ES_OK;
         if (aborted && atomic_load_explicit(aborted, memory_order_relaxed)) break;
-        if (i % (spin / YIELDS + 1)) pause_briefly();
-        else sched_yield(); /* the one that is to raise the mark may be waiting for this core */
+        if (crowded || i % (spin / YIELDS + 1)) pause_briefly();
+        else if (!yield()) crowded = CROWDED_WAITS; /* the one that is to raise the mark may have waited for this core */
     }
     int64_t deadline = es_now_ns() + timeout_ns;
     atomic_fetch_add(&mark->waiting, 1);

@@ -36,6 +36,8 @@ void es_bump(es_mark *mark);
 /* The one way to wait: spin a little, then sleep on the bell, up to timeout_ns, until the mark has reached `seq`;
  * ES_ABORTED once `*aborted` is not 0 (`aborted` may be NULL). */
 int es_await(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns);
+/* Looks so often whether the mark has reached `seq`, without giving the core away; stops when `*aborted` is not 0. */
+int es_spin(const es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t looks);
 /* The word that becomes nonzero when somebody calls es_abort. */
 const _Atomic uint32_t *es_abort_word(const void *base);
 int64_t es_now_ns(void);
@@ -64,6 +66,8 @@ void *es_slot_data(void *base, uint32_t worker, uint64_t seq);
 /* `at` says where the data are if not in the slot, for those who know what it means. */
 void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint64_t tag_hash, uint64_t number,
                 size_t bytes, uint64_t at);
+/* Whether `worker` was on another core than this thread is now when it last published something. */
+int es_elsewhere(const void *base, uint32_t worker);
 uint64_t es_posted_at(void *base, uint32_t worker, uint64_t seq);
 uint64_t es_hash_tag(const char *tag);
 /* The number of bytes in the slot of `worker` for a `seq` that it has posted. */

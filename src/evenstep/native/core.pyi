@@ -52,6 +52,7 @@ class Turn:
 
 class Team:
     number: int
+    looks: int
     spin: int
     step_bytes: int
     def __init__(
@@ -98,13 +99,13 @@ class Sums:
         turn: Turn,
         is_recording: Callable[[], bool],
         usual: tuple[object, object],
-        strided: object,
+        types: tuple[type, ...],
         done: object,
         failed: Callable[[int, Any, bytes, float], None],
         /,
     ) -> None: ...
     def all_reduce(self, tensors: list[Any], opts: object, /) -> Any | None: ...
-    def learn(self, dtype: object, shape: object, tag: bytes, code: int, op: int, count: int, /) -> None: ...
+    def learn(self, tensor: object, tag: bytes, dtype: int, op: int, count: int, /) -> None: ...
 
 def slot_data(base: int, worker: int, seq: int, /) -> int: ...
 def mark_seen(mark: int, /) -> int: ...

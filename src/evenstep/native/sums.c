@@ -1,12 +1,15 @@
 /* Sums that the caller waits for: from torch's arguments to the result in one call.
  *
  * For a small sum, checking its arguments takes longer than the sum itself. So sums that were done before are known by
- * the dtype and shape of the tensor, and anything unusual is left to the general path.
+ * the dtype and shape of the tensor, and anything unusual, such as a type of tensor of somebody's own, is left to the
+ * general path.
  */
 #include "team.h"
 
 #include <string.h>
 #include <structmember.h>
+
+#include "view.h"
 
 enum { MOST_KNOWN = 4096 }; /* sizes may never repeat */
 
@@ -21,26 +24,26 @@ typedef struct {
     PyObject_HEAD
     es_team_object *team;
     es_turn_object *turn;
-    PyObject *known;        /* (dtype, shape): known_sum, in a capsule */
+    PyObject *known;        /* es_view_key: known_sum, in a capsule */
+    PyObject *types;        /* of tensors that can be looked at; the first one has the viewer */
+    es_viewer viewer;
     PyObject *is_recording; /* whether a profiler is recording */
     PyObject *usual;        /* what AllreduceOptions have for a sum: (reduceOp, timeout) */
-    PyObject *strided;      /* the layout */
     PyObject *done;         /* what is returned */
     PyObject *failed;       /* called with (code, culprit, tag, timeout_s), or (code, error, tag, timeout_s); raises */
     double timeout_s;
 } sums_object;
 
-static PyObject *name_async, *name_op, *name_timeout, *name_dtype, *name_shape, *name_layout, *name_cpu, *name_contiguous,
-    *name_address;
+static PyObject *name_async, *name_op, *name_timeout;
 
 static PyObject *make_sums(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *team, *turn, *is_recording, *usual, *strided, *done, *failed, *module = PyType_GetModule(type);
+    PyObject *team, *turn, *is_recording, *usual, *types, *done, *failed, *module = PyType_GetModule(type);
     PyObject *team_type = module ? PyObject_GetAttrString(module, "Team") : NULL;
     PyObject *turn_type = module ? PyObject_GetAttrString(module, "Turn") : NULL;
     sums_object *self = NULL;
     if (team_type && turn_type &&
-        PyArg_ParseTuple(args, "O!O!OO!OOO", team_type, &team, turn_type, &turn, &is_recording, &PyTuple_Type, &usual,
-                         &strided, &done, &failed))
+        PyArg_ParseTuple(args, "O!O!OO!O!OO", team_type, &team, turn_type, &turn, &is_recording, &PyTuple_Type, &usual,
+                         &PyTuple_Type, &types, &done, &failed))
         self = (sums_object *)PyType_GenericAlloc(type, 0);
     Py_XDECREF(team_type);
     Py_XDECREF(turn_type);
@@ -49,7 +52,8 @@ static PyObject *make_sums(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->turn = (es_turn_object *)Py_NewRef(turn);
     self->is_recording = Py_NewRef(is_recording);
     self->usual = Py_NewRef(usual);
-    self->strided = Py_NewRef(strided);
+    self->types = Py_NewRef(types);
+    self->viewer = es_find_viewer(PyTuple_GetItem(types, 0));
     self->done = Py_NewRef(done);
     self->failed = Py_NewRef(failed);
     self->known = PyDict_New();
@@ -65,7 +69,7 @@ static void free_sums(PyObject *object) {
     Py_XDECREF(self->known);
     Py_XDECREF(self->is_recording);
     Py_XDECREF(self->usual);
-    Py_XDECREF(self->strided);
+    Py_XDECREF(self->types);
     Py_XDECREF(self->done);
     Py_XDECREF(self->failed);
     PyObject_Free(object);
@@ -74,14 +78,23 @@ static void free_sums(PyObject *object) {
 
 static void forget(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, KNOWN)); }
 
-/* learn(dtype, shape, tag, dtype in the core, operation, number of items) */
+/* Whether the memory of a tensor can be added as it is, and where it is. */
+static int look_at(const sums_object *self, PyObject *tensor, es_view *view) {
+    for (Py_ssize_t i = PyTuple_Size(self->types); self->viewer && i-- > 0;)
+        if ((PyObject *)Py_TYPE(tensor) == PyTuple_GetItem(self->types, i)) return es_look_at(self->viewer, tensor, view);
+    return 0;
+}
+
+/* learn(tensor, tag, dtype in the core, operation, number of items) */
 static PyObject *learn(PyObject *object, PyObject *args) {
     sums_object *self = (sums_object *)object;
-    PyObject *dtype, *shape;
+    PyObject *tensor;
+    es_view view;
     const char *tag;
     int code, op;
     Py_ssize_t tag_bytes, count;
-    if (!PyArg_ParseTuple(args, "OOy#iin", &dtype, &shape, &tag, &tag_bytes, &code, &op, &count)) return NULL;
+    if (!PyArg_ParseTuple(args, "Oy#iin", &tensor, &tag, &tag_bytes, &code, &op, &count)) return NULL;
+    if (!look_at(self, tensor, &view)) Py_RETURN_NONE;
     known_sum *sum = PyMem_Calloc(1, sizeof *sum + (size_t)tag_bytes + 1);
     if (!sum) return PyErr_NoMemory();
     memcpy(sum->tag, tag, (size_t)tag_bytes);
@@ -93,7 +106,7 @@ static PyObject *learn(PyObject *object, PyObject *args) {
         return NULL;
     }
     if (PyDict_Size(self->known) >= MOST_KNOWN) PyDict_Clear(self->known);
-    PyObject *key = PyTuple_Pack(2, dtype, shape);
+    PyObject *key = es_view_key(&view);
     int rc = key ? PyDict_SetItem(self->known, key, capsule) : -1;
     Py_XDECREF(key);
     Py_DECREF(capsule);
@@ -101,17 +114,11 @@ static PyObject *learn(PyObject *object, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Whether an attribute, or what its method returns, is this very object; -1 with an exception set. */
+/* Whether an attribute is this very object; -1 with an exception set. */
 static int is(PyObject *object, PyObject *name, PyObject *expected) {
     PyObject *found = PyObject_GetAttr(object, name);
     Py_XDECREF(found);
     return found ? found == expected : -1;
-}
-
-static int returns_true(PyObject *object, PyObject *name) {
-    PyObject *found = PyObject_CallMethodObjArgs(object, name, NULL);
-    Py_XDECREF(found);
-    return found ? found == Py_True : -1;
 }
 
 static int equals(PyObject *object, PyObject *name, PyObject *expected) {
@@ -133,19 +140,12 @@ static int is_usual(const sums_object *self, PyObject *opts) {
     return recording ? recording == Py_False : -1;
 }
 
-/* What is known of the sum of such tensors, if the memory of this one can be added as it is; else NULL, with or without an
- * exception set. */
-static PyObject *find(const sums_object *self, PyObject *tensor) {
-    if (is(tensor, name_layout, self->strided) <= 0 || is(tensor, name_cpu, Py_True) <= 0 ||
-        returns_true(tensor, name_contiguous) <= 0)
-        return NULL;
-    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype), *shape = PyObject_GetAttr(tensor, name_shape);
-    PyObject *key = dtype && shape ? PyTuple_Pack(2, dtype, shape) : NULL;
+/* What is known of the sum of such tensors; NULL with or without an exception set. */
+static PyObject *find(const sums_object *self, const es_view *view) {
+    PyObject *key = es_view_key(view);
     PyObject *capsule = key ? PyDict_GetItemWithError(self->known, key) : NULL;
     Py_XINCREF(capsule);
     Py_XDECREF(key);
-    Py_XDECREF(shape);
-    Py_XDECREF(dtype);
     return capsule;
 }
 
@@ -164,12 +164,8 @@ static PyObject *fail(sums_object *self, int rc, const char *tag) {
     return NULL;
 }
 
-/* Adds the memory of a tensor, if nothing else is in the way. */
-static PyObject *add(sums_object *self, PyObject *tensor, const known_sum *sum) {
-    PyObject *address = PyObject_CallMethodObjArgs(tensor, name_address, NULL);
-    void *memory = address ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
-    if (PyErr_Occurred()) return NULL;
+/* Adds memory, if nothing else is in the way. */
+static PyObject *add(sums_object *self, void *memory, const known_sum *sum) {
     if (!self->team->team.base || !es_take_turn(self->turn)) Py_RETURN_NONE;
     es_call call = sum->call;
     call.timeout_ns = (int64_t)((self->timeout_s < 1e9 ? self->timeout_s : 1e9) * 1e9);
@@ -186,8 +182,9 @@ static PyObject *all_reduce(PyObject *object, PyObject *const *args, Py_ssize_t 
     if (num_args != 2) return PyErr_Format(PyExc_TypeError, "all_reduce takes 2 arguments");
     if (!PyList_CheckExact(args[0]) || PyList_Size(args[0]) != 1) Py_RETURN_NONE;
     PyObject *tensor = Py_NewRef(PyList_GetItem(args[0], 0)); /* others may run meanwhile, and change the list */
-    PyObject *known = is_usual(self, args[1]) > 0 ? find(self, tensor) : NULL;
-    PyObject *result = known ? add(self, tensor, PyCapsule_GetPointer(known, KNOWN)) : NULL;
+    es_view view;
+    PyObject *known = look_at(self, tensor, &view) && is_usual(self, args[1]) > 0 ? find(self, &view) : NULL;
+    PyObject *result = known ? add(self, view.data, PyCapsule_GetPointer(known, KNOWN)) : NULL;
     Py_DECREF(tensor);
     if (!known && !PyErr_Occurred()) Py_RETURN_NONE;
     Py_XDECREF(known);
@@ -212,9 +209,7 @@ int es_add_sums(PyObject *module) {
     static const struct {
         PyObject **name;
         const char *text;
-    } NAMES[] = {{&name_async, "asyncOp"},   {&name_op, "reduceOp"},     {&name_timeout, "timeout"},
-                 {&name_dtype, "dtype"},     {&name_shape, "shape"},     {&name_layout, "layout"},
-                 {&name_cpu, "is_cpu"},      {&name_contiguous, "is_contiguous"}, {&name_address, "data_ptr"}};
+    } NAMES[] = {{&name_async, "asyncOp"}, {&name_op, "reduceOp"}, {&name_timeout, "timeout"}};
     for (size_t i = 0; i < sizeof NAMES / sizeof NAMES[0]; ++i)
         if (!(*NAMES[i].name = PyUnicode_InternFromString(NAMES[i].text))) return -1;
     PyObject *type = PyType_FromModuleAndSpec(module, &sums_spec, NULL);

@@ -148,6 +148,7 @@ int es_take_part(es_team_object *self, es_call *call) {
         return ES_INTERRUPTED;
     }
     call->number = ++self->number;
+    call->looks = self->looks;
     call->spin = self->spin;
     call->step_bytes = (size_t)self->step_bytes;
     Py_BEGIN_ALLOW_THREADS
@@ -212,6 +213,7 @@ static PyMethodDef team_methods[] = {
 };
 static PyMemberDef team_members[] = {
     {"number", T_ULONGLONG, offsetof(es_team_object, number), 0, NULL},
+    {"looks", T_UINT, offsetof(es_team_object, looks), 0, NULL},
     {"spin", T_UINT, offsetof(es_team_object, spin), 0, NULL},
     {"step_bytes", T_PYSSIZET, offsetof(es_team_object, step_bytes), 0, NULL},
     {NULL, 0, 0, 0, NULL},

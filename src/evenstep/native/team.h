@@ -22,7 +22,7 @@ typedef struct {
     PyObject_HEAD
     es_team team;
     unsigned long long number; /* of the operation that was started last */
-    unsigned spin;             /* see es_call */
+    unsigned looks, spin;      /* see es_call */
     Py_ssize_t step_bytes;
 } es_team_object;
 

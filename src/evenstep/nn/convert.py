@@ -100,14 +100,18 @@ def convert_sync_batchnorm(
         if id(module) in classes:
             _convert(module, classes[id(module)])
         if isinstance(module, SyncBatchNorm):
-            module.qualified_name = name
-            if process_group is not None:
-                module.process_group = process_group
-            if eps_mode is not None:
-                module.eps_mode = eps_mode
+            _configure(module, name, process_group, eps_mode)
     if fuse:
         fusion.fuse(model)
     return model
+
+
+def _configure(module: SyncBatchNorm, name: str, process_group: Any, eps_mode: EpsMode | None) -> None:
+    module.qualified_name = name
+    if process_group is not None:
+        module.process_group = process_group
+    if eps_mode is not None:
+        module.eps_mode = eps_mode
 
 
 def _refuse_scripted(named: Sequence[tuple[str, nn.Module]]) -> None:

@@ -154,19 +154,24 @@ def _run(
     if launch is not None:
         launch(*tensors, *rest)
         return
+    options = _launch_options(device, tile, meetings, early=meetings is None and rest[-1])
+    compiled = getattr(_kernels(), name)[grid](*tensors, *rest, **options)
+    if compiled is not None:  # the interpreter compiles nothing
+        if len(_launchers) >= _MOST_LAUNCHERS:  # some sizes may never come again
+            _launchers.clear()
+        _launchers[key] = compiled[grid]
+
+
+def _launch_options(device: torch.device, tile: Tile, meetings: int | None, *, early: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"enable_fp_fusion": True, "num_warps": tile.num_warps}
-    if meetings is None and rest[-1]:
+    if early:
         options["launch_pdl"] = True
     if meetings and device.type == "cuda":
         options["launch_cooperative_grid"] = True
     if tile.together and device.type == "cuda" and torch.version.hip is None:
         registers = _REGISTERS // (32 * tile.num_warps * tile.together) // 8 * 8  # of a thread; given out by eight
         options["maxnreg"] = min(255, registers)
-    compiled = getattr(_kernels(), name)[grid](*tensors, *rest, **options)
-    if compiled is not None:  # the interpreter compiles nothing
-        if len(_launchers) >= _MOST_LAUNCHERS:  # some sizes may never come again
-            _launchers.clear()
-        _launchers[key] = compiled[grid]
+    return options
 
 
 @lru_cache(maxsize=64)

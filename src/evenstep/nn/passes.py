@@ -276,18 +276,21 @@ def input_gradients(
             found = whole.found_for(part)
         if through is not None or found is not None:
             if slopes is None:
-                assert whole.found is not None
+                assert whole.found is not None, "kernels have found the statistics"
                 slopes = gpu.finish_sums(rows, whole.found, whole.eps, whole.eps_mode)
-            if found is not None:
-                unused = _shards([part._replace(residual=None, activation=None)], [torch.zeros_like(part.x)])
-                dxs[n] = unused.gradients(found, slopes.to(part.x.device))[0]
-            elif through is not None:
-                dxs[n] = through(slopes)
+            dxs[n] = through(slopes) if through is not None else _unused_gradient(part, found, slopes)
             continue
         if everyone is None:
             everyone = _sum_all(rows)
         dxs[n] = _input_gradient(part, dys[n], whole, everyone)
     return dxs
+
+
+def _unused_gradient(part: Part, found: gpu.JointStatistics | None, slopes: Tensor) -> Tensor:
+    """The gradient of an input whose output nothing uses: it flows through the statistics alone."""
+    assert found is not None, "called only where kernels can be used"
+    unused = _shards([part._replace(residual=None, activation=None)], [torch.zeros_like(part.x)])
+    return unused.gradients(found, slopes.to(part.x.device))[0]
 
 
 def _input_gradient(part: Part, dy: Tensor | None, whole: Combined, everyone: Tensor) -> Tensor:

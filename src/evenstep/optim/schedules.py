@@ -17,7 +17,7 @@ def inv(optimizer: Optimizer, gamma: float, power: float) -> LambdaLR:
         ConfigError: gamma is negative, so the rate would stop being a number after some steps.
     """
     if not gamma >= 0:
-        raise ConfigError(f"gamma={gamma!r}, expected a number from 0 on")
+        raise ConfigError(f"gamma={gamma!r}, expected a number of at least 0")
     return LambdaLR(optimizer, lambda step: (1.0 + gamma * step) ** -power)
 
 

@@ -1,1 +1,1 @@
-"""The page of a run: a process beside it, which reads its segment when somebody looks."""
+"""The page of a run: a process beside it, which reads its segment when someone looks."""

@@ -1,4 +1,4 @@
-"""What can be asked of a running job, by its page and by the command line, and how it is answered."""
+"""What the page and the command line can ask of a running job, and the answers."""
 
 from typing import Any, Protocol
 
@@ -8,20 +8,20 @@ __all__ = ["Asked", "answer"]
 
 
 class Asked(Protocol):
-    """Whoever answers for a job: its supervisor, or the job itself."""
+    """What answers for a job: its supervisor, or the job itself."""
 
     def scale(self, number: int) -> str:
-        """Have so many workers from the next step on; says so.
+        """Have this many workers from the next step on; returns a sentence that says so.
 
         Raises:
-            ConfigError: There cannot be so many.
+            ConfigError: There cannot be that many.
         """
 
     def ask_for_checkpoint(self) -> None:
-        """Have one written after this step."""
+        """Have a checkpoint written after this step."""
 
     def ask_for_fingerprint(self) -> None:
-        """Have it taken after this step."""
+        """Have the fingerprint taken after this step."""
 
     def stop(self) -> None:
         """Stop after this step."""
@@ -31,7 +31,7 @@ class Asked(Protocol):
 
 
 def answer(asked: Asked, request: dict[str, Any]) -> dict[str, Any]:
-    """Do what a request asks for; returns what is said to it. One that asks for nothing else gets the status."""
+    """Do what a request asks for; returns the answer, which is the status if it asks for nothing else."""
     if "scale" in request:
         try:
             return {"said": asked.scale(int(request["scale"]))}
@@ -39,7 +39,7 @@ def answer(asked: Asked, request: dict[str, Any]) -> dict[str, Any]:
             return {"error": str(error)}
     if "checkpoint" in request:
         asked.ask_for_checkpoint()
-        return {"said": "a checkpoint is written after this step, if the script has said where"}
+        return {"said": "a checkpoint is written after this step, if the script calls run.checkpoint"}
     if "fingerprint" in request:
         asked.ask_for_fingerprint()
         return {"said": "the fingerprint is taken after this step"}

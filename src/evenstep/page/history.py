@@ -9,17 +9,17 @@ from evenstep.transport.segment import Segment
 __all__ = ["History"]
 
 _MOST_POINTS = 600
-_MOST_AT_ONCE = 20_000  # entries of the journal: whoever looks late sees the rest a second later
-_RATE_S = 10.0  # over how long samples a second are counted
-_FORGET_S = 60.0  # after how long the last look says nothing of how fast it goes now
+_MOST_AT_ONCE = 20_000  # entries of the journal: one who looks late sees the rest a second later
+_RATE_S = 10.0  # the time over which samples per second are counted
+_FORGET_S = 60.0  # after which the last look says nothing about the present speed
 
 
 class History:
-    """The figures of the latest run of a script; read only when somebody looks.
+    """The figures of the latest run of a script; read only when someone looks.
 
     Attributes:
         last: The last step, if there was any.
-        samples: Of all steps.
+        samples: The samples of all steps.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -29,7 +29,7 @@ class History:
     def _begin(self, run: int) -> None:
         self._run, self.last, self.samples = run, None, 0
         self._curves: dict[str, list[tuple[int, float]]] = {}
-        self._every: dict[str, int] = {}  # one point for so many steps
+        self._every: dict[str, int] = {}  # by name: how many steps share a point
         self._looks: deque[tuple[float, int]] = deque()
 
     last: StepFigures | None
@@ -53,18 +53,18 @@ class History:
 
     @property
     def samples_per_s(self) -> float | None:
-        """How many samples a second there were lately; None if nobody has looked within the last minute."""
+        """How many samples per second there were lately; None if nobody has looked within the last minute."""
         (then, before), (now, after) = self._looks[0], self._looks[-1]
         return (after - before) / (now - then) if now > then else None
 
     def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """Every value over steps, by name: at most some hundreds of points each, the latest among them."""
+        """Every value over steps, by name: at most a few hundred points each, including the latest."""
         return self._curves
 
     def _add(self, name: str, step: int, value: float) -> None:
         points, every = self._curves.setdefault(name, []), self._every.setdefault(name, 1)
         if len(points) > 1 and points[-1][0] - points[-2][0] < every:
-            points[-1] = (step, value)  # the last point is always that of now
+            points[-1] = (step, value)  # the last point is always the latest value
         else:
             points.append((step, value))
         if len(points) > _MOST_POINTS:

@@ -22,7 +22,7 @@ def check_port(value: object) -> int | None:
     """The port that `Run(page=...)` asks for: 0 is any, None is no page.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It asks for something else.
     """
     if value is None or value is False:
         return None
@@ -37,15 +37,15 @@ class PageProcess:
     """A page that can be looked at from when it is started until it is closed.
 
     Args:
-        port: Where; 0: any that is free.
-        asked: What asked for it, as the user typed it.
+        port: The port; 0: any that is free.
+        asked: The option that asked for it, as the user typed it.
 
     Attributes:
         url: Its address.
-        token: What its buttons need.
+        token: The secret that its buttons need.
 
     Raises:
-        ConfigError: Nothing can be served there, or what serves it is not installed.
+        ConfigError: The port cannot be used, or what serves the page is not installed.
     """
 
     def __init__(self, port: int, asked: str) -> None:
@@ -59,7 +59,7 @@ class PageProcess:
             self._listener.listen(128)
         except (OSError, OverflowError) as error:
             self._listener.close()
-            raise ConfigError(f"{asked}: no page can be there: {error}; name another port, or none") from error
+            raise ConfigError(f"{asked}: the port cannot be used: {error}; name another port, or none") from error
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.token = secrets.token_urlsafe(12)
         self._child: Child | None = None
@@ -67,22 +67,22 @@ class PageProcess:
 
     @property
     def invitation(self) -> str:
-        """Where it is, as a sentence for whoever started the run."""
+        """Where it is, as a sentence for the user who started the run."""
         return f"page {self.url}, its buttons need the token {self.token}"
 
     def start(self, segment: Segment, supervisor: int) -> Child:
-        """Fork it from a process that has one thread; it dies with that.
+        """Fork it from a process that has one thread, and with which it dies.
 
         Args:
-            segment: Of the run.
-            supervisor: The process id by which the run can be asked.
+            segment: The segment of the run.
+            supervisor: The process id of what answers for the run.
         """
 
         def main() -> int:
             default_signals()
             over, end = os.pipe()
             signal.signal(signal.SIGTERM, lambda *_: os.write(end, b"."))
-            from evenstep.page.serving import serve  # here: only this process needs a web server
+            from evenstep.page.serving import serve  # imported here since only this process needs a web server
 
             return serve(segment, supervisor, self._listener, self.token, over)
 
@@ -90,19 +90,19 @@ class PageProcess:
         return self._child
 
     def spawn(self, segment: Segment) -> None:
-        """Start it afresh, beside a process that may have threads and devices, and that can be asked itself.
+        """Start it as a new program, beside a process that may have threads and devices and answers for itself.
 
-        It does nothing but wait until somebody comes, and ends when this process does.
+        It only waits until someone looks, and ends when this process does.
         """
         fds = (segment.fd, self._listener.fileno())
         command = [sys.executable, "-m", "evenstep.page", *map(str, (*fds, os.getpid()))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True)
-        assert self._process.stdin is not None, "it was asked for"
+        assert self._process.stdin is not None, "the process was started with a pipe as its standard input"
         self._process.stdin.write(self.token.encode() + b"\n")  # not in its command line, which others can see
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._listener.close()
         if self._child is not None and self._child.alive:
             self._child.signal(signal.SIGTERM)

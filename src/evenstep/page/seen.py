@@ -1,4 +1,4 @@
-"""What was seen of a run by whoever looks after it, for whoever looks at its page."""
+"""What happened to a run, as its page shows it: faults, checkpoints, fingerprints."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -24,23 +24,23 @@ class Seen:
         self._faults.append([monotonic(), what, None])
 
     def recovered(self, seconds: float) -> None:
-        """A step is committed, so long after the first fault that was not recovered from yet."""
+        """A step is committed, this many seconds after the first fault that had not been recovered from."""
         for fault in self._faults:
             fault[2] = seconds if fault[2] is None else fault[2]
 
     def saved(self, path: str) -> None:
-        """A checkpoint is there."""
+        """A checkpoint was written."""
         self._saved.append((monotonic(), path))
 
     def fingerprint(self, step: int, fingerprint: str) -> None:
-        """What it was after a step."""
+        """The fingerprint after a step."""
         self._fingerprint = (step, fingerprint)
 
     def described(self, said: Iterable[tuple[float, str]]) -> dict[str, Any]:
-        """All of it as JSON; times are so many seconds ago.
+        """All of it as JSON; times are seconds ago.
 
         Args:
-            said: What was said of the run, and when.
+            said: The sentences that the user was told, each with its time.
         """
         now = monotonic()
         return {

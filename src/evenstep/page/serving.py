@@ -1,6 +1,6 @@
-"""What serves the page of a run: it reads the run's segment, and asks whoever looks after the run.
+"""Serves the page of a run: reads the run's segment, and asks its supervisor.
 
-It looks only when somebody looks at it. The run does not need it: should it end, the run goes on.
+It reads only while someone looks at the page. The run does not need it, and goes on if it ends.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ __all__ = ["serve"]
 
 _HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _LIMITS = Limits(connections=64)
-_IDLE_S = 10.0  # so long after the last question nobody looks any more
+_IDLE_S = 10.0  # after the last request, until the page counts as closed
 _LOOK_S = 1.0
 _HERE = Path(__file__).parent
 
@@ -38,18 +38,18 @@ _HERE = Path(__file__).parent
 def serve(segment: Segment, supervisor: int, listener: socket.socket, token: str, over: int) -> int:
     """Serve the page of a run; returns an exit code. Blocks.
 
-    As long as nobody looks, it only waits for somebody to come.
+    While nobody looks, it only waits for a connection.
 
     Args:
-        segment: Of the run.
-        supervisor: The process by whose id the run can be asked.
-        listener: Where.
-        token: What buttons need.
-        over: A descriptor that can be read when the run is over.
+        segment: The segment of the run.
+        supervisor: The process id of what answers for the run.
+        listener: Where it listens.
+        token: The secret that buttons need.
+        over: A descriptor that becomes readable when the run is over.
     """
     source = _Source(segment, supervisor)
     while over not in select.select([over, listener.fileno()], [], [])[0]:
-        server = WebServer(_routes(source, token), listener.dup(), _LIMITS)
+        server = WebServer(_Handlers(source, token).routes(), listener.dup(), _LIMITS)
         source.asked_s = time.monotonic()
         try:
             while time.monotonic() - source.asked_s < _IDLE_S:
@@ -64,12 +64,12 @@ class _Source:
     """What there is to see of a run.
 
     Attributes:
-        asked_s: When somebody asked last, by the monotonic clock.
+        asked_s: The time of the last request, by the monotonic clock.
     """
 
     def __init__(self, segment: Segment, supervisor: int) -> None:
         self._history, self._supervisor = History(segment), supervisor
-        self._lock = threading.Lock()  # several may look at once
+        self._lock = threading.Lock()  # several requests may look at once
         self.asked_s = 0.0
 
     def status(self) -> dict[str, Any]:
@@ -95,41 +95,49 @@ class _Source:
         return ask(request if button in ("add", "remove") else {button: True}, self._supervisor)
 
 
-def _routes(source: _Source, token: str) -> list[Route]:
-    def refused(error: RefusedError) -> dict[str, Any]:
-        return {"status": error.status, "error": str(error)}
+class _Handlers:
+    """Answers the requests to the page."""
 
-    def let_in(handler: Handler, *, linked: bool = False) -> Handler:
+    def __init__(self, source: _Source, token: str) -> None:
+        self._source, self._token = source, token
+
+    def routes(self) -> list[Route]:
+        """Which request goes where."""
+        return [
+            Route("/", self._let_in(self._page, linked=True)),
+            Route("/status", self._let_in(self._status)),
+            Route("/metrics", self._let_in(self._metrics)),
+            Route("/press/{button}", self._let_in(self._press), methods=["POST"]),
+        ]
+
+    def _let_in(self, handler: Handler, *, linked: bool = False) -> Handler:
         async def admitted(request: Request) -> Response:
             connection_of(request).admitted()
-            source.asked_s = time.monotonic()
+            self._source.asked_s = time.monotonic()
             return await handler(request)
 
-        return guarded(admitted, _HOSTS, refused, linked=linked)
+        return guarded(admitted, _HOSTS, _refused, linked=linked)
 
-    async def shown(request: Request) -> Response:
+    async def _page(self, _: Request) -> Response:
         return page(_HERE / "page.html", locked=False)
 
-    async def status(request: Request) -> Response:
-        return Json(await _do(source.status))
+    async def _status(self, _: Request) -> Response:
+        return Json(await _do(self._source.status))
 
-    async def metrics(request: Request) -> Response:
-        return PlainTextResponse(_prometheus(await _do(source.status)), media_type=CONTENT_TYPE)
+    async def _metrics(self, _: Request) -> Response:
+        return PlainTextResponse(_prometheus(await _do(self._source.status)), media_type=CONTENT_TYPE)
 
-    async def press(request: Request) -> Response:
-        if not hmac.compare_digest((token_of(request) or "").encode(), token.encode()):
+    async def _press(self, request: Request) -> Response:
+        if not hmac.compare_digest((token_of(request) or "").encode(), self._token.encode()):
             raise RefusedError("buttons need the token that the run printed at its start", 401)
         button = request.path_params["button"]
         if button not in ("add", "remove", "checkpoint", "stop", "fingerprint"):
             raise RefusedError(f"there is no button {button[:40]!r}", 404)
-        return Json(await _do(lambda: source.press(button)))
+        return Json(await _do(lambda: self._source.press(button)))
 
-    return [
-        Route("/", let_in(shown, linked=True)),
-        Route("/status", let_in(status)),
-        Route("/metrics", let_in(metrics)),
-        Route("/press/{button}", let_in(press), methods=["POST"]),
-    ]
+
+def _refused(error: RefusedError) -> dict[str, Any]:
+    return {"status": error.status, "error": str(error)}
 
 
 async def _do(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -145,7 +153,7 @@ async def _do(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: what is not finite has no place on a curve."""
+    """A value as JSON can hold it: numbers that are not finite, which no curve can show, become None."""
     match value:
         case float() if not math.isfinite(value):
             return None

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from evenstep.plan import tree
 from evenstep.plan.machines import machine_spans
 from evenstep.plan.placement import balance
-from evenstep.plan.summing import BUCKET_BYTES, Span, Summing, buckets_of, plan_summing
+from evenstep.plan.summing import Span, Summing, buckets_of, plan_summing
 
-__all__ = ["Across", "Piece", "num_pieces", "plan_across"]
+__all__ = ["Across", "Piece", "most_pieces", "plan_across"]
 
 _ALIGNMENT = 64
+_MOST_BYTES = 1 << 21  # of a piece: every message costs, and larger ones would hold up those behind them
+_LEAST_BYTES = 1 << 18
+_PIECES_EACH = 8  # how many pieces a machine should at least have: so it has little more or less than another
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def plan_across(
     """
     num_shards, here = spans[-1][1], machines[rank]
     workers = range(machines.index(here), machines.index(here) + machines.count(here))
-    buckets = buckets_of(sizes)
+    piece_bytes = _piece_bytes(sizes, 1 + max(machines))
+    buckets = buckets_of(sizes, piece_bytes)
     mine = [spans[worker] for worker in workers]
     local = plan_summing(sizes, mine, rank - workers.start, buckets, whole=whole, num_shards=num_shards)
     offsets = [0] * len(sizes)
@@ -107,7 +111,7 @@ def plan_across(
         for i in bucket:
             offsets[i], end = end, end + _aligned(sizes[i])
         bucket_bytes.append(end)
-    cut = [(b, begin, end) for b, size in enumerate(bucket_bytes) for begin, end in _cut(size)]
+    cut = [(b, begin, end) for b, size in enumerate(bucket_bytes) for begin, end in _cut(size, piece_bytes)]
     homes = balance([end - begin for _, begin, end in cut], 1 + max(machines))
     pieces = [Piece(b, home, begin, end, buckets[b]) for (b, begin, end), home in zip(cut, homes, strict=True)]
     of_buckets = tuple(tuple(n for n, piece in enumerate(pieces) if piece.bucket == b) for b in range(len(buckets)))
@@ -128,17 +132,30 @@ def plan_across(
     )
 
 
-def num_pieces(sizes: Sequence[int]) -> int:
-    """How many pieces the gradients of parameters are cut into, on any number of machines."""
-    return sum(len(_cut(sum(_aligned(sizes[i]) for i in bucket))) for bucket in buckets_of(sizes))
+def most_pieces(sizes: Sequence[int]) -> int:
+    """How many pieces there can be of the gradients of parameters, on any number of machines."""
+    least = _piece_bytes(sizes, None)
+    return sum(len(_cut(sum(_aligned(sizes[i]) for i in bucket), least)) for bucket in buckets_of(sizes, least))
+
+
+def _piece_bytes(sizes: Sequence[int], num_machines: int | None) -> int:
+    """How large a piece is; None: at least, on any number of machines.
+
+    What a machine sends grows with what it adds up, but for two machines, where it is the same for every share.
+    """
+    least = min(max(sum(sizes) // 256, _LEAST_BYTES), _MOST_BYTES)
+    if num_machines is None:
+        return least
+    return min(max(sum(sizes) // (_PIECES_EACH * max(num_machines - 1, 1)), least), _MOST_BYTES)
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _cut(size: int) -> list[tuple[int, int]]:
+def _cut(size: int, piece_bytes: int) -> list[tuple[int, int]]:
     """The pieces of a bucket; only a bucket of one parameter that is too large has more than one."""
-    if size <= 2 * BUCKET_BYTES:
+    piece_bytes = _aligned(piece_bytes)
+    if size <= 2 * piece_bytes:
         return [(0, size)]
-    return [(begin, min(begin + BUCKET_BYTES, size)) for begin in range(0, size, BUCKET_BYTES)]
+    return [(begin, min(begin + piece_bytes, size)) for begin in range(0, size, piece_bytes)]

@@ -96,7 +96,7 @@ def plan_summing(
     num_shards = spans[-1][1] if num_shards is None else num_shards
     if parts is None:
         owners = balance(sizes, 1 if whole else len(spans))
-        buckets = _buckets(sizes, owners)
+        buckets = _buckets(sizes, owners, BUCKET_BYTES)
     else:
         filled = [tuple(part) for part in parts if part]
         of_parts = balance([sum(sizes[i] for i in part) for part in filled], 1 if whole else len(spans))
@@ -126,9 +126,14 @@ def plan_nodes(sizes: Sequence[int], span: Span, num_shards: int, *, add: bool) 
     return Summing(0, owners, buckets, _bucket_of(buckets), leaves, nodes, program)
 
 
-def buckets_of(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Parameters that travel together whoever owns them, in the order in which backward reaches them."""
-    return _buckets(sizes, [0] * len(sizes))
+def buckets_of(sizes: Sequence[int], most_bytes: int) -> list[tuple[int, ...]]:
+    """Parameters that travel together whoever owns them, in the order in which backward reaches them.
+
+    Args:
+        sizes: The bytes of every parameter.
+        most_bytes: How large a bucket of several may be.
+    """
+    return _buckets(sizes, [0] * len(sizes), most_bytes)
 
 
 def _bucket_of(buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -136,14 +141,14 @@ def _bucket_of(buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(found[i] for i in range(len(found)))
 
 
-def _buckets(sizes: Sequence[int], owners: Sequence[int]) -> list[tuple[int, ...]]:
+def _buckets(sizes: Sequence[int], owners: Sequence[int], most_bytes: int) -> list[tuple[int, ...]]:
     """Parameters with one owner together, in the order in which backward reaches them."""
     buckets: list[list[int]] = []
     filled: list[int] = []
     open_bucket: dict[int, int] = {}
     for i in reversed(range(len(sizes))):
         b = open_bucket.get(owners[i])
-        if b is None or filled[b] + sizes[i] > BUCKET_BYTES:
+        if b is None or filled[b] + sizes[i] > most_bytes:
             b = open_bucket[owners[i]] = len(buckets)
             buckets.append([])
             filled.append(0)

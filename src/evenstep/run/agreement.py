@@ -26,7 +26,7 @@ def find_standing(env: Environment, server: Server | None) -> Standing | None:
         return None
     if server is not None:
         raise ConfigError(
-            f"the command line starts servers, but the script says Run(server={server.address!r}): say one of them"
+            f"the command line starts servers, but the script says Run(server={server.address!r}): give one of the two"
         )
     return Standing.of(env.standing)
 

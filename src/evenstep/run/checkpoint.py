@@ -60,7 +60,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any],
                 directory.rmdir()
         why = str(error)
         if isinstance(error, TypeError | ValueError):
-            why = f"a tracked object's state is no JSON: {error}"
+            why = f"a tracked object's state cannot be written as JSON: {error}"
         raise CheckpointError(f"cannot write the checkpoint {directory}: {why}") from error
 
 

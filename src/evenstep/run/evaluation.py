@@ -104,6 +104,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
 def call_parts(engine: Engine, batch: Batch, function: Function) -> dict[int, Any]:
     """Call the function for every part, each time with the committed buffers and its own random numbers."""
     values = {}
+    engine.models.strays.look()
     with preserved():
         for shard in range(*engine.sharing.evaluated[engine.group.rank]):
             if batch.sizes[shard]:

@@ -55,7 +55,7 @@ def read_facts(path: Path, *, either: bool = False) -> dict[str, Any]:
     try:
         facts = json.loads(read_regular(path, _MOST_BYTES))
         if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
-            raise CheckpointError(f"{path} is no checkpoint of format {_FORMAT}")
+            raise CheckpointError(f"{path} is not a checkpoint of format {_FORMAT}")
         if facts.pop(_CHECKSUM, None) != _checksum(facts):
             raise CheckpointError(f"{path} was altered: its checksum is not the one that it ends with")
     except FileNotFoundError:

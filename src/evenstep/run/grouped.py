@@ -91,7 +91,7 @@ class GroupedUpdates:
         """See `Updates`."""
         if what in ("load", "checkpoint", "edit", "exchange"):
             raise UnsupportedError(
-                f"run.{what} would see this group only, for the parameters are the servers'; run without --servers"
+                f"run.{what} would see only this group, since the parameters are the servers'; run without --servers"
             )
         if what != "weighted loss" or self.traffic.prepared.gradients.reduced is not None:
             refuse(what, WITH_SERVERS)
@@ -184,8 +184,8 @@ class GroupedUpdates:
         traffic = self.traffic
         if not traffic.arrivals.has(self.bundles.trained_by[i]):
             raise UnsupportedError(
-                f"the step function used parameter '{traffic.prepared.names[i]}' through a reference kept outside of "
-                "the model: nobody has waited for its values; take it from the module, as in model.layer.weight"
+                f"the step function used parameter '{traffic.prepared.names[i]}' through a reference kept outside "
+                "the model: nobody waited for its values; take it from the module, as in model.layer.weight"
             )
 
     # ---- a step ----

@@ -60,7 +60,7 @@ class RunOperations:
         self._ledger.group.check_process()
         if self.closed:
             raise ConfigError(
-                "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside of "
+                "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside "
                 "`with evenstep.Run(...) as run`, or make another run"
             )
 

@@ -103,7 +103,7 @@ class PeriodicUpdates:
         )
         self._apart.take_over(client.get_parameters(min_version=version))
         self._remember()
-        self._holdings.models.remember_versions()
+        self._holdings.models.remember()
 
     def edited(self) -> None:
         """Nothing to do: edits are refused."""

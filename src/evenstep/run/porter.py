@@ -49,13 +49,13 @@ def open_page(port: int | None, env: Environment, group: Group, shards: int, *, 
     if port is None:
         return None
     if served:
-        raise ConfigError("Run(page=...) with a server: its steps are seen at the server's own page, where it says")
+        raise ConfigError("Run(page=...) with a server: its steps are shown on the server's own page; open that one")
     if env.supervised:
         group.tell({"page": port})
         return None
     if group.num_machines > 1:
         raise ConfigError(
-            f"Run(page=...) under torchrun on {group.num_machines} machines, expected one: start the run by "
+            f"Run(page=...) under torchrun on {group.num_machines} machines, expected one: start the run with "
             "`evenstep run --page --listen HOST:PORT` to see several"
         )
     return Porter(port, group, shards) if group.rank == 0 else None
@@ -82,8 +82,8 @@ class Porter:
                 self._control = opened.enter_context(closing(Control()))
             except OSError as error:
                 raise ConfigError(
-                    f"Run(page=...): somebody answers for this process already ({error.strerror}); close the other run "
-                    "of it before, or give only one of them a page"
+                    f"Run(page=...): this process already has a page of another run ({error.strerror}); close that run "
+                    "first, or give only one of them a page"
                 ) from error
             page = opened.enter_context(closing(PageProcess(port, f"Run(page={port})")))
             page.spawn(group.segment)
@@ -122,7 +122,7 @@ class Porter:
 
     def scale(self, number: int) -> str:
         """See `Asked`."""
-        raise ConfigError(f"{number} workers: they come and go under `evenstep run` only; start the run by it")
+        raise ConfigError(f"{number} workers, but they come and go only under `evenstep run`; start the run with it")
 
     def ask_for_checkpoint(self) -> None:
         """See `Asked`."""

@@ -13,8 +13,8 @@ WITH_SERVERS: Mapping[Feature, str] = {
         "before run.prepare"
     ),
     "edited optimizer": (
-        "run.edit changed the state of an optimizer, but the one that steps is the server's; change parameters and "
-        "learning rates only"
+        "run.edit changed the state of an optimizer, but the one that steps is the server's; change only parameters "
+        "and learning rates"
     ),
     "stream": (
         "a stream in a run with servers or groups, where workers go on without each other; the streams of the shards "

@@ -1,7 +1,7 @@
 """The facade: `Run` and its batches, step, evaluate, save and load."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -19,6 +19,7 @@ from evenstep.data.whole import cut_whole
 from evenstep.engine.carries import Carry
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.determinism import device_of
+from evenstep.engine.editing import edit
 from evenstep.engine.logged import checked
 from evenstep.engine.models import check_model
 from evenstep.engine.optimizer_set import chosen
@@ -413,6 +414,11 @@ class Run:
             )
         self._engine.holdings.version = step
 
+    def holds(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all of these are parameters of prepared models. For frameworks."""
+        names = self._engine.holdings.names
+        return all(id(tensor) in names for tensor in tensors)
+
     def edit(self, function: Callable[[], None]) -> None:
         """Change parameters or buffers of prepared models between steps: clip, reset, average, load.
 
@@ -421,7 +427,8 @@ class Run:
         """
         with self._operations.alike():
             self._engine.updates.refuse("edit")
-            self._engine.edit(function, derive("edit", self.config.seed, self.version))
+            seed = derive("edit", self.config.seed, self.version)
+            edit(self._engine.holdings, self._engine.updates, function, seed)
 
     def carry(self, initial: Callable[[int], Any]) -> Carry:
         """What a step function hands on to the next step, separately for each part, such as the state of an LSTM.

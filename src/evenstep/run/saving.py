@@ -13,7 +13,7 @@ from evenstep.core.output import say
 from evenstep.engine.step import Engine
 from evenstep.exchange.journal import Entry
 from evenstep.run import checkpoint
-from evenstep.run.checkpoints import Checkpoints, Resumption, Snapshot
+from evenstep.run.checkpoints import Checkpoints, FoundCheckpoint, Resumption, Snapshot
 from evenstep.run.claim import Claim
 from evenstep.run.facts import pack, unpack
 from evenstep.run.others import Others
@@ -167,15 +167,7 @@ class Saving:
         self._engine.state.saved = lambda version: saves.read(version) if self._group.at_home else {}
 
         def attempt() -> Entry:
-            found, failure = None, None
-            if self._group.rank == 0:
-                try:
-                    self._check_home()
-                    self._claim(directory, self._run)
-                    if resume:
-                        found = saves.find(self._identity(), self._engine.state.tensors(), self._ledger)
-                except CheckpointError as error:
-                    failure = str(error)
+            found, failure = self._find(saves, directory, resume=resume) if self._group.rank == 0 else (None, None)
             facts = found and {
                 "path": str(found.path),
                 "entries": len(found.entries),
@@ -195,6 +187,16 @@ class Saving:
                     self._resumption.check_data(number, sizes)
 
         self._perform("checkpoint", attempt, adopt)
+
+    def _find(self, saves: Checkpoints, directory: Path, *, resume: bool) -> tuple[FoundCheckpoint | None, str | None]:
+        """Claim the directory, and find what to continue from, if anything; or say why that fails."""
+        try:
+            self._check_home()
+            self._claim(directory, self._run)
+            found = saves.find(self._identity(), self._engine.state.tensors(), self._ledger) if resume else None
+        except CheckpointError as error:
+            return None, str(error)
+        return found, None
 
     def _check_home(self) -> None:
         """Check that this worker, the first, is on the machine where files are.

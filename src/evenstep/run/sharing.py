@@ -8,6 +8,7 @@ from torch import Tensor
 
 from evenstep.core.errors import ConfigError, MismatchError, UnsupportedError
 from evenstep.data.batch import Batch
+from evenstep.engine.randomness import derive, preserved, seed_all
 from evenstep.engine.reports import compare_contents
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import SUMMABLE, Group
@@ -26,7 +27,11 @@ def once(engine: Engine, perform: Perform, function: Callable[[], Any]) -> Any:
 
     def attempt() -> Entry:
         engine.group.barrier("once begins")
-        mine = pack(function(), "what run.once was given") if engine.group.rank == 0 else b""
+        mine = b""
+        if engine.group.rank == 0:
+            with preserved():  # what one worker draws, the others do not
+                seed_all(derive("once", engine.config.seed, engine.ledger.done))
+                mine = pack(function(), "what run.once was given")
         return Entry("once", blob=engine.group.from_one("once", 0, mine))
 
     return perform("once", attempt, lambda entry, _: unpack(entry.blob))
@@ -79,7 +84,7 @@ def exchange(engine: Engine, perform: Perform, tag: str, rows: Rows) -> Tensor:
     def attempt() -> Entry:
         nonlocal total
         if callable(rows):
-            mine = torch.stack([rows(shard) for shard in sharing.mine]) if sharing.mine else torch.empty(0, 0)
+            mine = _call(engine, rows)
         elif group.generation == generation:
             mine = rows
         else:
@@ -103,6 +108,16 @@ def exchange(engine: Engine, perform: Perform, tag: str, rows: Rows) -> Tensor:
         return torch.frombuffer(bytearray(entry.blob), dtype=getattr(torch, dtype)).to(device)
 
     return perform(kind, attempt, adopt)
+
+
+def _call(engine: Engine, rows: Callable[[int], Tensor]) -> Tensor:
+    """What the shards of this worker offer, each with random numbers of its own."""
+    found = []
+    with preserved():
+        for shard in engine.sharing.mine:
+            seed_all(derive("exchange", engine.config.seed, engine.ledger.done, shard))
+            found.append(rows(shard))
+    return torch.stack(found) if found else torch.empty(0, 0)
 
 
 def _like_others(group: Group, tag: str, rows: Tensor) -> Tensor:

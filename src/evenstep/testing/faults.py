@@ -152,14 +152,19 @@ def _claim(path: Path) -> bool:
     return True
 
 
+def _kill_all() -> None:
+    """Kill all workers, this one last."""
+    for other in ask({"status": True}, os.getppid())["workers"]:
+        if other["pid"] != os.getpid():
+            os.kill(other["pid"], signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _strike(fault: Fault, tensor: Any = None) -> None:
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "kill all":
-        for other in ask({"status": True}, os.getppid())["workers"]:
-            if other["pid"] != os.getpid():
-                os.kill(other["pid"], signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+        _kill_all()
     elif fault.kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind == "slow":

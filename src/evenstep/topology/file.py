@@ -39,7 +39,7 @@ def read_file(path: Path) -> Topology:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{path} cannot be read: {reason}; name a JSON file of machines") from error
     return from_text(text, str(path))
 
@@ -57,7 +57,7 @@ def from_text(text: str, name: str) -> Topology:
         if "GPU0" in text:
             return from_smi(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is no JSON: {error}") from error
+        raise ConfigError(f"{name} is not JSON: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
     raise ConfigError(f"{name} is neither a JSON object of machines nor the text of `nvidia-smi topo -m`")
@@ -146,7 +146,7 @@ class _Object:
         """A text, or None if there is none."""
         found = self.value.get(key)
         if found is not None and (not isinstance(found, str) or not found or not found.isprintable()):
-            raise ConfigError(f"{self.at(key)} is {_short(found)}, expected a text that can be printed")
+            raise ConfigError(f"{self.at(key)} is {_short(found)}, expected a printable text")
         return found
 
     def name(self) -> str:
@@ -160,16 +160,16 @@ class _Object:
         """A whole number."""
         found = self.value.get(key, default)
         if not isinstance(found, int) or isinstance(found, bool) or not low <= found <= _MOST:
-            bound = f"up to {_MOST}" if isinstance(found, int) and found > _MOST else f"from {low} on"
+            bound = f"up to {_MOST}" if isinstance(found, int) and found > _MOST else f"of at least {low}"
             raise ConfigError(f"{self.at(key)} is {_short(found)}, expected a whole number {bound}")
         return found
 
     def number(self, key: str, default: float, *, zero: bool = False) -> float:
-        """A number above 0, or from 0 on."""
+        """A number above 0, or of at least 0."""
         found = self.value.get(key, default)
         fits = isinstance(found, int | float) and not isinstance(found, bool)
         if not fits or not (found > 0 or (zero and found == 0)) or found > _LARGEST:
-            bound = f"up to {_LARGEST:g}" if fits and found > _LARGEST else "from 0 on" if zero else "above 0"
+            bound = f"up to {_LARGEST:g}" if fits and found > _LARGEST else "of at least 0" if zero else "above 0"
             raise ConfigError(f"{self.at(key)} is {_short(found)}, expected a number {bound}")
         return float(found)
 
@@ -198,7 +198,7 @@ def _machines(item: _Object, usual: Mapping[LinkKind, Link]) -> list[Machine]:
     name, count = item.name(), item.whole("count", 1, 1)
     rack, rack_size = item.text("rack"), item.whole("rack_size", 0, 0)
     if rack is not None and rack_size:
-        raise ConfigError(f"{item.where} has both rack and rack_size; say one of them")
+        raise ConfigError(f"{item.where} has both rack and rack_size; give one of the two")
     devices = tuple(
         Device(
             each.name(),
@@ -242,5 +242,5 @@ def _between(item: _Object, places: Mapping[str, int]) -> list[int]:
         raise ConfigError(f"{item.at('between')} is {_short(names)}, expected the names of two or more devices")
     for name in names:
         if not isinstance(name, str) or name not in places:
-            raise ConfigError(f"{item.at('between')} names {name!r}, which is no device of this machine")
+            raise ConfigError(f"{item.at('between')} names {name!r}, which is not a device of this machine")
     return [places[name] for name in names]

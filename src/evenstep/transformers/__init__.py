@@ -19,6 +19,7 @@ except ImportError as error:
         "pip install 'evenstep[transformers]'"
     ) from error
 
+from evenstep.transformers.seq2seq import Seq2SeqTrainer
 from evenstep.transformers.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Seq2SeqTrainer", "Trainer"]

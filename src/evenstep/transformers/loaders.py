@@ -1,7 +1,6 @@
 """Loaders for the loops of transformers that give batches of a run."""
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from accelerate.data_loader import DataLoaderShard, DataLoaderStateMixin
@@ -10,6 +9,7 @@ from torch.utils.data import IterableDataset, default_collate
 from evenstep.core.errors import UnsupportedError
 from evenstep.data.batch import Batch
 from evenstep.run.feed import Batches
+from evenstep.run.loaders import AccumulatingSampler
 from evenstep.run.run import Run
 
 __all__ = ["Deferred", "EpochLoader", "HeldBatch", "loader_of"]
@@ -54,23 +54,6 @@ class HeldBatch:
 
 class Deferred:
     """Takes the place of a batch whose gradients are to be accumulated: its samples come with the last one's."""
-
-
-class AccumulatingSampler:
-    """Puts several batches of a batch sampler together, so that gradients that accumulate are those of one batch.
-
-    Args:
-        sampler: The batch sampler.
-        times: How many batches.
-    """
-
-    def __init__(self, sampler: Iterable[list[int]], times: int) -> None:
-        self.sampler, self._times = sampler, times
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = iter(self.sampler)
-        while group := list(islice(batches, self._times)):
-            yield [index for batch in group for index in batch]
 
 
 class EpochLoader(DataLoaderStateMixin):

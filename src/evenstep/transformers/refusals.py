@@ -40,11 +40,11 @@ def _found(args: TrainingArguments) -> Iterator[str]:
     if args.fp16_full_eval or args.bf16_full_eval:
         yield "TrainingArguments(fp16_full_eval or bf16_full_eval) casts the model; cast it before: model.bfloat16()"
     if args.auto_find_batch_size:
-        yield "TrainingArguments(auto_find_batch_size=True) tries and takes back; if memory is short, use more shards"
+        yield "TrainingArguments(auto_find_batch_size=True) undoes steps; if memory is short, use more shards"
     if args.enable_jit_checkpoint:
         yield "TrainingArguments(enable_jit_checkpoint=True) waits for a signal; save_steps=... saves by counting"
     if str(getattr(args.optim, "value", args.optim)) in _OPTIMIZERS:
-        yield f"TrainingArguments(optim={str(args.optim)!r}) changes parameters outside of steps; take another one"
+        yield f"TrainingArguments(optim={str(args.optim)!r}) changes parameters outside steps; choose another optimizer"
 
 
 def refuse_parts(trainer: transformers.Trainer) -> None:

@@ -19,6 +19,7 @@ from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.data.batch import Batch
 from evenstep.engine.loss import Loss
 from evenstep.engine.results import Note
+from evenstep.run.followers import Followers
 from evenstep.run.run import Run
 from evenstep.transformers import checkpoints
 from evenstep.transformers.loaders import Deferred, EpochLoader, HeldBatch, loader_of
@@ -67,6 +68,7 @@ class Trainer(transformers.Trainer):
         self._tokens = (0, 0)  # of the last batch: all, and without padding
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
+        self.accelerator.dataloader_config.dispatch_batches = False  # else only the first process iterates over streams
         Acting(self._place.worker)
 
     # ---- runs ----
@@ -79,7 +81,7 @@ class Trainer(transformers.Trainer):
             ConfigError: There is none.
         """
         if self._run is None:
-            raise ConfigError("there is no run; expected inside of trainer.train, evaluate or predict")
+            raise ConfigError("there is no run; this works only inside trainer.train, evaluate or predict")
         return self._run
 
     @contextmanager
@@ -133,6 +135,13 @@ class Trainer(transformers.Trainer):
         optimizer = self._own_optimizer()
         self.run.prepare(model, optimizer, sync_batchnorm=self._sync_batchnorm, whole=self._whole)
         self._is_prepared = True
+        self._followers = Followers(
+            self.run,
+            model,
+            self.callback_handler.callbacks,
+            "transformers",
+            "prepare an AveragedModel by trainer.run.prepare in on_train_begin, and update it in trainer.run.edit",
+        )
         self.run.count_from(self.state.global_step)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -176,6 +185,7 @@ class Trainer(transformers.Trainer):
         if isinstance(inputs, Deferred):
             self._tokens = (0, 0)
             return torch.zeros((), device=self.args.device)
+        self._followers.look()
         model.train()
         loss, metrics = self.run.step(
             self._cut(inputs),

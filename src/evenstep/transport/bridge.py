@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +26,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from evenstep.core import points
 from evenstep.native import core
-from evenstep.transport.links import RANGES, WORDS, Links, Transfer, connect
+from evenstep.transport.links import ALTERED, HEADS, RANGES, WORDS, Links, Transfer, connect, seal_of
 from evenstep.transport.outbox import ARRIVED, EVERYONE, POST, Mark, Request, Requests
 from evenstep.transport.segment import SEGMENT_BYTES, Segment
 from evenstep.transport.silence import Silence
@@ -37,11 +39,13 @@ _FIRST_BYTES = 4096  # the size of a first message; only what does not fit into 
 _HEAD = struct.Struct("<QQ")  # of a message: bytes in all, number of posts
 _POST = struct.Struct(f"<QQQ{core.ES_TAG_BYTES}s")  # of a post: worker, sequence number, bytes, tag
 _SLOT_HEAD = struct.Struct(f"<QQQQQ{core.ES_TAG_BYTES}s")  # as it lies before the data of a slot (core.c)
+_HEADS_AHEAD = 16  # how many heads of ranges are expected at a time
 _FAILURE_BYTES = 3500  # how much of the end of a failure's text is sent, so that it is one message
 _LOOK_S = 0.05
 _ANY_PORT = 9
 _PROBE_S = 1.0  # how long a machine may take to answer at all
 _NOBODY = -1
+_Coming: TypeAlias = "tuple[Request, tuple[Tensor, Transfer] | None]"  # None: there is no range, only a word
 _UnderWay: TypeAlias = "tuple[int, Transfer, Tensor]"  # to which machine, and what; must stay alive until it has left
 
 
@@ -91,6 +95,9 @@ class Bridge:
         self._whole = mmap.mmap(segment.fd, SEGMENT_BYTES)
         self._begin = torch.frombuffer(self._whole, dtype=torch.uint8, count=1).data_ptr()
         self._arrivals = Mark(segment, ARRIVED)
+        # of each machine: heads that will come, and the ranges whose heads have come
+        self._heads: dict[int, deque[tuple[Tensor, Transfer]]] = {machine: deque() for machine in self._others}
+        self._coming: dict[int, queue.SimpleQueue[_Coming | None]] = {m: queue.SimpleQueue() for m in self._others}
         self._posts: dict[int, list[int]] = {}  # by sequence number: who has posted
         self._silence = None if silence_s is None else Silence(self._others, silence_s, time.monotonic())
         # what is being sent for each request, with its worker (-1: none) and number
@@ -108,7 +115,7 @@ class Bridge:
         threads = [
             threading.Thread(target=self._receive, args=(take, machine), name=f"evenstep-bridge-{machine}", daemon=True)
             for machine in self._others
-            for take in (self._take_words, self._take_ranges)
+            for take in (self._take_words, self._take_heads, self._take_ranges)
         ]
         threads.append(threading.Thread(target=self._finish_sending, name="evenstep-bridge-sent", daemon=True))
         for thread in threads:
@@ -144,11 +151,14 @@ class Bridge:
                 return []
             return self._send_posts(request.seq, sorted(self._posts.pop(request.seq)))
         under_way = []
+        data = self._range(request.offset, request.num_bytes) if request.num_bytes else None
+        if data is not None:
+            request = request._replace(seal=seal_of(data))
         head = torch.tensor(request.pack(), dtype=torch.int64).view(torch.uint8)
         for machine in self._others if request.target == EVERYONE else [request.target]:
-            under_way += self._send(machine, RANGES, head)
-            if request.num_bytes:
-                under_way += self._send(machine, RANGES, self._range(request.offset, request.num_bytes))
+            under_way += self._send(machine, HEADS, head)
+            if data is not None:
+                under_way += self._send(machine, RANGES, data)
         return under_way
 
     def _send_posts(self, seq: int, workers: Sequence[int]) -> list[_UnderWay]:
@@ -194,11 +204,11 @@ class Bridge:
         for machine in self._silence.lost(now):
             self._lose(machine, RuntimeError(f"it has said nothing for {self._silence.silence_s:g} s"))
 
-    def _send(self, machine: int, lane: int, data: Tensor) -> list[_UnderWay]:
-        if self._silence is not None and lane == WORDS:
+    def _send(self, machine: int, channel: int, data: Tensor) -> list[_UnderWay]:
+        if self._silence is not None and channel == WORDS:
             self._silence.said(machine, time.monotonic())
         try:
-            return [(machine, self._links.send(machine, lane, data), data)]
+            return [(machine, self._links.send(machine, channel, data), data)]
         except RuntimeError as error:
             self._lose(machine, error)
             return []
@@ -230,16 +240,17 @@ class Bridge:
                     self._silence.heard(machine, time.monotonic())
         except RuntimeError as error:
             self._lose(machine, error)
+        self._coming[machine].put(None)  # for the thread that waits for ranges
 
     def _take_words(self, machine: int) -> None:
         first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-        self._links.receive(machine, WORDS, first)
+        self._links.receive(machine, WORDS, first).wait()
         size, count = _HEAD.unpack(ctypes.string_at(first.data_ptr(), _HEAD.size))
         message = first
         if size > _FIRST_BYTES:
             message = torch.empty(size, dtype=torch.uint8)
             message[:_FIRST_BYTES] = first
-            self._links.receive(machine, WORDS, message[_FIRST_BYTES:])
+            self._links.receive(machine, WORDS, message[_FIRST_BYTES:]).wait()
         place = _HEAD.size
         if count == 0 and size > _HEAD.size:
             failure = ctypes.string_at(message.data_ptr() + place, size - place)
@@ -251,12 +262,33 @@ class Bridge:
             core.post(self._segment.base, worker, seq, text, message.data_ptr() + place, num_bytes)
             place += num_bytes
 
-    def _take_ranges(self, machine: int) -> None:
-        head = torch.empty(8, dtype=torch.int64)
-        self._links.receive(machine, RANGES, head.view(torch.uint8))
+    def _take_heads(self, machine: int) -> None:
+        """Expect the range whose head comes next, though earlier ones may still be on their way."""
+        heads = self._heads[machine]
+        while len(heads) < _HEADS_AHEAD:
+            head = torch.empty(8, dtype=torch.int64)
+            heads.append((head, self._links.receive(machine, HEADS, head.view(torch.uint8))))
+        head, arrival = heads.popleft()
+        arrival.wait()
         request = Request.unpack(head.tolist())
+        expected = None
         if request.num_bytes:
-            self._links.receive(machine, RANGES, self._range(request.offset, request.num_bytes))
+            data = self._range(request.offset, request.num_bytes)
+            expected = data, self._links.receive(machine, RANGES, data)
+        self._coming[machine].put((request, expected))
+
+    def _take_ranges(self, machine: int) -> None:
+        coming = self._coming[machine].get()
+        if coming is None:
+            return
+        request, expected = coming
+        if expected is not None:
+            data, arrival = expected
+            arrival.wait()
+            points.touch("node", data)
+            if seal_of(data) != request.seal:
+                route = f"from machine {machine} to machine {self._links.machine}"
+                raise RuntimeError(f"{ALTERED} ({request.num_bytes} bytes {route})")
         if request.word:
             core.store(self._begin + request.word, request.value)
         self._arrivals.bump()

@@ -47,7 +47,7 @@ class Driver:
         if code:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(code, ctypes.byref(text))
-            raise EvenstepError(f"the CUDA driver does not let us: {name} says {(text.value or b'?').decode()}")
+            raise EvenstepError(f"the CUDA driver refuses: {name} says {(text.value or b'?').decode()}")
 
     def allocate(self, num_bytes: int) -> int:
         """Allocate device memory that can be shared; return its address."""

@@ -1,6 +1,8 @@
 """The links between the machines of a generation: bytes to and from each other one, in order, by torch.distributed.
 
-There are two lanes, so that a large range on its way does not hold up what workers wait for.
+There are three channels: words, which workers wait for; ranges of memory; and the heads of ranges, which say where they
+belong. Ranges have connections of their own, so that words need not wait for them. Heads go ahead beside the words: so
+the next ranges are expected while one is still on its way, and a connection never idles until somebody has answered.
 """
 
 import socket
@@ -14,14 +16,14 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from evenstep.core import points
 from evenstep.core.errors import ConfigError
 from evenstep.native import core
 
 __all__ = [
     "ALTERED",
     "BACKENDS",
-    "LANES",
+    "CHANNELS",
+    "HEADS",
     "RANGES",
     "WORDS",
     "GlooLinks",
@@ -32,13 +34,15 @@ __all__ = [
     "check_backend",
     "connect",
     "gloo",
+    "seal_of",
 ]
 
-WORDS, RANGES = 0, 1
+WORDS, HEADS, RANGES = 0, 1, 2
 ALTERED = "what has come is not what was sent: the checksums differ, so a machine or a link alters data"
-LANES = 2
+CHANNELS = 3
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 _SEAL_BYTES = 8
+_CONNECTIONS = 3  # one for words and heads, and one for ranges in each direction: gloo does not do both at once
 _TOGETHER_BYTES = 1 << 16  # up to here a message is copied, to go as one with its checksum
 _FOREVER = timedelta(days=365)  # who is lost is not for us to find out
 
@@ -47,10 +51,10 @@ class Transfer(Protocol):
     """Something on its way."""
 
     def wait(self) -> Any:
-        """Wait until the memory may be used again.
+        """Wait until the bytes have left, or are here.
 
         Raises:
-            RuntimeError: The other machine is lost.
+            RuntimeError: The other machine is lost, or what has come is not what it sent.
         """
 
 
@@ -65,14 +69,13 @@ class Links(Protocol):
     machine: int
     count: int
 
-    def send(self, machine: int, lane: int, data: Tensor) -> Transfer:
+    def send(self, machine: int, channel: int, data: Tensor) -> Transfer:
         """Start to send bytes [n]; they must stay until it is over."""
 
-    def receive(self, machine: int, lane: int, data: Tensor) -> None:
-        """Receive bytes [n], as many as were sent. Blocks.
+    def receive(self, machine: int, channel: int, data: Tensor) -> Transfer:
+        """Start to receive bytes [n], as many as were sent; they are there when it is over.
 
-        Raises:
-            RuntimeError: The other machine is lost.
+        What is received is in the order of these calls.
         """
 
 
@@ -124,20 +127,34 @@ class GlooLinks:
 
     def __init__(self, store: Any, machine: int, count: int, address: str | None, timeout_s: float) -> None:
         self.machine, self.count = machine, count
-        self._lanes: list[Any] = []  # torch does not say what they can do
-        for lane in range(LANES):
-            group = gloo(PrefixStore(f"lane {lane}", store), machine, count, address, timeout_s)
+        self._connections: list[Any] = []  # torch does not say what they can do
+        for number in range(_CONNECTIONS):
+            group = gloo(PrefixStore(f"connection {number}", store), machine, count, address, timeout_s)
             group.set_timeout(_FOREVER)
-            self._lanes.append(group)
+            self._connections.append(group)
 
-    def send(self, machine: int, lane: int, data: Tensor) -> Transfer:
+    def send(self, machine: int, channel: int, data: Tensor) -> Transfer:
         """See `Links`."""
-        link: Transfer = self._lanes[lane].send([data], machine, 0)
+        link: Transfer = self._way(channel, self.machine, machine).send([data], machine, channel)
         return link
 
-    def receive(self, machine: int, lane: int, data: Tensor) -> None:
+    def receive(self, machine: int, channel: int, data: Tensor) -> Transfer:
         """See `Links`."""
-        self._lanes[lane].recv([data], machine, 0).wait(_FOREVER)
+        return _Arrival(self._way(channel, machine, self.machine).recv([data], machine, channel))
+
+    def _way(self, channel: int, source: int, target: int) -> Any:
+        return self._connections[0 if channel != RANGES else 1 if source < target else 2]
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Something that gloo will receive."""
+
+    work: Any
+
+    def wait(self) -> None:
+        """See `Transfer`."""
+        self.work.wait(_FOREVER)
 
 
 class _OtherLinks:
@@ -149,23 +166,39 @@ class _OtherLinks:
         self._device = torch.device("cuda", machine % torch.cuda.device_count()) if backend == "nccl" else None
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=machine, world_size=count, timeout=timeout)
-        self._lanes = [dist.new_group(timeout=_FOREVER) for _ in range(LANES)]
+        self._channels = [dist.new_group(timeout=_FOREVER) for _ in range(CHANNELS)]
 
-    def send(self, machine: int, lane: int, data: Tensor) -> Transfer:
+    def send(self, machine: int, channel: int, data: Tensor) -> Transfer:
         staged = data if self._device is None else data.to(self._device)
-        work = dist.isend(staged, machine, self._lanes[lane])
+        work = dist.isend(staged, machine, self._channels[channel])
         assert work is not None, "this machine is in the group"
         return work
 
-    def receive(self, machine: int, lane: int, data: Tensor) -> None:
+    def receive(self, machine: int, channel: int, data: Tensor) -> Transfer:
         staged = data if self._device is None else torch.empty_like(data, device=self._device)
-        dist.recv(staged, machine, self._lanes[lane])
-        if staged is not data:
-            data.copy_(staged)
+        work = dist.irecv(staged, machine, self._channels[channel])
+        assert work is not None, "this machine is in the group"
+        return work if staged is data else _Staged(work, staged, data)
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """Something that is received on a GPU, for memory of the host."""
+
+    work: Transfer
+    staged: Tensor
+    data: Tensor
+
+    def wait(self) -> None:
+        """See `Transfer`."""
+        self.work.wait()
+        self.data.copy_(self.staged)
 
 
 class SealedLinks:
     """Links whose messages carry a checksum; see `Links`. What was altered on its way is not taken in.
+
+    Ranges travel as they are: their heads carry their checksums.
 
     Args:
         links: Those that carry the bytes.
@@ -174,38 +207,28 @@ class SealedLinks:
     def __init__(self, links: Links) -> None:
         self._links, self.machine, self.count = links, links.machine, links.count
 
-    def send(self, machine: int, lane: int, data: Tensor) -> Transfer:
+    def send(self, machine: int, channel: int, data: Tensor) -> Transfer:
         """See `Links`."""
-        seal = _seal(data)
+        if channel == RANGES:
+            return self._links.send(machine, channel, data)
+        seal = _bytes_of(seal_of(data))
         if data.numel() <= _TOGETHER_BYTES:
             whole = torch.cat([data, seal])
-            return _Sent([self._links.send(machine, lane, whole)], [whole])
-        return _Sent([self._links.send(machine, lane, each) for each in (data, seal)], [data, seal])
+            return _Sent([self._links.send(machine, channel, whole)], [whole])
+        return _Sent([self._links.send(machine, channel, each) for each in (data, seal)], [data, seal])
 
-    def receive(self, machine: int, lane: int, data: Tensor) -> None:
-        """See `Links`.
-
-        Raises:
-            RuntimeError: The other machine is lost, or what has come is not what it sent.
-        """
+    def receive(self, machine: int, channel: int, data: Tensor) -> Transfer:
+        """See `Links`."""
+        if channel == RANGES:
+            return self._links.receive(machine, channel, data)
+        route = f"{data.numel()} bytes from machine {machine} to machine {self.machine}"
         if data.numel() <= _TOGETHER_BYTES:
             whole = torch.empty(data.numel() + _SEAL_BYTES, dtype=torch.uint8)
-            self._links.receive(machine, lane, whole)
-            seal = whole[data.numel() :]
-            data.copy_(whole[: data.numel()])
-        else:
-            seal = torch.empty(_SEAL_BYTES, dtype=torch.uint8)
-            self._links.receive(machine, lane, data)
-            self._links.receive(machine, lane, seal)
-        if lane == RANGES:
-            points.touch("node", data)
-        if not torch.equal(_seal(data), seal):
-            raise RuntimeError(f"{ALTERED} ({data.numel()} bytes from machine {machine} to machine {self.machine})")
-
-
-def _seal(data: Tensor) -> Tensor:
-    number = core.checksum(data.data_ptr(), data.numel())
-    return torch.frombuffer(bytearray(number.to_bytes(_SEAL_BYTES, "little")), dtype=torch.uint8)
+            arrivals = [self._links.receive(machine, channel, whole)]
+            return _SealedArrival(arrivals, whole[: data.numel()], whole[data.numel() :], data, route)
+        seal = torch.empty(_SEAL_BYTES, dtype=torch.uint8)
+        arrivals = [self._links.receive(machine, channel, each) for each in (data, seal)]
+        return _SealedArrival(arrivals, data, seal, data, route)
 
 
 @dataclass(frozen=True)
@@ -219,6 +242,35 @@ class _Sent:
         """See `Transfer`."""
         for link in self.links:
             link.wait()
+
+
+@dataclass(frozen=True)
+class _SealedArrival:
+    """A message that will come, with its checksum, and where it belongs."""
+
+    arrivals: Sequence[Transfer]
+    message: Tensor
+    seal: Tensor
+    data: Tensor
+    route: str
+
+    def wait(self) -> None:
+        """See `Transfer`."""
+        for arrival in self.arrivals:
+            arrival.wait()
+        if not torch.equal(_bytes_of(seal_of(self.message)), self.seal):
+            raise RuntimeError(f"{ALTERED} ({self.route})")
+        if self.message is not self.data:
+            self.data.copy_(self.message)
+
+
+def seal_of(data: Tensor) -> int:
+    """The checksum of bytes, without its first bit: so it is a word, which may have a sign."""
+    return core.checksum(data.data_ptr(), data.numel()) >> 1
+
+
+def _bytes_of(seal: int) -> Tensor:
+    return torch.frombuffer(bytearray(seal.to_bytes(_SEAL_BYTES, "little")), dtype=torch.uint8)
 
 
 def connect(backend: str, store: Any, machine: int, count: int, address: str | None, timeout_s: float) -> Links:

@@ -42,6 +42,7 @@ class Request(NamedTuple):
         value: What to set it to.
         seq: For a post: its sequence number.
         local: For a post: how many workers of this machine take part in the exchange; their posts go together.
+        seal: For a put on its way: the checksum of the range.
     """
 
     kind: int
@@ -53,17 +54,18 @@ class Request(NamedTuple):
     value: int = 0
     seq: int = 0
     local: int = 1
+    seal: int = 0
 
     def pack(self) -> tuple[int, ...]:
         """The request as the 8 words of an entry."""
         head = self.kind | self.local << 8 | self.generation << 24
-        return (head, self.target, self.offset, self.num_bytes, self.word, self.value, self.seq, 0)
+        return (head, self.target, self.offset, self.num_bytes, self.word, self.value, self.seq, self.seal)
 
     @classmethod
     def unpack(cls, words: Iterable[int]) -> "Request":
         """The inverse of `pack`."""
-        head, target, offset, num_bytes, word, value, seq, _ = words
-        return cls(head & 0xFF, head >> 24, target, offset, num_bytes, word, value, seq, head >> 8 & 0xFFFF)
+        head, target, offset, num_bytes, word, value, seq, seal = words
+        return cls(head & 0xFF, head >> 24, target, offset, num_bytes, word, value, seq, head >> 8 & 0xFFFF, seal)
 
 
 class Mark:

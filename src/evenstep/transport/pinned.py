@@ -27,7 +27,7 @@ def take(table: Tensor) -> Tensor:
     global _used
     end = _used + table.numel()
     if not _chunks or end > _WORDS:
-        raise RuntimeError("a CUDA graph wants more pinned memory than there is")
+        raise RuntimeError("a CUDA graph needs more pinned memory than there is")
     kept, _used = _chunks[-1][_used:end].view(table.shape), end
     return kept.copy_(table)
 

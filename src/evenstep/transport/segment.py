@@ -51,8 +51,8 @@ class Segment:
             described = None  # not a file that can be mapped
         if described is None:
             raise ConfigError(
-                f"file descriptor {fd} is no evenstep segment of this build; start all workers with one version, and "
-                "programs that a worker starts without its EVENSTEP_* variables"
+                f"file descriptor {fd} is not an evenstep segment of this build; start all workers with one version, "
+                "and programs that a worker starts without its EVENSTEP_* variables"
             )
         self.num_workers, self.slot_bytes = described
         self._control = mmap.mmap(fd, _control_bytes(*described))
@@ -70,15 +70,15 @@ class Segment:
         try:
             fd = os.memfd_create("evenstep", os.MFD_CLOEXEC)
         except OSError as error:
-            raise ConfigError(f"no shared segment could be made: {error.strerror}; look at `ulimit -a`") from error
+            raise ConfigError(f"no shared segment could be created: {error.strerror}; look at `ulimit -a`") from error
         try:
             os.ftruncate(fd, SEGMENT_BYTES)
             control = mmap.mmap(fd, _control_bytes(num_workers, slot_bytes))
         except OSError as error:
             os.close(fd)
             raise ConfigError(
-                f"no shared segment could be made: {error.strerror}; it is {SEGMENT_BYTES >> 40} TiB long (and takes "
-                "only what is written to it): run without limits on file size and virtual memory, "
+                f"no shared segment could be created: {error.strerror}; it is {SEGMENT_BYTES >> 40} TiB long (and "
+                "takes only what is written to it): run without limits on file size and virtual memory, "
                 "`ulimit -f unlimited -v unlimited`"
             ) from error
         core.init(_address(control), num_workers, slot_bytes)

@@ -8,7 +8,7 @@ from evenstep.server import connect
 
 @pytest.mark.parametrize("url", ["", "localhost:80", "ftp://a:1", "http://nowhere", "tcp://", "tcp://a:1,ftp://b:2"])
 def test_what_is_no_address_is_refused_before_anything_is_opened(url):
-    with pytest.raises(ConfigError, match="is no address of a server; expected http://host:port"):
+    with pytest.raises(ConfigError, match="is not the address of a server; expected http://host:port"):
         connect(url)
 
 

@@ -31,5 +31,5 @@ def test_what_is_sent_and_what_is_held_back_add_up(bfloat16):
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5])
 def test_a_share_that_is_none_is_refused(share):
-    with pytest.raises(ConfigError, match="expected a share above 0 and at most 1"):
+    with pytest.raises(ConfigError, match="expected a fraction above 0 and at most 1"):
         Compressor(False, share)

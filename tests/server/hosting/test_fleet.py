@@ -75,8 +75,8 @@ def test_addresses_that_do_not_belong_together_are_one_sentence():
             a: f"{a} is server 0 of 2; give the addresses of all, joined by commas",
             b: f"{b} is server 1 of 2; give the addresses of all, joined by commas",
             f"{server.url},{a}": f"{a} is server 0 of 2, but 3 addresses were given; give all",
-            f"{a},{other.url.split(',')[1]}": "belong to different sets of servers; give those of one",
-            f"{alone.url},{b}": f"{alone.url} holds a model alone; give its address alone, without 1 others",
+            f"{a},{other.url.split(',')[1]}": "belong to different sets of servers; give those of one set",
+            f"{alone.url},{b}": f"{alone.url} holds a whole model; give only its address, without 1 others",
         }
         for url, sentence in wrong.items():
             for register in (True, False):

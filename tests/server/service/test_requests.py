@@ -26,12 +26,16 @@ def test_fields_become_values():
     ("verb", "fields", "sentence"),
     [
         ("dance", {}, "there is no verb 'dance'; expected one of register, leave,"),
-        ("status", {"x": 1}, "'status' has no field 'x'; there are: none"),
+        ("status", {"x": 1}, "'status' has no field 'x'; its fields are: none"),
         ("leave", {}, "'leave' came without worker"),
         ("get", {"min_version": True}, "min_version=True, expected a whole number from 0 to 4611686018427387904"),
         ("update", {"worker": "w", "sequence": 0}, "sequence=0, expected a whole number from 1"),
         ("update", {"worker": "w", "sequence": 1, "spans": [[0, 1]]}, "spans came without shards"),
-        ("update", {"worker": "w", "sequence": 1, "shards": 4, "spans": [[1, 3]]}, "no node of the tree over 4 shards"),
+        (
+            "update",
+            {"worker": "w", "sequence": 1, "shards": 4, "spans": [[1, 3]]},
+            "is not a node of the tree over 4 shards",
+        ),
         ("update", {"worker": "w", "sequence": 1, "shards": 4, "spans": [[2, 4], [0, 2]]}, "overlap, or are not in"),
         ("update", {"worker": "w", "sequence": 1, "note": "x" * 20000}, "note is longer than 16384 characters"),
         ("put", {"worker": "w", "optimizer": {"class": "SGD"}}, 'expected {"class": ..., "groups": [...]}'),
@@ -52,10 +56,10 @@ def test_an_address_holds_texts_json_and_lists():
     }  # fmt: skip
     assert from_query("get", [("names", '["a"]')]) == {"names": ["a"]}
     for pairs, sentence in {
-        (("min_version", "x"),): "min_version='x' is no JSON",
-        (("since", "1"), ("since", "1")): "since is there twice",
+        (("min_version", "x"),): "min_version='x' is not JSON",
+        (("since", "1"), ("since", "1")): "since was given twice",
         (("place_only", "true"),): "'get' has no field 'place_only'",
-        (("since", "1e999"),): "is no JSON: 1e999 is too large a number",
+        (("since", "1e999"),): "is not JSON: 1e999 is too large a number",
     }.items():
         with pytest.raises(RefusedError) as refused:
             from_query("get", pairs)

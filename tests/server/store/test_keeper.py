@@ -456,7 +456,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path, name):
     make(tmp_path, durable=True).close()
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         make(tmp_path, durable=True)
 
 

@@ -104,5 +104,5 @@ def test_a_torn_end_is_told_from_harm_in_the_middle(log, path, harm, which):
 
 def test_only_a_regular_file_is_read(path):
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         list(read(path))

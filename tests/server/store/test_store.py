@@ -427,7 +427,7 @@ def test_a_later_step_that_fails_stops_the_server_with_its_reason():
     store.decider.update("a", 1, "gradient", Contribution(ones()))
     with pytest.raises(ServerError, match="the optimizer failed at version 1: no luck"):
         store.decider.update("a", 2, "gradient", Contribution(ones()))
-    with pytest.raises(ServerError, match="cannot go on"):
+    with pytest.raises(ServerError, match="cannot continue"):
         store.decider.update("a", 3, "gradient", Contribution(ones()))
     store.close()
 

@@ -22,7 +22,7 @@ def test_deltas_are_subtracted_in_place_and_counted():
             client.update_parameters({"bias": torch.ones(3)}, kind="delta")
         with (
             connect(server.urls["tcp"]) as other,
-            pytest.raises(RefusedError, match="takes updates through shared memory only"),
+            pytest.raises(RefusedError, match="takes updates only through shared memory"),
         ):
             other.update_parameters({"bias": torch.ones(2)}, kind="delta")
 

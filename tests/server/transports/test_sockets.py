@@ -66,9 +66,9 @@ def frame(fields, body=b"", body_bytes=None):
     [
         (b"GET / HTTP/1.1\r\n\r\n", b"a frame begins with"),
         (struct.pack("<4sIQ", b"EVST", 1 << 30, 0), b"bytes of fields, expected at most 4096"),
-        (frame(b"[" * 4000), b"is no JSON"),
+        (frame(b"[" * 4000), b"is not JSON"),
         (frame(b'{"verb": "dance"}'), b"there is no verb 'dance'"),
-        (frame(b'{"verb": "status", "verb": "put"}'), b"a name is there twice"),
+        (frame(b'{"verb": "status", "verb": "put"}'), b"a name occurs twice"),
         (frame(b'{"verb": "status"}', b"x"), b"'status' takes no tensors"),
         (frame(b'{"verb": "update"}', body_bytes=1 << 60), b"expected at most 1048576"),
         (frame(b'{"verb": "get", "wait_s": NaN}'), b"NaN is no number"),

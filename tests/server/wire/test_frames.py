@@ -63,7 +63,7 @@ def test_fields_that_come_again_are_not_mixed_up(ends):
     [
         (b"GET / HTTP/1.1\r\n", "expected b'EVST'; is this the right port?"),
         (struct.pack("<4sIQ", b"EVST", 1001, 0), "1001 bytes of fields, expected at most 1000"),
-        (frame(b"nonsense"), "is no JSON"),
+        (frame(b"nonsense"), "is not JSON"),
     ],
 )
 def test_what_is_no_frame_is_one_sentence(ends, data, words):

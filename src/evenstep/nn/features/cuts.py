@@ -138,19 +138,8 @@ def check(name: str, layer: nn.Module, kind: Kind) -> None:
     Raises:
         UnsupportedError: It cannot.
     """
-    pair = pair_of(layer)
-    if pair is not None:
-        if kind != "feature":
-            raise UnsupportedError(
-                f"'{name}' is a chain, which is cut between its two layers: say 'feature', not {kind!r}"
-            )
-        for path, module in layer.named_modules():
-            _check_hooks(f"{name}.{path}" if path else name, module)
-        first, a, last, b = pair
-        check(f"{name}.{first}", a, "feature")
-        check(f"{name}.{last}", b, "input-feature")
-        if isinstance(a, _CONVOLUTIONS) and a.groups > 1:
-            raise UnsupportedError(f"'{name}.{first}' has {a.groups} groups; a chain of convolutions needs groups=1")
+    if pair_of(layer) is not None:
+        _check_chain(name, layer, kind)
         return
     if type(layer) not in (nn.Linear, nn.Embedding, *_CONVOLUTIONS):
         raise UnsupportedError(
@@ -167,6 +156,22 @@ def check(name: str, layer: nn.Module, kind: Kind) -> None:
                 )
     if isinstance(layer, _CONVOLUTIONS) and layer.groups > 1 and kind == "input-feature":
         raise UnsupportedError(f"'{name}' has {layer.groups} groups; cut it by 'feature', which cuts between groups")
+
+
+def _check_chain(name: str, layer: nn.Module, kind: Kind) -> None:
+    if kind != "feature":
+        raise UnsupportedError(
+            f"'{name}' is a chain, which is cut between its two layers: mark it 'feature', not {kind!r}"
+        )
+    for path, module in layer.named_modules():
+        _check_hooks(f"{name}.{path}" if path else name, module)
+    pair = pair_of(layer)
+    assert pair is not None, "called only for chains"
+    first, a, last, b = pair
+    check(f"{name}.{first}", a, "feature")
+    check(f"{name}.{last}", b, "input-feature")
+    if isinstance(a, _CONVOLUTIONS) and a.groups > 1:
+        raise UnsupportedError(f"'{name}.{first}' has {a.groups} groups; a chain of convolutions needs groups=1")
 
 
 def _check_hooks(name: str, layer: nn.Module) -> None:

@@ -104,7 +104,7 @@ def _check_nesting(names: Collection[str]) -> None:
     """Refuse a marked layer inside another."""
     for name, other in product(names, names):
         if other != name and (name == "" or other.startswith(name + ".")):
-            raise ConfigError(f"both '{name}' and '{other}' inside of it are marked; mark one of them")
+            raise ConfigError(f"both '{name}' and '{other}' inside it are marked; mark one of them")
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -137,18 +137,24 @@ def _check_shared(model: nn.Module, found: Mapping[str, Kind]) -> None:
                 )
 
 
-def _check_ties(model: nn.Module, found: Mapping[str, Kind]) -> list[list[Place]]:
-    """The places of each parameter that is in several and is cut alike in all of them.
-
-    Raises:
-        UnsupportedError: One is cut in one place, but not, or differently, in another.
-    """
+def _cuts(model: nn.Module, found: Mapping[str, Kind]) -> dict[tuple[int, str], int]:
+    """Along which dimension parameters are cut, by the id of their module and their name in it."""
     cuts: dict[tuple[int, str], int] = {}
     for name, kind in found.items():
         layer = model.get_submodule(name)
         for full, dim in dims_of(layer, kind).items():
             path, _, key = full.rpartition(".")
             cuts[id(layer.get_submodule(path)), key] = dim
+    return cuts
+
+
+def _check_ties(model: nn.Module, found: Mapping[str, Kind]) -> list[list[Place]]:
+    """The places of each parameter that is in several and is cut alike in all of them.
+
+    Raises:
+        UnsupportedError: One is cut in one place, but not, or differently, in another.
+    """
+    cuts = _cuts(model, found)
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():

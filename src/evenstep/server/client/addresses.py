@@ -102,4 +102,4 @@ def _opener(url: str, token: str | None, cafile: str | None) -> Callable[[], Cha
         return lambda: kind(parts, token, context, _SILENCE_S)
     if parts.scheme == "memory":
         return lambda: MemoryChannel(parts, token, _SILENCE_S)
-    raise ConfigError(f"{url!r} is no address of a server; expected http://host:port, tcp://... or memory://name")
+    raise ConfigError(f"{url!r} is not the address of a server; expected http://host:port, tcp://... or memory://name")

@@ -34,7 +34,7 @@ class Compressor:
 
     def __init__(self, bfloat16: bool, top_k: float | None) -> None:
         if top_k is not None and not 0 < top_k <= 1:
-            raise ConfigError(f"top_k={top_k!r}, expected a share above 0 and at most 1, such as 0.01")
+            raise ConfigError(f"top_k={top_k!r}, expected a fraction above 0 and at most 1, such as 0.01")
         self.bfloat16, self._share = bfloat16, top_k
         self.residual: dict[str, Tensor] = {}
 

@@ -54,7 +54,7 @@ class HttpChannel(Channel):
             self._http.request(method, f"{path}?{urlencode(query)}", body=parts or None, headers=headers)
             return self._http.getresponse()
         except http.client.HTTPException as error:
-            raise ConnectionResetError(f"the server's answer is no HTTP: {error!r}") from error
+            raise ConnectionResetError(f"the server's answer is not HTTP: {error!r}") from error
 
     def _fields(self, response: http.client.HTTPResponse) -> Fields:
         text = response.read()

@@ -99,7 +99,7 @@ class MemoryChannel(Channel):
         names = reply.pop("names", list(image))
         for name in names:
             if out is not None and (name not in out or Spec.of(out[name]) != self._specs[name]):
-                raise ConfigError(f"out['{name}'] is no tensor like {self._specs[name]}")
+                raise ConfigError(f"out['{name}'] is not a tensor like {self._specs[name]}")
         if out is None:
             found = {name: image[name].clone() for name in names}
         else:

@@ -103,7 +103,7 @@ class ServerSet:
                 return [came[n] for n in which]
             if time.monotonic() >= deadline:
                 break
-        raise UnreachableError(f"no version could be read from all of {self.url}: updates come too fast")
+        raise UnreachableError(f"no version could be read from all of {self.url}, since updates come too fast")
 
     def _pull(self, n: int, connection: Connection, pieces: Pieces, fields: Fields, deadline: float) -> set[str]:
         """Read at least a version from one server; tell it what it missed if it does not get there soon."""

@@ -79,7 +79,9 @@ class SlicedClient(Client):
             specs = Slices.unpack(about["layout"])
             self._slices = Slices(ParameterLayout(specs), len(self.servers.connections), split=self._split)
             if self._slices.fingerprint != about["fingerprint"]:
-                raise ServerError(f"{self.url} cut the parameters otherwise than this client; use the same version")
+                raise ServerError(
+                    f"{self.url} cuts the parameters differently from this client; use the same version of evenstep"
+                )
         return self._slices
 
     # ---- the verbs ----

@@ -70,7 +70,7 @@ def subtract(connection: Connection, deltas: Mapping[str, Tensor]) -> Fields:
 
     def change(channel: Channel) -> Fields:
         if not isinstance(channel, MemoryChannel):
-            raise RefusedError("a server with lock=False takes updates through shared memory only", 409)
+            raise RefusedError("a server with lock=False takes updates only through shared memory", 409)
         channel.change(deltas)
         return channel.ask("changed", {"worker": connection.worker, "names": list(deltas)})
 

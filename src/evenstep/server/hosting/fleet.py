@@ -225,7 +225,7 @@ def check_directory(directory: Path, count: int) -> None:
     elif (directory / _NAME).exists():
         found = _read(directory)[1]
     if found not in (None, count):
-        raise CheckpointError(f"{directory} is of {found} servers, expected {count}; start as many as then")
+        raise CheckpointError(f"{directory} is of {found} servers, expected {count}; start the same number of servers")
 
 
 def _read(directory: Path) -> tuple[str, int]:

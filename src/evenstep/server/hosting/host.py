@@ -150,7 +150,7 @@ class Host:
         except ImportError as error:
             listener.close()
             raise ConfigError(
-                f"HTTP needs {error.name}: pip install 'evenstep[server]', or say transports=('tcp', 'memory')"
+                f"HTTP needs {error.name}: pip install 'evenstep[server]', or use transports=('tcp', 'memory')"
             ) from error
         hosts = frozenset({"127.0.0.1", "localhost", "::1", self.config.host}) if self.config.on_loopback else None
         return HttpServer(self._service, listener, context, hosts)

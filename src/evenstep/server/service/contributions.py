@@ -91,7 +91,7 @@ class Incoming:
             raise RefusedError("tree nodes are whole; send top-k values as a mean")
         expected, values = self.layout.find(name), head.specs.get(name + VALUES)
         if name in head.specs:
-            raise RefusedError(f"'{name}' came twice: whole, and as top-k values")
+            raise RefusedError(f"'{name}' was sent twice: whole, and as top-k values")
         if values is None or len(indices.shape) != 1 or indices.shape != values.shape:
             raise RefusedError(f"'{name}' came as top-k values, expected as many values as indices")
         if indices.dtype not in _INDEX_DTYPES or values.dtype not in (expected.dtype, *_narrower(expected)):

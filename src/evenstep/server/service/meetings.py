@@ -44,7 +44,7 @@ class Appointments:
         deadline = time.monotonic() + wait_s
         with self._changed:
             if tag not in self._found and len(self._found) >= _MOST:
-                raise RefusedError(f"{_MOST} meetings wait for somebody already; try again", 503)
+                raise RefusedError(f"{_MOST} meetings are waiting already; try again", 503)
             here = self._found.setdefault(tag, {})
             if who not in here and len(here) >= count:
                 raise RefusedError(

@@ -28,7 +28,7 @@ def prometheus(status: dict[str, Any]) -> str:
         ("parameter_bytes", "gauge", "Size of all parameters.", one(status["num_bytes"])),
         ("copies", "gauge", "Copies of the parameters in memory.", one(status["copies"])),
         ("uptime_seconds", "gauge", "Time since the start.", one(status["uptime_s"])),
-        ("broken", "gauge", "1 if the server cannot go on.", one(int(status["broken"] is not None))),
+        ("broken", "gauge", "1 if the server cannot continue.", one(int(status["broken"] is not None))),
         ("workers", "gauge", "Registered workers.", one(len(workers))),
         ("workers_dropped_total", "counter", "Workers that vanished.", one(status["dropped"])),
         ("worker_lag", "gauge", "Versions since a worker's last update.", of_workers("lag")),

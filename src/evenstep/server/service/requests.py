@@ -250,7 +250,7 @@ def parse(verb: str, given: Mapping[str, Any]) -> Request:
 
 def _unknown(verb: str, name: Any, known: Iterable[str]) -> RefusedError:
     there = ", ".join(sorted(known)) or "none"
-    return RefusedError(f"'{verb}' has no field {fields.shown(name)}; there are: {there}")
+    return RefusedError(f"'{verb}' has no field {fields.shown(name)}; its fields are: {there}")
 
 
 def _check_nodes(request: Update | StageUpdate) -> None:
@@ -260,7 +260,7 @@ def _check_nodes(request: Update | StageUpdate) -> None:
     nodes = tree.tree_nodes(request.shards)
     for span in request.spans:
         if span not in nodes:
-            raise RefusedError(f"{list(span)} is no node of the tree over {request.shards} shards")
+            raise RefusedError(f"{list(span)} is not a node of the tree over {request.shards} shards")
     if any(a[1] > b[0] for a, b in pairwise(request.spans)):
         raise RefusedError("spans overlap, or are not in order")
 
@@ -278,7 +278,7 @@ def from_query(verb: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
         if how is None:
             raise _unknown(verb, name, reads)
         if name in found:
-            raise RefusedError(f"{name} is there twice")
+            raise RefusedError(f"{name} was given twice")
         if how.text:
             found[name] = text
             continue

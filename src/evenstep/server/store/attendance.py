@@ -139,7 +139,7 @@ class Attendance:
             ServerError: It cannot.
         """
         if self.broken is not None:
-            raise ServerError(f"the server cannot go on: {self.broken}")
+            raise ServerError(f"the server cannot continue: {self.broken}")
 
     def tell(self, text: str, worker: str | None = None) -> None:
         """Record an event for people to see."""

@@ -57,7 +57,7 @@ class Snapshots:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"the directory {path} cannot be made: {error.strerror}") from error
+            raise CheckpointError(f"cannot create the directory {path}: {error.strerror}") from error
         self._lock = _lock(path)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Snapshots:
         here, there = [self._place.index, self._place.count], facts["place"][:2]
         if here != there:
             raise CheckpointError(
-                f"{path} is of server {there[0]} of {there[1]}, expected {self._place}; start as many as then"
+                f"{path} is of server {there[0]} of {there[1]}, expected {self._place}; start as many servers as then"
             )
         return dict(facts)
 

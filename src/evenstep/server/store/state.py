@@ -192,21 +192,25 @@ class ParameterState:
             if applied.kind == "peer":
                 self.on_peer(applied.tensors)
         else:
-            assert self.optimizer is not None, "gradients are refused where there is no optimizer"
-            assert self._stepper is not None, "every optimizer has a stepper"
-            if not self.has_options(applied.options):
-                assert applied.options is not None, "options that differ from the present ones were given"
-                set_hyperparameters(self.optimizer, applied.options)
-                self._options = applied.options
-                self._proven.clear()
-            for name, gradient in applied.tensors.items():
-                self.parameters[name].grad = gradient
-            try:
-                self._stepper.step()
-            finally:
-                for name in applied.tensors:
-                    self.parameters[name].grad = None
-            self._proven.update(applied.tensors)
+            self._step(applied)
+
+    def _step(self, applied: Applied) -> None:
+        """Let the optimizer step on gradients."""
+        assert self.optimizer is not None, "gradients are refused by a server without an optimizer"
+        assert self._stepper is not None, "every optimizer has a stepper"
+        if not self.has_options(applied.options):
+            assert applied.options is not None, "options that differ from the present ones were given"
+            set_hyperparameters(self.optimizer, applied.options)
+            self._options = applied.options
+            self._proven.clear()
+        for name, gradient in applied.tensors.items():
+            self.parameters[name].grad = gradient
+        try:
+            self._stepper.step()
+        finally:
+            for name in applied.tensors:
+                self.parameters[name].grad = None
+        self._proven.update(applied.tensors)
 
     @property
     def keeps_no_gradient(self) -> bool:

@@ -246,7 +246,7 @@ def _text(fields: dict[str, Any], name: str) -> str | None:
     """
     value = fields.pop(name, None)
     if value is not None and type(value) is not str:
-        raise RefusedError(f"{name} is no text")
+        raise RefusedError(f"{name} is not text")
     return value
 
 

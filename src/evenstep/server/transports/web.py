@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import logging
 import socket
@@ -30,6 +31,39 @@ Handler = Callable[[Request], Awaitable[Response]]
 _HERE = Path(__file__).parent
 _PAGE_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 log = logging.getLogger("evenstep.server")
+
+
+class _Uvicorn(uvicorn.Server):
+    """Stops at once when it is asked to: uvicorn looks ten times a second, and then pauses, whoever is there."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._asked = asyncio.Event()
+
+    def stop(self) -> None:
+        """Let it come to its end; in its loop."""
+        self.should_exit = True
+        self._asked.set()
+
+    async def main_loop(self) -> None:
+        """See uvicorn: until it is asked to stop, tell it each second that it is a second later."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), 1.0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn: let answers that have begun be given to the end, for a while."""
+        state, loop = self.server_state, asyncio.get_running_loop()
+        for connection in list(state.connections):
+            connection.shutdown()
+        deadline = loop.time() + (self.config.timeout_graceful_shutdown or 0)
+        await asyncio.sleep(0)  # those that nothing keeps end now
+        while (state.connections or state.tasks) and loop.time() < deadline:
+            await asyncio.sleep(0.005)
+        if state.tasks:
+            log.warning("the server stops before %d requests are answered, which took too long", len(state.tasks))
+        for task in list(state.tasks):
+            task.cancel()
 
 
 class WebServer:
@@ -63,9 +97,9 @@ class WebServer:
             timeout_keep_alive=600,
             timeout_graceful_shutdown=2,
         )
-        self._listener, self._server = listener, uvicorn.Server(config)
+        self._listener, self._server = listener, _Uvicorn(config)
         self._reception = Reception(self._server, listener, limits, context)
-        self._accept_no_more: Callable[[], object] = lambda: None
+        self._stop: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._serve, name="evenstep-http", daemon=True)
         self._thread.start()
         deadline = time.monotonic() + 30
@@ -80,15 +114,19 @@ class WebServer:
     async def _run_until_closed(self) -> None:
         accepting = asyncio.create_task(self._reception.run())
         loop = asyncio.get_running_loop()
-        self._accept_no_more = lambda: loop.call_soon_threadsafe(accepting.cancel)
+
+        def stop() -> None:
+            accepting.cancel()
+            self._server.stop()
+
+        self._stop = lambda: loop.call_soon_threadsafe(stop)
         await self._server.serve(sockets=[])
         await asyncio.wait([accepting])
         await self._reception.end()
 
     def close(self) -> None:
         """End all connections, and wait for the thread."""
-        self._accept_no_more()
-        self._server.should_exit = True
+        self._stop()
         self._thread.join()
         self._listener.close()
 

@@ -46,7 +46,7 @@ def describe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
         for key, value in options.items():
             if not _is_plain(value):
                 raise UnsupportedError(
-                    f"{kind.__name__} has {key}={value!r:.60}, which is no plain value; servers take numbers only"
+                    f"{kind.__name__} has {key}={value!r:.60}, which is not a plain value; servers take only numbers"
                 )
         groups.append({"names": [names[id(p)] for p in group["params"]], **options})
     recipe = {"class": kind.__name__, "groups": groups}
@@ -83,7 +83,7 @@ def build(recipe: Recipe, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     """
     kind = getattr(torch.optim, recipe["class"], None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind in _UNUSABLE:
-        raise RefusedError(f"'{recipe['class'][:60]}' is no optimizer of torch.optim that a server can use")
+        raise RefusedError(f"'{recipe['class'][:60]}' is not an optimizer of torch.optim that a server can use")
     groups = []
     for group in recipe["groups"]:
         here = [parameters[name] for name in group["names"] if name in parameters]

@@ -278,13 +278,13 @@ def check_places(urls: Sequence[str], places: Sequence[Any]) -> None:
     """
     for url, (index, num_servers, name, _) in zip(urls, places, strict=True):
         if num_servers == 1:
-            raise ConfigError(f"{url} holds a model alone; give its address alone, without {len(urls) - 1} others")
+            raise ConfigError(f"{url} holds a whole model; give only its address, without {len(urls) - 1} others")
         if num_servers != len(urls):
             raise ConfigError(
                 f"{url} is server {index} of {num_servers}, but {len(urls)} addresses were given; give all"
             )
         if name != places[0][2]:
-            raise ConfigError(f"{urls[0]} and {url} belong to different sets of servers; give those of one")
+            raise ConfigError(f"{urls[0]} and {url} belong to different sets of servers; give those of one set")
     order = [place[0] for place in places]
     if order != sorted(order) or len(set(order)) < len(order):
         raise ConfigError(f"the addresses are of servers {order}, expected {sorted(set(range(len(urls))))} in order")

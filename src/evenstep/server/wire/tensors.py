@@ -195,7 +195,7 @@ class ParameterLayout:
             RefusedError: There is no such parameter.
         """
         if name not in self.specs:
-            raise RefusedError(f"there is no parameter '{name[:200]}'; GET /status names those there are", 404)
+            raise RefusedError(f"there is no parameter '{name[:200]}'; GET /status lists them", 404)
         return self.specs[name]
 
     def check_whole(self, specs: Mapping[str, Spec]) -> None:
@@ -279,7 +279,7 @@ class Sender:
 def _entry(name: str, entry: Any) -> tuple[str, Spec, int, int]:
     shown = name[:200]
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise RefusedError(f"tensor '{shown}' is described badly; expected dtype, shape and data_offsets")
+        raise RefusedError(f"tensor '{shown}' is badly described; expected dtype, shape and data_offsets")
     spec, offsets = Spec.parse(name, entry["dtype"], entry["shape"]), entry["data_offsets"]
     if not _sizes(offsets) or len(offsets) != 2:
         raise RefusedError(f"tensor '{shown}' has bad data_offsets, expected [begin, end]")

@@ -24,7 +24,7 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
     try:
         decoded = text.decode()
     except UnicodeDecodeError as error:
-        raise RefusedError(f"{what} is no JSON: {error.reason}") from None
+        raise RefusedError(f"{what} is not JSON: {error.reason}") from None
     value = read_value(decoded, what)
     if not isinstance(value, dict):
         raise RefusedError(f"{what} is a JSON {type(value).__name__}, expected an object")
@@ -42,9 +42,9 @@ def read_value(text: str, what: str) -> Any:
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise RefusedError(f"{what} is no JSON: it holds half of a character") from None
+        raise RefusedError(f"{what} is not JSON: it holds half of a character") from None
     except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{what} is no JSON: {str(error)[:200]}") from None
+        raise RefusedError(f"{what} is not JSON: {str(error)[:200]}") from None
     return value
 
 
@@ -59,7 +59,7 @@ def _decode(text: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return found
 
 

@@ -1,0 +1,29 @@
+"""Cheap forks: this process's memory in huge pages, of which there is little to copy for a child, and to tear down.
+
+A fork of a process that has imported everything takes 20 to 50 ms of a processor if its memory is in small pages, and a
+third of that if it is in huge ones. A suite forks thousands of times.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+_MADV_COLLAPSE = 25  # Linux 6.1: now, and whatever the system's setting for such pages
+_SIZE = 2 << 20
+
+
+def collapse() -> None:
+    """Move what lies in ordinary private memory into huge pages, as far as the kernel can and likes to."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for start in places():
+        madvise(start, _SIZE, _MADV_COLLAPSE)  # one that it refuses stays as it is
+
+
+def places() -> Iterator[int]:
+    """Where a huge page could lie."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, _, _, _, *name = line.split()
+        if rights == "rw-p" and name in ([], ["[heap]"]):
+            first, last = (int(address, 16) for address in span.split("-"))
+            yield from range(-(-first // _SIZE) * _SIZE, last - _SIZE + 1, _SIZE)
