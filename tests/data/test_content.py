@@ -64,6 +64,11 @@ def test_a_missing_column_is_named():
         content.keyed(rows(3), ["x"], "z", 1)
 
 
+def test_a_part_with_nulls_only_is_refused():
+    with pytest.raises(ConfigError, match="column 'x' has only nulls, at least in some part of the data; fill it"):
+        content.keyed(pa.table({"x": pa.nulls(3)}), ["x"], None, 1)
+
+
 def test_tasks_that_write_rows_do_not_import_torch():
     code = "import sys, evenstep.data.content; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -127,7 +127,7 @@ def test_the_same_rows_in_other_blocks_are_the_same_bytes(ray, tmp_path):
     (one, five), said = ray.call(blocks, str(tmp_path))
     assert one == five
     assert said["missing"] == "ConfigError: there is no column 'z' in the data set, which has x"
-    assert said["null"].startswith("ConfigError: column 'x' of the data set has no value in row 1")
+    assert said["null"].startswith("ConfigError: column 'x' has only nulls, at least in some part of the data; fill it")
 
 
 def command(cluster, directory):

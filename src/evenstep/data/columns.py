@@ -25,6 +25,10 @@ def check_type(name: str, kind: pa.DataType) -> None:
     Raises:
         ConfigError: It cannot.
     """
+    if pa.types.is_null(kind):
+        raise ConfigError(
+            f"column {name!r} has only nulls, at least in some part of the data; fill it, or leave such rows out"
+        )
     leaf = kind
     while _is_list(leaf):
         leaf = leaf.value_type
