@@ -32,7 +32,7 @@ TRAININGS = (("mlp", 2), ("mlp", 8), ("resnet", 2), ("resnet", 8), ("transformer
 SHARDS = 8
 GIGABIT_BYTES_PER_S = 0.94e9 / 8  # without the heads of packets
 STATE_BYTES = 100_000_000
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
 
 
 class Failed(Exception):
@@ -144,20 +144,19 @@ def measure(
         rate, out = LINKS[link], Path(folder, "times.json")
         if rate is not None:
             network.limit(rate)
-        group = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
-        started = [
-            network.start(
-                machine,
-                *command,
-                env=single_threaded_environment(**group, RANK=str(machine), GLOO_SOCKET_IFNAME="eth0"),
-                stderr=subprocess.STDOUT,
-            )
-            for machine, command in enumerate(commands(network, Path(folder), out))
-        ]
-        for process in started:
-            said, _ = process.communicate(timeout=PATIENCE_S)
-            if process.returncode != 0:
-                raise Failed(said)
+        group = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "WORLD_SIZE": str(machines)}
+        logs = [Path(folder, f"{machine}.log") for machine in range(machines)]
+        started = []
+        for machine, command in enumerate(commands(network, Path(folder), out)):
+            variables = single_threaded_environment(**group, RANK=str(machine), GLOO_SOCKET_IFNAME="eth0")
+            with logs[machine].open("w") as log:
+                started.append(network.start(machine, *command, env=variables, stdout=log, stderr=log))
+        deadline = time.monotonic() + PATIENCE_S
+        while (codes := [process.poll() for process in started]) != [0] * machines:
+            if any(codes) or time.monotonic() > deadline:
+                said = (f"machine {machine} ({codes[machine]}): {log.read_text()}" for machine, log in enumerate(logs))
+                raise Failed("\n".join(said))
+            time.sleep(0.05)
         sent = max(network.sent_bytes(machine) for machine in range(machines))
         return Steps(statistics.median(json.loads(out.read_text())), sent / (steps + NUM_WARMUP_STEPS))
 

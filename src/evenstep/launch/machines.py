@@ -84,7 +84,9 @@ class Machines:
         if self._door is not None and self._listen is not None:
             self._children.watch(self._door.socket, self._door.accept)
             if self._listen.fd is None:
-                self._say(f"other machines can join: evenstep join {self._listen.host}:{self._door.port} -n N")
+                self._say(
+                    f"other machines can join: evenstep join {self._listen.host}:{self._door.port} -n N{self.missing}"
+                )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,6 +123,13 @@ class Machines:
             return True
         offered = sum(there.capacity for there in self._far.values())
         return len(self.all) >= self._listen.machines and offered >= self.workers_awaited
+
+    @property
+    def missing(self) -> str:
+        """What the first step still waits for, as the end of a sentence for the user."""
+        if self._listen is None or len(self.all) >= self._listen.machines:
+            return ""
+        return f"; {len(self.all)} of {self._listen.machines} are here, and the first step waits for the others"
 
     def described(self, alive: Mapping[int, bool]) -> dict[str, Any]:
         """Machines and workers as JSON.

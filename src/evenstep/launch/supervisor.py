@@ -157,7 +157,9 @@ class Supervisor:
     def joined(self, machine: RunMachine, places: Sequence[int]) -> None:
         """See `Decides`."""
         count = f"{len(places)} worker{'s' if len(places) > 1 else ''}"
-        self._console.say(f"{self._machines.describe(machine)} has joined with {count}: {listed(places)}")
+        self._console.say(
+            f"{self._machines.describe(machine)} has joined with {count}: {listed(places)}{self._machines.missing}"
+        )
         if self._crew.timeout_s is not None:
             machine.limit(self._crew.timeout_s)
         if self._crew.began_with is None:
