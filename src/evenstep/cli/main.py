@@ -16,6 +16,7 @@ from evenstep.cli import doctor, graph, groups, machines, on, status, topo, trac
 from evenstep.core import env
 from evenstep.core.config import ARITHMETICS, DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
+from evenstep.core.importing import importing
 from evenstep.core.output import complete_streams, say
 
 __all__ = ["main"]
@@ -266,8 +267,9 @@ def _run(options: argparse.Namespace) -> int:
     if setup is not None and setup.servers and options.listen is not None:
         raise ConfigError("--listen with --groups: groups run on one machine so far; give one of the two")
     settings.choose(options.arithmetic)
-    from evenstep.launch.job import Job
-    from evenstep.launch.supervisor import supervise  # here: importing torch takes seconds, a typo should not
+    with importing():
+        from evenstep.launch.job import Job
+        from evenstep.launch.supervisor import supervise  # here: importing torch takes seconds, a typo should not
 
     job = Job(
         script,
