@@ -49,3 +49,27 @@ def test_a_run_that_is_over_does_nothing(holdings_of):
     operations.closed = True
     with pytest.raises(ConfigError, match="this run is closed"):
         operations.perform("count", lambda: Entry("count"), lambda entry, _: entry)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_script_that_catches_the_error_of_a_step_goes_on_only_where_nobody_does_the_step_again(holdings_of, elastic):
+    operations, _ = operations_of(holdings_of)
+    operations._ledger.group.elastic = elastic
+    with pytest.raises(ZeroDivisionError), operations.step():
+        1 / 0  # noqa: B018  # it is the error that matters
+    operations._ledger.group.elastic = False
+    if elastic:
+        with pytest.raises(
+            ConfigError, match=r"caught an error of step 7 \(ZeroDivisionError.*inside the step function"
+        ):
+            operations.perform("count", lambda: Entry("count"), lambda entry, _: entry)
+    else:
+        operations.perform("count", lambda: Entry("count"), lambda entry, _: entry)
+
+
+def test_what_another_worker_did_is_nothing_that_the_script_caught(holdings_of):
+    operations, _ = operations_of(holdings_of)
+    operations._ledger.group.elastic = True
+    with pytest.raises(PeerError), operations.step():
+        raise PeerError("it failed", 1)
+    operations.check_open()

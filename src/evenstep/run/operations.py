@@ -31,6 +31,7 @@ class RunOperations:
         self._ledger, self._worker = ledger, worker
         self.version: Callable[[], int] = lambda: 0
         self.closed = False
+        self._failed: str | None = None
 
     def perform(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """Do an operation on all workers; see `Ledger.perform`."""
@@ -51,6 +52,25 @@ class RunOperations:
             self.tell_others()
             raise
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step, which all workers do alike. Where others do it again if this one fails, it is the last thing done.
+
+        Raises:
+            ConfigError: As of `alike`; or the script has caught the error of an earlier step, and goes on.
+        """
+        try:
+            with self.alike():
+                yield
+        except Exception as error:
+            if self._ledger.group.elastic and self._failed is None and not self._is_of_another(error):
+                self._failed = (
+                    f"the script caught an error of step {self.version()} ({type(error).__name__}: {error!s:.200}) and "
+                    "goes on, but the other workers do that step again: let it end the worker, or catch it inside the "
+                    "step function and return a loss there"
+                )
+            raise
+
     def check_open(self) -> None:
         """Check that the run is open, and that this is its process.
 
@@ -58,6 +78,8 @@ class RunOperations:
             ConfigError: It does not.
         """
         self._ledger.group.check_process()
+        if self._failed is not None:
+            raise ConfigError(self._failed)
         if self.closed:
             raise ConfigError(
                 "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside "
@@ -67,6 +89,11 @@ class RunOperations:
     def tell_others(self) -> None:
         """Tell the others why this worker stops, unless it stops because of another or was told to."""
         error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, PeerError | Stopped | Dismissed | BeginsAgain):
+        if error is not None and not self._is_of_another(error):
             where = f"worker {self._worker} failed at step {self.version()}:\n"
             self._ledger.group.fail(where + "".join(traceback.format_exception(error)))
+
+    @staticmethod
+    def _is_of_another(error: BaseException) -> bool:
+        """Whether a worker stops because of another, or was told to."""
+        return isinstance(error, PeerError | Stopped | Dismissed | BeginsAgain)

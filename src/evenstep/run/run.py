@@ -298,7 +298,7 @@ class Run:
             MismatchError: Workers or shards reached different exchanges.
             UnsupportedError: The step met something that cannot be trained exactly.
         """
-        with self._operations.alike():
+        with self._operations.step():
             if self._env.resume:
                 self._saving.say_if_none()
             trained = self._engine.holdings.together(chosen(self._engine.optimizers, optimizer))
