@@ -142,6 +142,7 @@ def command(cluster, directory):
 def test_the_command_line_runs_a_script_with_what_lies_beside_it(ray, tmp_path):
     code, out, err = ray.call(command, str(tmp_path))
     assert code == 0, err
+    assert "leaked" not in err, "as libraries say at the end of a process whose objects are kept from them"
     assert f"on 1 {tmp_path}/out" in out
     assert (tmp_path / "out").read_text() == guests.fingerprint_of_script(tmp_path)
     assert f"fingerprint {(tmp_path / 'out').read_text()}" in out

@@ -2,7 +2,6 @@
 
 import atexit
 import faulthandler
-import gc
 import os
 import signal
 import sys
@@ -53,7 +52,6 @@ def warm_up() -> None:
         import torch._inductor.config  # noqa: F401  # imported by the first step
 
         import evenstep.run.run  # noqa: F401  # imported by the script
-    gc.freeze()  # workers that look for garbage need not go through all of this, nor copy its memory
 
 
 def run_worker(script: Path | str, args: Sequence[str], variables: dict[str, str]) -> int:
