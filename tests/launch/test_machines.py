@@ -261,7 +261,7 @@ def machines():
     machines = Machines(FakeMachine(0), Job("train.py", (), 1), None, said.append)
     for number in (1, 2):
         machines.all[number] = FakeMachine(number)
-        machines._machine_of[number] = number
+        machines._places.give(number, [number])
     return machines, said
 
 
