@@ -47,6 +47,22 @@ def test_workers_on_nodes_end_on_the_fingerprint_of_one_process(ray):
     assert num_agents == 2, "none is placed once the run is over"
 
 
+def look_as_a_client(cluster):
+    """What every node has free, as a driver sees it that is connected by `ray://`."""
+    from unittest import mock
+
+    from evenstep.ray import cluster as ours
+
+    left()
+    with mock.patch.object(ours, "_is_client", lambda: True):
+        of_client = ours._nodes()
+    return of_client == ours._nodes(), len(of_client)
+
+
+def test_room_is_found_through_ray_client(ray):
+    assert ray.call(look_as_a_client) == (True, 2)
+
+
 def lose_and_find(cluster, directory):
     import evenstep.ray
 
