@@ -54,6 +54,7 @@ def warm_up() -> None:
 
         import evenstep.run.run  # noqa: F401  # imported by the script
     gc.freeze()  # workers that look for garbage need not go through all of this, nor copy its memory
+    atexit.register(gc.unfreeze)  # otherwise libraries find their objects alive at the end, and report leaks
 
 
 def run_worker(script: Path | str, args: Sequence[str], variables: dict[str, str]) -> int:
