@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import subprocess
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -61,9 +62,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Everything is imported: collections need not go through all of torch from now on, nor do those of every fork."""
+    """Everything is imported: what every fork would do, or drag along, is done once."""
+    for clear in typing._cleanups:  # a library does so at every exit
+        clear()
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # collections need not go through all of torch from now on
     pages.collapse()
 
 

@@ -93,7 +93,7 @@ def _await(directory, workers, since, thread):
         found[:] = [int(step) for step, count in names if int(step) > since and int(count) in wanted]
         return bool(found) or not thread.is_alive()
 
-    assert processes.until(look, 120.0), f"no step with {workers} workers after step {since}"
+    assert processes.until(look, 240.0), f"no step with {workers} workers after step {since}"
     assert found, f"the run ended before a step with {workers} workers after step {since}"
     return min(found)
 
@@ -112,7 +112,7 @@ def interrupt(call, directory):
     """Interrupt a run in its third step; what is said, and whether there is a checkpoint."""
 
     def strike():
-        processes.until(Path(directory, "3-2").exists, 60.0)
+        processes.until(Path(directory, "3-1").exists, 240.0)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=strike)
@@ -160,7 +160,7 @@ def common_mistakes(run, **where):
     """Calls that `check_mistakes` knows."""
     lock = threading.Lock()
     return {
-        "failing": lambda: run(fails, workers=2, quiet=True, **where),
+        "failing": lambda: run(fails, workers=1, quiet=True, **where),
         "zero": lambda: run(fails, workers=0, **where),
         "range": lambda: run(fails, workers=(3, 2), **where),
         "unshippable": lambda: run(lambda: lock, workers=1, **where),
@@ -176,6 +176,19 @@ def put_script(directory):
     path = Path(directory, "train.py")
     path.write_text(SCRIPT)
     return path
+
+
+def fingerprint_of_script(directory):
+    """That of `python train.py`."""
+
+    def body(worker):
+        out = str(Path(directory, "alone"))
+        sys.path.insert(0, str(directory))
+        sys.argv = ["train.py", out]
+        exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
+        return Path(out).read_text()
+
+    return run_workers(1, body)[0]
 
 
 def scripts_of(page):

@@ -26,6 +26,8 @@ from evenstep.core import env
 from evenstep.native import core
 from evenstep.transport.segment import Segment
 
+_FINALIZERS: list[Any] = []
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -311,7 +313,8 @@ def fork_cli(argv: Sequence[str], attach: Callable[[], None], variables: dict[st
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # as long as the process lives
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115  # likewise
         os.environ.update(variables or {})
-        weakref.finalize._registry.clear()  # workers run exit handlers: our folders are not theirs to remove
+        _FINALIZERS.append(weakref.finalize._registry)  # kept: a fork that frees what it has inherited copies it first
+        weakref.finalize._registry = {}  # workers run exit handlers: our folders are not theirs to remove
         try:
             code = main(argv)
         except SystemExit as request:

@@ -16,6 +16,7 @@ from evenstep.native import arithmetic
 
 HERE = Path(__file__).parent
 DIGITS = HERE.parents[1] / "examples" / "digits.py"
+LIGHT = HERE.parent / "light"
 TRAININGS: dict[str, str] = json.loads((HERE / "trainings.json").read_text())
 
 pytestmark = [
@@ -26,7 +27,8 @@ pytestmark = [
 
 def output_of(*command: str | Path, codes: tuple[int, ...] = (0,), **variables: str) -> str:
     """What a process of its own says: the libraries under torch choose their kernels but once."""
-    environment = {**os.environ, **variables}
+    path = os.pathsep.join(filter(None, (str(LIGHT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
     done = subprocess.run(
         [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=100, check=False
     )

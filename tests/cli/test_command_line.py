@@ -1,5 +1,7 @@
 """The command line: help and mistakes are quick, and a mistake is one sentence that starts nothing."""
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -125,3 +127,13 @@ def test_the_options_of_a_run_without_a_value_are_known():
 )
 def test_a_page_without_a_port_takes_any_and_leaves_the_script_alone(given, meant):
     assert _with_port(given.split()) == meant.split()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_a_limit_of_the_machine_is_a_sentence(monkeypatch, capsys, number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("evenstep.cli.status.ask", fail)
+    assert main(["status"]) == 1
+    assert f"{os.strerror(number)}: this machine, or a limit" in capsys.readouterr().err

@@ -1,5 +1,8 @@
 """Rows in the order of their content: the same files from any parts in any order."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -59,3 +62,13 @@ def test_the_number_of_files_rests_on_the_number_of_rows():
 def test_a_missing_column_is_named():
     with pytest.raises(ConfigError, match="there is no column 'z' in the data, which has x, y, t"):
         content.keyed(rows(3), ["x"], "z", 1)
+
+
+def test_a_part_with_nulls_only_is_refused():
+    with pytest.raises(ConfigError, match="column 'x' has only nulls, at least in some part of the data; fill it"):
+        content.keyed(pa.table({"x": pa.nulls(3)}), ["x"], None, 1)
+
+
+def test_tasks_that_write_rows_do_not_import_torch():
+    code = "import sys, evenstep.data.content; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -143,8 +143,11 @@ def test_streams_are_closed_when_nobody_needs_them():
         (lambda: loader(batch_size=3), r"batch_size=3 for a stream, expected at least 4"),
         (lambda: loader(batch_size=None, collate=list), r"collate_fn for a stream of ready parts"),
         (lambda: list(loader(lambda *_: []).load([(2, START)])), r"no stream gave a sample in epoch 2"),
-        (lambda: list(loader().load([(0, {"epoch": 0, "batch": 3})])), r"which are no streams of 4 shards"),
-        (lambda: list(loader().load([(0, {**START, "read": [1]})])), r"which are no streams of 4 shards"),
+        (
+            lambda: list(loader().load([(0, {"epoch": 0, "batch": 3})])),
+            r"which is not a position in streams of 4 shards",
+        ),
+        (lambda: list(loader().load([(0, {**START, "read": [1]})])), r"which is not a position in streams of 4 shards"),
     ],
 )
 def test_what_makes_no_sense_is_said(act, said):

@@ -13,6 +13,7 @@ from evenstep.core import points
 from evenstep.core.errors import WrongError
 from evenstep.engine import holdings as holdings_module
 from evenstep.engine import step as step_module
+from evenstep.engine.editing import edit
 from evenstep.engine.image import Image
 from evenstep.testing.faults import flip
 from evenstep.transport.memory import DeviceMemory
@@ -72,7 +73,7 @@ def test_and_so_is_one_that_changes_while_the_step_is_computed(worker_of, visit)
 
 def test_what_is_changed_as_it_should_be_is_no_fault(worker_of):
     worker = worker_of()
-    worker.engine.edit(lambda: worker.model[0].weight.zero_(), 1)
+    edit(worker.engine.holdings, worker.engine.updates, lambda: worker.model[0].weight.zero_(), 1)
     worker.step(Batch(*samples()), loss_of(worker.model))
     assert worker.engine.version == 3
 

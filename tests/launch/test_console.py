@@ -1,5 +1,8 @@
 """What the launcher shows of its workers."""
 
+import sys
+from io import BytesIO, TextIOWrapper
+
 import pytest
 
 from evenstep.core.errors import ConfigError
@@ -16,6 +19,20 @@ def test_lines_have_the_number_of_their_worker_and_its_log_too(tmp_path, capsys)
     out, err = capsys.readouterr()
     assert (out, err) == ("[1] one\n[1] two\n", "[1] beside\n")
     assert (tmp_path / "worker-1.log").read_text() == "one\ntwo\nbeside\nValueError: é\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_text_that_the_terminal_lacks_is_escaped_and_bytes_come_out_as_they_are(monkeypatch, encoding):
+    written = {name: BytesIO() for name in ("stdout", "stderr")}
+    for name, buffer in written.items():
+        monkeypatch.setattr(sys, name, TextIOWrapper(buffer, encoding, write_through=True))
+    with Console(None, 1) as console:
+        console.begin(0, again=False)
+        console.print(0, (0, 0), "\u6f22")
+        console.say("\u5b57")
+        console.show(0, [b"\xff\xfe"], is_error=False)
+    assert written["stdout"].getvalue() == b"\\u6f22\n[0] \xff\xfe\n"
+    assert written["stderr"].getvalue() == b"evenstep: \\u5b57\n"
 
 
 def test_a_worker_that_replaces_another_does_not_show_again_what_was_shown(capsys):

@@ -6,12 +6,13 @@ import select
 import signal
 import subprocess
 import sys
+from textwrap import dedent
 
 import pytest
 
 import processes
 from terminals import Terminal
-from workers import cli_run
+from workers import cli_run, fork_cli
 
 TRAIN = """
     import os, sys, time
@@ -38,12 +39,14 @@ def training(folder, epochs):
     return TRAIN.format(folder=str(folder), epochs=epochs)
 
 
-@pytest.fixture
-def undisturbed(script, tmp_path):
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
     """The fingerprint of 20 epochs that everybody could read."""
-    done = cli_run("run", "-n", "1", script(training(tmp_path / "quiet", 20), "quiet.py"))
+    folder = tmp_path_factory.mktemp("quiet")
+    (folder / "train.py").write_text(dedent(training(folder, 20)))
+    done = cli_run("run", "-n", "1", folder / "train.py")
     assert done.code == 0, done.stderr
-    return (tmp_path / "quiet" / "end").read_text()
+    return (folder / "end").read_text()
 
 
 def test_a_run_whose_terminal_is_closed_writes_a_checkpoint_and_goes_on(script, tmp_path, undisturbed):
@@ -69,12 +72,20 @@ def test_groups_whose_terminal_is_closed_go_on(script, tmp_path):
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_reader_that_goes_away_does_not_matter(script, tmp_path, undisturbed, stream):
     folder = tmp_path / "folder"
-    command = [sys.executable, "-m", "evenstep", "run", "-n", "2", script(training(folder, 20))]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as process:
-        getattr(process, stream).readline()
-        getattr(process, stream).close()
-    assert process.returncode == 0
+    reading, writing = os.pipe()
+
+    def attach():
+        null = os.open(os.devnull, os.O_WRONLY)
+        for fd, name in enumerate(("stdout", "stderr"), start=1):
+            os.dup2(writing if name == stream else null, fd)
+        os.close(reading)
+        os.close(writing)
+
+    pid = fork_cli(["run", "-n", "2", str(script(training(folder, 20)))], attach)
+    os.close(writing)
+    assert os.read(reading, 1)
+    os.close(reading)
+    assert os.waitpid(pid, 0)[1] == 0
     assert (folder / "end").read_text() == undisturbed
 
 

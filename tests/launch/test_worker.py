@@ -1,5 +1,6 @@
 """What a forked worker does with a script, and what it tells of its end."""
 
+import gc
 import json
 import os
 
@@ -8,6 +9,7 @@ import pytest
 from evenstep.core import env
 from evenstep.core.children import Children
 from evenstep.core.errors import MismatchError, PeerError
+from evenstep.launch import worker
 from evenstep.launch.worker import run_worker
 
 
@@ -92,3 +94,17 @@ def test_threads_and_exit_handlers_have_their_time(life):
         """
     )
     assert out == ["thread", "handler"]
+
+
+def test_what_workers_need_not_look_at_is_looked_at_again_in_the_end(monkeypatch):
+    """Otherwise libraries whose objects outlive the interpreter report leaks at the end of every run."""
+    at_exit = []
+    monkeypatch.setattr(worker.atexit, "register", at_exit.append)
+    try:
+        worker.warm_up()
+        assert gc.get_freeze_count() > 0
+        for function in at_exit:
+            function()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.unfreeze()

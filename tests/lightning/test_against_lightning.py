@@ -51,6 +51,7 @@ class Keeping(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
         self.kept.append(logits.detach())
+        self.log("sized", logits.mean(), on_step=False, on_epoch=True, batch_size=len(logits))
         self.log("least", logits.min(), on_step=False, on_epoch=True, reduce_fx="min")
         self.log_dict({"most": logits.max()}, on_step=False, on_epoch=True, reduce_fx="max")
         self.log("in all", logits.detach().abs().sum(), on_step=False, on_epoch=True, reduce_fx="sum")

@@ -38,8 +38,13 @@ def test_what_is_asked_for_is_done_and_said(what):
 def test_a_number_of_workers_is_had_or_refused():
     assert answer(Job(), {"scale": 3}) == {"said": "3 workers"}
     assert answer(Job(), {"scale": 5}) == {"error": "too many"}
-    assert "int()" in answer(Job(), {"scale": None})["error"]
-    assert "invalid literal" in answer(Job(), {"scale": "x"})["error"]
+
+
+@pytest.mark.parametrize("number", [None, "x", "3", 2.0, True, float("inf"), float("nan"), [1], {}, "9" * 500])
+def test_what_is_no_number_of_workers_is_an_error_and_ends_nothing(number):
+    said = answer(Job(), {"scale": number})["error"]
+    assert said.endswith("expected a whole number of workers")
+    assert len(said) < 120
 
 
 @pytest.mark.parametrize("request_", [{"status": True}, {}, {"explode": True}])

@@ -11,7 +11,7 @@ from guests import fingerprint, nothing_is_left_behind
 __all__ = ["fingerprint", "nothing_is_left_behind"]
 
 HERE = Path(__file__).parent
-NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_log_monitor": False}
 PATIENT = {"health_check_failure_threshold": 100}  # a node is not lost because a machine is busy
 
 
@@ -22,7 +22,7 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     guests.ship_by_value(HERE, cloudpickle, ray.cloudpickle)
-    first = {**NODE, "include_dashboard": False, "_system_config": PATIENT}
+    first = {**NODE, "include_dashboard": False, "no_monitor": True, "_system_config": PATIENT}
     made = Cluster(initialize_head=True, head_node_args=first)
     made.add_node(**NODE)
     ray.init(address=made.address, log_to_driver=False, logging_level="error")

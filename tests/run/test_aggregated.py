@@ -6,6 +6,7 @@ from clients import FakeServer
 from workshop import Batch, Worker, network, samples
 
 from evenstep.core.errors import MismatchError, UnsupportedError
+from evenstep.engine.editing import edit
 from evenstep.run.aggregated import AggregatedUpdates
 
 
@@ -83,7 +84,7 @@ def test_numbers_only_grow_also_over_an_edit_and_a_second_job(holdings_of):
         (holdings,) = holdings_of()
         with worker(holdings, server) as here:
             here.step(batch, loss_of(here.model))
-            here.engine.edit(lambda model=here.model: model[0].bias.zero_(), 3)
+            edit(here.engine.holdings, here.engine.updates, lambda model=here.model: model[0].bias.zero_(), 3)
             assert (server.values["0.bias"] == 0).all()
             here.step(batch, loss_of(here.model))
     numbers = [each["sequence"] for each in server.told if each.get("sequence") is not None]

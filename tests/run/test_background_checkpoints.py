@@ -188,14 +188,16 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(script
 
 
 def test_a_second_run_is_not_let_into_the_directory_of_the_first(script, tmp_path, undisturbed):
-    saved = tmp_path / "saved"
-    with Cli("run", "-n", "2", script(training("time.sleep(0.05)")), saved) as first:
+    saved, go = tmp_path / "saved", tmp_path / "go"
+    wait = f"while run.version == 10 and not os.path.exists({str(go)!r}): time.sleep(0.01)"
+    with Cli("run", "-n", "2", script(training(wait)), saved) as first:
         assert processes.until(lambda: len(steps(saved)) > 0)
         for options in ([], ["--resume"]):
             second = cli_run("run", "-n", "2", *options, script(training(), "second.py"), saved)
             assert second.code == 8
             (line,) = second.stderr.splitlines()
             assert re.search(r"saved is taken: the run of process \d+ on .* give each run a directory of its own", line)
+        go.touch()
         assert lines(first.wait()) == undisturbed
         assert "CHECKPOINT FAILED" not in first.stderr
 

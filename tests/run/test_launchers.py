@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import evenstep
-from workers import run_outcomes, script_run
+from workers import cli_run, run_outcomes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
+LIGHT = Path(__file__).parents[1] / "light"
 
 
 def last_line(text: str) -> str:
@@ -19,8 +20,9 @@ def last_line(text: str) -> str:
 def test_python_the_launcher_and_torchrun_end_on_the_same_last_line(tmp_path):
     example = tmp_path / "digits.py"
     example.write_text(EXAMPLE.read_text().replace("epochs=6", "epochs=2"))
+    (tmp_path / "sklearn").symlink_to(LIGHT / "sklearn")
     alone = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=100, check=True)
-    launched = script_run("-n", "3", example, timeout_s=100)
+    launched = cli_run("run", "-n", "3", example, timeout_s=100)
     assert launched.code == 0, launched.stderr
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example]
     torchrun = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)

@@ -66,7 +66,7 @@ def regress(session, directory):
     data = data.selectExpr("array[1] as array_0", "first", "array[2] as total_1", "total", "checks")
     estimator = Estimator(
         model=single, loss="mse_loss", labelCol="total", predictionCol="guess",
-        validationIndicatorCol="checks", epochs=1, batchSize=64, metrics=["mean_absolute_error"], numWorkers=2,
+        validationIndicatorCol="checks", epochs=1, batchSize=64, metrics=["mean_absolute_error"], numWorkers=1,
         shards=4,
     )  # fmt: skip
     pipeline = Pipeline(stages=[assembler, estimator])

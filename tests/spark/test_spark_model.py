@@ -37,7 +37,7 @@ def fit(session, mode, options, epochs, directory):
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        ("synchronous", {"num_workers": 2, "shards": 4}),
+        ("synchronous", {"num_workers": 1, "shards": 4}),
         ("asynchronous", {"frequency": "epoch"}),
         ("asynchronous", {"frequency": "batch", "parameter_server": "http", "num_workers": 3}),
         ("hogwild", {"frequency": "batch"}),

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 import guests
 from guests import training
 from workers import run_workers
@@ -17,9 +15,8 @@ def run_it(session, workers):
     return found, seen[-1].epoch
 
 
-@pytest.mark.parametrize(("workers", "count"), [(1, 1), ((1, 3), 3)])
-def test_workers_on_executors_end_on_the_fingerprint_of_one_process(spark, workers, count):
-    assert spark.call(run_it, workers) == ((run_workers(1, lambda _: training(None, 12))[0][0], count), 2)
+def test_workers_on_executors_end_on_the_fingerprint_of_one_process(spark):
+    assert spark.call(run_it, (1, 3)) == ((run_workers(1, lambda _: training(None, 12))[0][0], 3), 2)
 
 
 def lose(session, directory):
@@ -43,7 +40,7 @@ def test_lost_executors_and_agents_cost_a_step_and_come_again(spark, fingerprint
 def interrupt(session, directory):
     from evenstep.spark import run
 
-    return guests.interrupt(lambda: run(training, directory, workers=2, session=session, quiet=True), directory)
+    return guests.interrupt(lambda: run(training, directory, workers=1, session=session, quiet=True), directory)
 
 
 def test_an_interrupt_stops_after_the_step_with_a_checkpoint(spark, tmp_path):
@@ -54,12 +51,12 @@ def run_script(session, directory):
     from evenstep.spark import run
 
     out = f"{directory}/out"
-    assert run(guests.put_script(directory), out, workers=2, session=session, quiet=True) is None
+    assert run(guests.put_script(directory), out, workers=1, session=session, quiet=True) is None
     return Path(out).read_text()
 
 
 def test_a_script_runs_as_it_does_elsewhere(spark, tmp_path):
-    assert len(spark.call(run_script, str(tmp_path))) == 64
+    assert spark.call(run_script, str(tmp_path)) == guests.fingerprint_of_script(tmp_path)
 
 
 def mistakes(session):

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from evenstep.core import env
 from evenstep.core.children import signal_name
+from evenstep.core.importing import importing
 from evenstep.native import core
 
 __all__ = ["begin", "describe_end", "receive", "send", "serve"]
@@ -48,7 +49,9 @@ def serve(module: str, parent: int, words: Sequence[str]) -> int:
     if os.getppid() != parent:
         return 1  # our parent had gone already
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a Ray actor blocks SIGINT
-    code: int = import_module(module).main(words)
+    with importing():
+        main = import_module(module).main
+    code: int = main(words)
     return code
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from evenstep.arithmetic import settings
 from evenstep.core.config import ARITHMETICS, MAX_SHARDS
 from evenstep.core.errors import ConfigError
+from evenstep.core.importing import importing
 
 if TYPE_CHECKING:
     from evenstep.launch.door import Listen
@@ -96,8 +97,9 @@ def _join(options: argparse.Namespace) -> int:
         if value < 0:
             raise ConfigError(f"{name} {value:g}, expected a number that is not negative")
     settings.choose(options.arithmetic)
-    from evenstep.launch.agent import join  # here: importing torch takes seconds, a typo should not
-    from evenstep.launch.door import read_token
+    with importing():
+        from evenstep.launch.agent import join  # here: importing torch takes seconds, a typo should not
+        from evenstep.launch.door import read_token
 
     token = read_token(options.token_file)
     return join(options.head, count, token=token, cafile=options.cafile, wait_s=options.wait, rejoin_s=options.rejoin)

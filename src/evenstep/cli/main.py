@@ -1,6 +1,7 @@
 """The command line: parse, check, hand over. Each of our errors has an exit code and one sentence."""
 
 import argparse
+import errno
 import io
 import os
 import signal
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.arithmetic import settings
-from evenstep.cli import doctor, graph, groups, machines, on, topo, trace
+from evenstep.cli import doctor, graph, groups, machines, on, status, topo, trace
 from evenstep.core import env
 from evenstep.core.config import ARITHMETICS, DEFAULT_SHARDS, MAX_SHARDS
 from evenstep.core.errors import ConfigError, EvenstepError
+from evenstep.core.importing import importing
 from evenstep.core.output import complete_streams, say
 
 __all__ = ["main"]
@@ -26,19 +28,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     complete_streams()
     options = _parser().parse_args(_with_port(list(sys.argv[1:] if argv is None else argv)))
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot draw the lines of a tree shows question marks
     try:
         return int(options.command(options))
     except EvenstepError as error:
         say(str(error))
         return error.exit_code
-    except KeyboardInterrupt:
-        say("stopped by SIGINT")
-        return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output is gone: discard what is buffered
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
+            raise
+        say(
+            f"{error.strerror}: this machine, or a limit of this user, does not let it go on; see `evenstep doctor`, "
+            "and `ulimit -n` (open files), `ulimit -u` (processes), `ulimit -v` (memory)"
+        )
+        return 1
+    except KeyboardInterrupt:
+        say("stopped by SIGINT")
+        return 128 + signal.SIGINT
 
 
 def _with_port(argv: list[str]) -> list[str]:
@@ -65,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
     machines.add_join(commands)
-    _add_scale_and_status(commands)
+    status.add_parsers(commands)
     _add_verify(commands)
     doctor.add_parser(commands)
     topo.add_parser(commands)
@@ -156,23 +166,6 @@ def _add_figures(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--log-json", metavar="FILE", type=Path, help="append a line of JSON for every step to FILE")
     run.add_argument("--tensorboard", metavar="DIR", type=Path, help="write losses, metrics and what is logged to DIR")
-
-
-def _add_scale_and_status(commands: Any) -> None:
-    scale = commands.add_parser(
-        "scale",
-        help="change the number of workers of a running job",
-        description="Change the number of workers of a running job at its next step; no bit of the result changes.",
-    )
-    scale.add_argument("workers", metavar="N", type=int, help="number of workers")
-    scale.set_defaults(command=_scale)
-
-    status = commands.add_parser(
-        "status", help="show the workers of a running job", description="Show the workers of a running job."
-    )
-    status.set_defaults(command=_status)
-    for command in (scale, status):
-        command.add_argument("--job", metavar="PID", type=int, help="which job, by the process id of `evenstep run`")
 
 
 def _add_verify(commands: Any) -> None:
@@ -274,8 +267,9 @@ def _run(options: argparse.Namespace) -> int:
     if setup is not None and setup.servers and options.listen is not None:
         raise ConfigError("--listen with --groups: groups run on one machine so far; give one of the two")
     settings.choose(options.arithmetic)
-    from evenstep.launch.job import Job
-    from evenstep.launch.supervisor import supervise  # here: importing torch takes seconds, a typo should not
+    with importing():
+        from evenstep.launch.job import Job
+        from evenstep.launch.supervisor import supervise  # here: importing torch takes seconds, a typo should not
 
     job = Job(
         script,
@@ -324,28 +318,6 @@ def _weights(text: str | None, num_workers: int) -> tuple[float, ...] | None:
     if len(weights) != num_workers or not all(0 < weight < float("inf") for weight in weights):
         raise ConfigError(f"--weights {text}, expected {num_workers} numbers above 0, one for each worker")
     return weights
-
-
-def _scale(options: argparse.Namespace) -> int:
-    from evenstep.core.control import ask
-
-    print(f"evenstep: {ask({'scale': options.workers}, options.job)['said']}")
-    return 0
-
-
-def _status(options: argparse.Namespace) -> int:
-    from evenstep.core.control import ask
-
-    found = ask({"status": True}, options.job)
-    print("generation {generation}  wanted {wanted}  restarts {restarts}".format(**found))
-    several = len(found.get("machines", ())) > 1
-    for machine in found["machines"] if several else ():
-        print("machine {machine}  {name}".format(**machine), *("head",) * (machine["machine"] == 0), sep="  ")
-    for worker in found["workers"]:
-        where = f"  machine {worker['machine']}" if several else ""
-        joining = "" if worker["member"] else "  joining"
-        print("worker {worker}  pid {pid}  step {step}".format(**worker) + where + joining)
-    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -51,15 +51,23 @@ class Control:
                 _, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
                 if user != os.getuid():
                     return
-                request = json.loads(connection.recv(_MOST_BYTES))
+                request = _parsed(connection.recv(_MOST_BYTES))
                 answer = command(request) if isinstance(request, dict) else {"error": "expected a JSON object"}
                 connection.sendall(json.dumps(answer).encode())
-            except (OSError, ValueError):
+            except OSError:
                 return  # a bad caller must not harm the run
 
     def close(self) -> None:
         """Give up the name."""
         self.socket.close()
+
+
+def _parsed(data: bytes) -> Any:
+    """A request; None if it is no JSON, or too deep."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 def ask(request: dict[str, Any], pid: int | None = None) -> dict[str, Any]:

@@ -1,29 +1,34 @@
-"""Columns of Arrow tables as tensors: one row for each sample, no nulls, rows of one length."""
+"""Columns of Arrow tables as arrays: one row for each sample, no nulls, rows of one length.
+
+Whoever only writes rows, as tasks of a cluster do, need not wait for torch: it is not imported here.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
-from torch import Tensor
 
 from evenstep.core.errors import ConfigError
 
 __all__ = ["Column", "check_type", "column_of"]
 
-Column = Tensor | list[str] | list[bytes]
+Column = np.ndarray[Any, Any] | list[str] | list[bytes]
 """``[rows, ...]`` of numbers, or texts."""
 
 _WIDER = {"uint16": np.int32, "uint32": np.int64}  # torch has few operations for the narrower types
 
 
 def check_type(name: str, kind: pa.DataType) -> None:
-    """Check that a column can become a tensor, or texts.
+    """Check that a column can become an array, or texts.
 
     Raises:
         ConfigError: It cannot.
     """
+    if pa.types.is_null(kind):
+        raise ConfigError(
+            f"column {name!r} has only nulls, at least in some part of the data; fill it, or leave such rows out"
+        )
     leaf = kind
     while _is_list(leaf):
         leaf = leaf.value_type
@@ -36,7 +41,7 @@ def check_type(name: str, kind: pa.DataType) -> None:
 
 
 def column_of(name: str, values: pa.ChunkedArray | pa.Array, where: str) -> Column:
-    """A column as a tensor ``[rows, ...]``, or a list of texts; the numbers are copied once.
+    """A column as an array ``[rows, ...]``, or a list of texts; the numbers are copied once.
 
     Args:
         name: The name of the column, for errors.
@@ -106,7 +111,7 @@ def _length(name: str, values: Any, where: str) -> int:
     return int(lengths[0])
 
 
-def _numbers(values: Any) -> Tensor:
+def _numbers(values: Any) -> np.ndarray[Any, Any]:
     array = values.to_numpy(zero_copy_only=False) if isinstance(values, pa.Array) else values.to_numpy()
     array = array.astype(_WIDER.get(array.dtype.name, array.dtype), copy=not array.flags.writeable)
-    return torch.from_numpy(np.ascontiguousarray(array))
+    return np.ascontiguousarray(array)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from torch import Tensor
 
 from evenstep.core.errors import ConfigError
 from evenstep.data.columns import check_type, column_of
@@ -100,8 +99,8 @@ def write_file(table: pa.Table, directory: str, number: int) -> int:
 
 def _bits(column: Any) -> np.ndarray[Any, Any]:
     """A column as 64-bit words, ``[rows, words]``; a text is one word mixed from its bytes."""
-    if isinstance(column, Tensor):
-        flat = column.reshape(len(column), -1).contiguous().numpy()
+    if isinstance(column, np.ndarray):
+        flat = column.reshape(len(column), -1)
         size = flat.dtype.itemsize
         words = flat.view(f"u{size}") if size > 1 else flat.view(np.uint8)
         return words.astype(np.uint64)

@@ -164,7 +164,7 @@ class StreamLoader:
         number, read = start["batch"], start.get("read", [0] * len(self._counts))
         if len(read) != len(self._counts) or (number and "read" not in start):
             raise CheckpointError(
-                f"the checkpoint says {start} of the data, which are no streams of {len(self._counts)} shards; give "
+                f"the checkpoint holds {start}, which is not a position in streams of {len(self._counts)} shards; give "
                 "the data that it was written with"
             )
         while True:

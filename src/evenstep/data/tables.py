@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from pyarrow import fs
 from torch import Tensor
 
@@ -249,15 +250,15 @@ def _chosen(schema: pa.Schema, columns: Sequence[str] | None, file: str) -> list
     return list(columns)
 
 
-def _take(column: Column, rows: Indices) -> Column:
-    if not isinstance(column, Tensor):
+def _take(column: Column, rows: Indices) -> Tensor | list[Any]:
+    if not isinstance(column, np.ndarray):
         return [column[row] for row in rows.tolist()]
-    taken = column.new_empty(len(rows), *column.shape[1:])
-    column.numpy().take(rows, axis=0, out=taken.numpy(), mode="clip")  # "raise" would need a buffer, and be slower
+    taken = torch.from_numpy(column).new_empty(len(rows), *column.shape[1:])
+    column.take(rows, axis=0, out=taken.numpy(), mode="clip")  # "raise" would need a buffer, and be slower
     return taken
 
 
-def _put(part: dict[str, Any], name: str, size: int, places: Indices, values: Column) -> None:
+def _put(part: dict[str, Any], name: str, size: int, places: Indices, values: Tensor | list[Any]) -> None:
     """Put the values of some rows into their places in a part."""
     if isinstance(values, Tensor):
         part.setdefault(name, values.new_empty(size, *values.shape[1:])).numpy()[places] = values.numpy()

@@ -22,6 +22,7 @@ from evenstep.engine.clipping import Clipping
 from evenstep.engine.context import Context
 from evenstep.engine.flat import FlatGradients
 from evenstep.engine.lanes import Lanes
+from evenstep.engine.leftovers import Leftovers
 from evenstep.engine.loss import PartLoss, split
 from evenstep.engine.models import Models
 from evenstep.engine.optimizer_set import Trained
@@ -133,6 +134,7 @@ class Compute:
         self._hooks: list[Any] = []
         self._calling = False
         self._strangers = Strangers()
+        self._leftovers = Leftovers(models.slots.modules)
         self._meeting: set[int] = set()  # the optimizers in whose steps shards were seen to meet
         self._arrivals: dict[int, tuple[Work, dict[str, int], int]] = {}  # by lane: whose gradients, of which shard
 
@@ -178,7 +180,7 @@ class Compute:
     def _one_after_the_other(self, work: Work, buffers: dict[str, Tensor]) -> dict[int, Any]:
         lane = self._lane(0)
         values: dict[int, Any] = {}
-        for shard, part in work.parts.items():
+        for shard in work.parts:
             self.context.begins(shard)
             lane.begin(buffers)
             lane.resume()
@@ -187,7 +189,7 @@ class Compute:
             try:
                 with inside(Alone(shard, work.rows(shard), None if not values else next(iter(values)))):
                     with self._user_code(), self.context.tracer.span(Kind.FORWARD, number=shard):
-                        value = work.function(part)
+                        value = self._called(work, shard)
                     loss, metrics = split(value)
                     losses = work.share(shard, loss)
                     self._look_for_strangers(work, losses, [lane])
@@ -235,7 +237,15 @@ class Compute:
     def _call(self, work: Work, shard: int) -> Any:
         """Call the step function for a shard."""
         self.context.begins(shard)
-        return split(work.function(work.parts[shard]))
+        return split(self._called(work, shard))
+
+    def _called(self, work: Work, shard: int) -> Any:
+        """What the step function gives for a shard; for the first one here, looks at what it leaves behind."""
+        is_first = shard == next(iter(work.parts))
+        before = self._leftovers.before(work.function, work.version) if is_first else None
+        value = work.function(work.parts[shard])
+        self._leftovers.after(work.function, before)
+        return value
 
     def _keep_buffers(self, work: Work, shard: int, lane: Lane) -> None:
         """Keep the buffers that a shard has left, if it is the one whose buffers count."""

@@ -1,5 +1,6 @@
 """What the launcher shows of its workers: their numbered lines, one progress display, errors, the fingerprint."""
 
+import codecs
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from evenstep.run.progress import Display, Progress
 __all__ = ["Console"]
 
 _SAID = 50
+
+_LENIENT = "evenstep: as it is, or escaped"
 
 
 class Console:
@@ -198,13 +201,23 @@ class Console:
 
 @contextmanager
 def _bytes_as_they_are(stream: TextIO) -> Iterator[None]:
-    """Let the stream write undecodable bytes, which workers may print, unchanged."""
+    """Let the stream write undecodable bytes, which workers may print, unchanged, and never fail at any text."""
     if not isinstance(stream, TextIOWrapper):
         yield
         return
     before = stream.errors
-    stream.reconfigure(errors="surrogateescape")
+    codecs.register_error(_LENIENT, _encoded)
+    stream.reconfigure(errors=_LENIENT)
     try:
         yield
     finally:
         stream.reconfigure(errors=before)
+
+
+def _encoded(error: UnicodeError) -> tuple[bytes, int]:
+    """What a stream writes for text that its encoding lacks: bytes that were no text, or else an escape sequence."""
+    assert isinstance(error, UnicodeEncodeError), "it is for writing only"
+    found = error.object[error.start : error.end]
+    return b"".join(
+        bytes([ord(c) - 0xDC00]) if "\udc80" <= c <= "\udcff" else c.encode("ascii", "backslashreplace") for c in found
+    ), error.end

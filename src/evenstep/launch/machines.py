@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from evenstep.core.children import Children
-from evenstep.core.config import MAX_SHARDS
 from evenstep.exchange.generations import Generation
 from evenstep.launch.breaks import Breaks
 from evenstep.launch.connection import Lost, MachineConnection
@@ -20,6 +19,7 @@ from evenstep.launch.far import There
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import difference, likeness
 from evenstep.launch.machine import Hears, Here, RunMachine
+from evenstep.launch.places import RunPlaces
 from evenstep.launch.store import StoreProcess
 from evenstep.transport.bridge import Bridging
 from evenstep.transport.links import ALTERED, check_backend
@@ -62,7 +62,7 @@ class Machines:
         self._listen: Listen | None = job.listen
         self.all: dict[int, RunMachine] = {here.number: here}
         self._far: dict[int, There] = {}
-        self._machine_of: dict[int, int] = dict.fromkeys(range(job.num_workers), here.number)
+        self._places = RunPlaces(job.num_workers, here.number)
         self._last: set[int] = set()  # the machines of the present generation
         self._numbers = here.number  # the last that was given
         self._breaks = Breaks(here.number)
@@ -98,23 +98,16 @@ class Machines:
 
     def of(self, place: int) -> RunMachine:
         """The machine of a place; a new place is put where there is room."""
-        if self._machine_of.get(place) not in self.all:
-            held = list(self._machine_of.values())
-            free = [n for n, machine in sorted(self.all.items()) if held.count(n) < machine.capacity]
-            self._machine_of[place] = free[0] if free else self.here.number
-        return self.all[self._machine_of[place]]
+        capacities = {number: machine.capacity for number, machine in self.all.items()}
+        return self.all[self._places.machine_of(place, capacities)]
 
     def number_of(self, place: int) -> int:
         """The number of a place's machine."""
         return self.of(place).number
 
-    def free(self, place: int) -> None:
-        """A place has no worker any more, and will not get one."""
-        self._machine_of.pop(place, None)
-
     def places_of(self, machine: RunMachine) -> list[int]:
         """The places of a machine's workers."""
-        return sorted(place for place, number in self._machine_of.items() if number == machine.number)
+        return self._places.on(machine.number)
 
     @property
     def are_enough(self) -> bool:
@@ -185,8 +178,7 @@ class Machines:
             return "it does not describe itself as expected; install the same version of evenstep on every machine"
         if (found := difference(theirs, self._likeness)) is not None:
             return f"{found}; all machines must be alike"
-        taken = set(self._machine_of) | set(range(self._job.num_workers))
-        places = [place for place in range(MAX_SHARDS) if place not in taken][:count]
+        places = self._places.free(count)
         if (why := self._decides.room(count)) is not None:
             return why
         self._numbers += 1
@@ -196,7 +188,7 @@ class Machines:
         except Lost:
             return "it is gone"
         self.all[there.number] = self._far[there.number] = there
-        self._machine_of |= dict.fromkeys(places, there.number)
+        self._places.give(there.number, places)
         self._children.watch(connection, lambda: None)  # it is read in every turn
         self._decides.joined(there, places)
         return None
@@ -233,15 +225,12 @@ class Machines:
         del self.all[machine.number]
         self._children.forget(there.connection)
         there.connection.close()
-        places = self.places_of(there)
-        for place in places:
-            del self._machine_of[place]
-        self._decides.lost(there, places, why)
+        self._decides.lost(there, self._places.take(there.number), why)
 
     def broke(self, generation: int, reporter: int, culprit: int, text: str) -> None:
         """A bridge broke. If that keeps happening, one of its two machines is given up."""
-        other = self._machine_of.get(culprit, -1)
-        if reporter not in self.all or other not in self.all:
+        other = self._places.known_machine_of(culprit)
+        if reporter not in self.all or other is None or other not in self.all:
             return  # it broke because a machine was lost
         if ALTERED in text and self._breaks.is_new(generation, reporter, other):
             names = f"{self.describe(self.all[other])} and {self.describe(self.all[reporter])}"

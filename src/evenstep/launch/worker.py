@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from evenstep.core.errors import (
     WrongError,
 )
 from evenstep.core.events import Event, send
+from evenstep.core.importing import importing
 from evenstep.launch.memory import go_first
 from evenstep.launch.script import run_as_main
 from evenstep.run import unclosed
@@ -47,9 +49,12 @@ _MISTAKES = (
 
 def warm_up() -> None:
     """Import, before any worker is forked, what would take each of them seconds."""
-    import torch._inductor.config  # noqa: F401  # imported by the first step
+    with importing():
+        import torch._inductor.config  # noqa: F401  # imported by the first step
 
-    import evenstep.run.run  # noqa: F401  # imported by the script
+        import evenstep.run.run  # noqa: F401  # imported by the script
+    gc.freeze()  # workers that look for garbage need not go through all of this, nor copy its memory
+    atexit.register(gc.unfreeze)  # otherwise libraries find their objects alive at the end, and report leaks
 
 
 def run_worker(script: Path | str, args: Sequence[str], variables: dict[str, str]) -> int:

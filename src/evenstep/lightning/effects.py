@@ -86,8 +86,8 @@ def _log(module: LightningModule, hook: str, records: Sequence[Packed], sizes: S
             module.log(name, metrics[options["metric_attribute"]], **options)
             continue
         values = [torch.tensor(record["values"][number], dtype=getattr(torch, dtype)) for record in records]
-        size = options.pop("batch_size")
-        weights = sizes if size is None else [size] * len(records)
+        given = [record["sizes"][number] for record in records]
+        weights = [size if weight is None else weight for weight, size in zip(given, sizes, strict=True)]
         merged = _reduced(values, weights, options["reduce_fx"]).to(module.device)
         module.log(name, merged, batch_size=sum(weights), **options)
 

@@ -33,12 +33,14 @@ class PartRecord:
     Attributes:
         form: What was logged, in order: [name, options, dtype]; a metric has no dtype.
         values: The values; None for a metric.
+        sizes: The `batch_size` that each was logged with, or None: the size of the part.
         grown: What was appended to lists of the module, by their names.
     """
 
     def __init__(self) -> None:
         self.form: list[list[Any]] = []
         self.values: list[float | None] = []
+        self.sizes: list[int | None] = []
         self.grown: dict[str, list[Any]] = {}
         self._states: dict[str, dict[str, Any]] = {}  # of metrics, by their names
 
@@ -59,7 +61,7 @@ class PartRecord:
             name: [state["_update_count"], state["_forward_cache"], {k: v for k, v in state.items() if k not in _HELD}]
             for name, state in self._states.items()
         }
-        return {"form": self.form, "values": self.values, "metrics": states, "grown": self.grown}
+        return {"form": self.form, "values": self.values, "sizes": self.sizes, "metrics": states, "grown": self.grown}
 
 
 class Forms:
@@ -219,6 +221,7 @@ class _Log:
         reduce = options["reduce_fx"]
         options["reduce_fx"] = reduce if isinstance(reduce, str) else reduce.__name__
         record, is_number = self._record(), isinstance(value, Tensor)
+        record.sizes.append(options.pop("batch_size"))
         record.form.append([name, options, str(value.dtype).removeprefix("torch.") if is_number else None])
         record.values.append(float(value.detach()) if is_number else None)
 

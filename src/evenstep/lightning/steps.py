@@ -188,7 +188,7 @@ class _Elsewhere:
 
     def __getattr__(self, attribute: str) -> NoReturn:
         raise UnsupportedError(
-            f"'{self._name}' of what training_step returned was asked for its {attribute}; it is no number, so it "
+            f"'{self._name}' of what training_step returned was asked for its {attribute}; it is not a number, so it "
             "stays with the worker that computed the part: log it, or append it to a list of the module"
         )
 

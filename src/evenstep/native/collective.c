@@ -110,7 +110,7 @@ static int publish(walk *w) {
     es_team *team = w->team;
     team->step += 1;
     w->deadline = 0; /* slow is not silent */
-    size_t wish = w->call->step_bytes / 2 * 2 + (w->ways && es_ways_faster(w->ways));
+    size_t wish = w->call->step_bytes / ES_VERDICTS * ES_VERDICTS + (w->ways ? es_ways_verdict(w->ways) : 0);
     es_publish(team->base, team->rank, seq_of(team->step), w->call->tag, w->call->tag_hash, w->call->number, wish, w->at);
     if (!w->first) return ES_OK;
     w->first = 0;
@@ -120,8 +120,9 @@ static int publish(walk *w) {
     for (uint32_t rank = 0; rank < team->num_ranks; ++rank) {
         TRY(check(w, rank));
         wish = es_posted_bytes(team->base, rank, seq_of(team->step));
-        if (wish > w->step_bytes) w->step_bytes = smaller(wish / 2 * 2, most_bytes(team));
-        if (w->ways && !rank) w->ways->faster = wish & 1;
+        if (w->ways && !rank) es_ways_settle(w->ways, wish % ES_VERDICTS);
+        wish = wish / ES_VERDICTS * ES_VERDICTS;
+        if (wish > w->step_bytes) w->step_bytes = smaller(wish, most_bytes(team));
     }
     return ES_OK;
 }

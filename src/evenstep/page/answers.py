@@ -33,9 +33,12 @@ class Asked(Protocol):
 def answer(asked: Asked, request: dict[str, Any]) -> dict[str, Any]:
     """Do what a request asks for; returns the answer, which is the status if it asks for nothing else."""
     if "scale" in request:
+        number = request["scale"]
+        if not isinstance(number, int) or isinstance(number, bool):
+            return {"error": f"scale is {number!r:.60}, expected a whole number of workers"}
         try:
-            return {"said": asked.scale(int(request["scale"]))}
-        except (ConfigError, TypeError, ValueError) as error:
+            return {"said": asked.scale(number)}
+        except ConfigError as error:
             return {"error": str(error)}
     if "checkpoint" in request:
         asked.ask_for_checkpoint()

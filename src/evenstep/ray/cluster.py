@@ -144,6 +144,7 @@ class _Guest:
         self._deadline = time.monotonic() + start_timeout_s
         self._code: int | None = None
         self._is_stopping = False
+        self._is_over = False  # as an agent has heard: then there is nothing to place agents for
 
     def run(self, options: dict[str, Any]) -> Any:
         """Carry out the run; returns what the function returned."""
@@ -247,7 +248,7 @@ class _Guest:
         if time.monotonic() - self._looked_at > _NODES_S and self._code is None:
             self._looked_at = time.monotonic()
             self._check_begun()
-            if not self._needs["GPU"]:
+            if not self._needs["GPU"] and not self._is_over:
                 self._use_room()
 
     def _check_begun(self) -> None:
@@ -297,7 +298,8 @@ class _Guest:
             refused, said = ray.get(agent.over)
         agent.remove()
         if not said:
-            return  # the head is about to say how it ended
+            self._is_over = True  # the head is about to say how it ended
+            return
         if refused:
             self._refused.add(agent.node)
         if not self._begun():

@@ -32,7 +32,11 @@ def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = N
     count = dataset.count()
     if not count:
         raise ConfigError("the data set has no rows; expected at least one")
-    names = list(columns) if columns is not None else list(dataset.columns())
+    there = list(dataset.columns())
+    names = there if columns is None else list(columns)
+    for name in (*names, *([] if key is None else [key])):
+        if name not in there:
+            raise ConfigError(f"there is no column {name!r} in the data set, which has {', '.join(there)}")
     files, where = num_files(count), str(directory)
 
     def prepare(rows: pa.Table) -> pa.Table:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import safetensors.torch
 import torch
@@ -72,7 +73,8 @@ class Predictor:
         part: dict[str, Any] = {}
         for number, name in enumerate(self.inputs):
             values = batch.column(batch.schema.get_field_index(_hidden(number)))
-            part[name] = column_of(name, values, "the DataFrame")
+            column = column_of(name, values, "the DataFrame")
+            part[name] = torch.from_numpy(column) if isinstance(column, np.ndarray) else column
         with torch.inference_mode():
             output = model(*inputs_of(part, self.inputs))
         return self._append(batch.select([n for n in batch.schema.names if not n.startswith(_HIDDEN)]), output)

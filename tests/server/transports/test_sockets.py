@@ -71,7 +71,7 @@ def frame(fields, body=b"", body_bytes=None):
         (frame(b'{"verb": "status", "verb": "put"}'), b"a name occurs twice"),
         (frame(b'{"verb": "status"}', b"x"), b"'status' takes no tensors"),
         (frame(b'{"verb": "update"}', body_bytes=1 << 60), b"expected at most 1048576"),
-        (frame(b'{"verb": "get", "wait_s": NaN}'), b"NaN is no number"),
+        (frame(b'{"verb": "get", "wait_s": NaN}'), b"NaN is not a number"),
         (frame(b'{"verb": "get", "names": [1]}'), b"names=[1], expected a list of names"),
         (frame(b'{"verb": "register", "worker": ""}'), b"expected a name of at most"),
         (frame(b'{"verb": "put", "worker": "x"}', b"\xff" * 8), b"the head of the tensors is"),

@@ -1,0 +1,114 @@
+"""A step function that keeps something from call to call is told so, by the name of what it keeps."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from evenstep.engine.leftovers import Leftovers
+
+
+def called(function, modules=(), steps=3):
+    """What is warned of in the first steps of a function."""
+    leftovers = Leftovers(list(modules))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            before = leftovers.before(function, step)
+            function(torch.ones(2))
+            leftovers.after(function, before)
+    return [str(each.message) for each in said]
+
+
+def counting():
+    calls = 0
+
+    def function(part):
+        nonlocal calls
+        calls += 1
+        return part.mean() * calls
+
+    return function
+
+
+def recurrent():
+    hidden = None
+
+    def function(part):
+        nonlocal hidden
+        hidden = (part * 2, part * 3)
+        return part.mean()
+
+    return function
+
+
+def averaging():
+    mean = torch.zeros(2)
+
+    def function(part):
+        mean.mul_(0.9).add_(part)
+        return part.mean()
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(counting, "variable 'calls'"), (recurrent, "variable 'hidden'"), (averaging, "variable 'mean'")]
+)
+def test_what_it_keeps_is_named_once_with_what_works(make, name):
+    (said,) = called(make())
+    assert f"changes {name} from call to call" in said
+    assert "run.carry" in said
+
+
+TOTAL = 0
+
+
+def add_up(part):
+    global TOTAL
+    TOTAL += 1
+    return part.mean()
+
+
+def test_globals_and_partial_functions_are_looked_at_too():
+    (said,) = called(functools.partial(add_up))
+    assert "variable 'TOTAL'" in said
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.cache, self.shown, self.memory = 0, None, None, None
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("name", ["calls", "memory"])
+def test_an_attribute_of_a_layer_is_named_with_its_class(name):
+    layer = Counting()
+
+    def function(part):
+        setattr(layer, name, part.sum().detach() if name == "memory" else layer.calls + 1)
+
+    (said,) = called(function, [layer], steps=4)
+    assert f"attribute '{name}' of a Counting" in said
+
+
+def test_caches_records_and_outputs_of_the_call_are_let_alone():
+    layer, seen, weight = Counting(), [], nn.Parameter(torch.ones(2))
+
+    def function(part):
+        layer.cache = layer.cache if layer.cache is not None else part * 2
+        layer.shown = part * weight  # has a graph, as the weight that weight norm sets
+        seen.append(1)
+
+    assert called(function, [layer], steps=4) == []
+
+
+def test_only_the_first_steps_are_looked_at():
+    leftovers, function = Leftovers([]), counting()
+    found = [leftovers.before(function, step) is not None for step in (0, 0, 1, 2, 3, 4)]
+    assert found == [True, False, True, True, False, False]
