@@ -54,7 +54,7 @@ def look_as_a_client(cluster):
     from evenstep.ray import cluster as ours
 
     left()
-    with mock.patch.object(ours, "_is_client", lambda: True):
+    with mock.patch.object(ours, "_is_client", return_value=True):
         of_client = ours._nodes()
     return of_client == ours._nodes(), len(of_client)
 
