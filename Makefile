@@ -73,7 +73,6 @@ BENCHMARKS := engine portable recovery memory machines distributed server cluste
 BENCHMARK_engine := engine.py
 BENCHMARK_portable := engine.py --rows mlp-portable,resnet-portable,transformer-portable --clock processor
 bench: $(addprefix bench-,$(BENCHMARKS))
-	$(BIN)/python benchmarks/machines.py
 	$(BIN)/python benchmarks/performance.py
 
 bench-%: setup $(VENV)/.installed-bench

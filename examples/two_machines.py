@@ -1,6 +1,6 @@
 """Two machines on yours: a run over both, one of them is cut off in the middle, and the result is that of one.
 
-Namespaces namespaces stand for the machines, so it needs root and Linux:
+Network namespaces stand for the machines, so it needs root and Linux:
 
     sudo .venv/bin/python examples/two_machines.py
 """

@@ -1,6 +1,6 @@
 """The test kit for a crew in one process: machines and a console that only remember what they were asked for."""
 
-from evenstep.launch.crew import Crew
+from evenstep.launch.crew import RunCrew
 from evenstep.launch.job import Job
 from evenstep.launch.machine import End
 from evenstep.launch.roster import Script
@@ -50,7 +50,7 @@ def crew_of(num_workers, *, stepping=True, **options):
     """A crew whose workers have all come, and are in a first generation if `stepping`."""
     job = Job("train.py", (), num_workers, **options)
     machines, console, seen = FakeMachines(job), FakeConsole(), Seen()
-    crew = Crew(job, console, machines, seen)
+    crew = RunCrew(job, console, machines, seen)
     crew.begin()
     if stepping:
         for place in range(num_workers):

@@ -6,7 +6,7 @@ import pytest
 
 from crews import FakeConsole, FakeMachines, crew_of, killed
 from evenstep.exchange.board import Asks
-from evenstep.launch.crew import Crew, listed
+from evenstep.launch.crew import RunCrew, listed
 from evenstep.launch.job import Job
 from evenstep.launch.machine import End
 from evenstep.launch.roster import Ending, LastWord, Script
@@ -17,7 +17,7 @@ def test_the_first_workers_start_once_and_only_when_all_machines_are_there():
     job = Job("train.py", (), 2, keeper=True)
     machines = FakeMachines(job)
     machines.are_enough = False
-    crew = Crew(job, FakeConsole(), machines, Seen())
+    crew = RunCrew(job, FakeConsole(), machines, Seen())
     crew.begin()
     assert not crew.is_there
     machines.are_enough = True

@@ -7,7 +7,7 @@ import pytest
 from crews import FakeConsole, crew_of, killed
 from evenstep.launch.job import Job
 from evenstep.launch.machine import End
-from evenstep.launch.outcome import Outcome
+from evenstep.launch.outcome import RunOutcome
 from evenstep.launch.roster import LastWord, Script
 
 
@@ -21,7 +21,7 @@ def ended_well(num_workers=1):
 
 def outcome(roster, *, began_with=1, trained=True, failed=None, stop_signal=None, stopped=None):
     console = FakeConsole()
-    found = Outcome(Job("train.py", (), 1), roster, began_with, trained, failed, stop_signal, stopped)
+    found = RunOutcome(Job("train.py", (), 1), roster, began_with, trained, failed, stop_signal, stopped)
     return found.tell(console), console
 
 

@@ -515,7 +515,7 @@ class Model:
         return self._turn(s._replace(scaled=s.scaled + 1), s.roster.scale(number, self.size.places))
 
     def _turn(self, s: State, turn: "tuple[Roster, list[Decision]]") -> State:
-        """`Crew._carry_out`: do what the roster has decided."""
+        """`RunCrew._carry_out`: do what the roster has decided."""
         roster, decisions = turn
         s = s._replace(roster=_without_counts(roster))
         for decision in decisions:

@@ -47,6 +47,22 @@ def test_workers_on_nodes_end_on_the_fingerprint_of_one_process(ray):
     assert num_agents == 2, "none is placed once the run is over"
 
 
+def look_as_a_client(cluster):
+    """What every node has free, as a driver sees it that is connected by `ray://`."""
+    from unittest import mock
+
+    from evenstep.ray import cluster as ours
+
+    left()
+    with mock.patch.object(ours, "_is_client", return_value=True):
+        of_client = ours._nodes()
+    return of_client == ours._nodes(), len(of_client)
+
+
+def test_room_is_found_through_ray_client(ray):
+    assert ray.call(look_as_a_client) == (True, 2)
+
+
 def lose_and_find(cluster, directory):
     import evenstep.ray
 
@@ -142,6 +158,7 @@ def command(cluster, directory):
 def test_the_command_line_runs_a_script_with_what_lies_beside_it(ray, tmp_path):
     code, out, err = ray.call(command, str(tmp_path))
     assert code == 0, err
+    assert "leaked" not in err, "as libraries say at the end of a process whose objects are kept from them"
     assert f"on 1 {tmp_path}/out" in out
     assert (tmp_path / "out").read_text() == guests.fingerprint_of_script(tmp_path)
     assert f"fingerprint {(tmp_path / 'out').read_text()}" in out

@@ -1,6 +1,6 @@
 """The workers of a run on all its machines: what the roster decides is carried out here.
 
-The `roster` is a pure value that says who is a worker; a `Crew` holds it, starts and ends workers through the
+The `roster` is a pure value that says who is a worker; a `RunCrew` holds it, starts and ends workers through the
 machines, and tells the user. A worker that is given up is killed, and its end is awaited before the others go on, so
 nobody outside the present generation can write anything.
 """
@@ -31,12 +31,12 @@ from evenstep.launch.roster import (
 from evenstep.launch.seat import Seat
 from evenstep.page.seen import Seen
 
-__all__ = ["Crew", "listed"]
+__all__ = ["RunCrew", "listed"]
 
 _GRACE_S = 5.0  # how long the others may take to end after the run has failed, and again before they are killed
 
 
-class Crew:
+class RunCrew:
     """The workers, and what is decided about them.
 
     Args:

@@ -19,7 +19,7 @@ from evenstep.launch.far import There
 from evenstep.launch.job import Job
 from evenstep.launch.likeness import difference, likeness
 from evenstep.launch.machine import Hears, Here, RunMachine
-from evenstep.launch.places import Places
+from evenstep.launch.places import RunPlaces
 from evenstep.launch.store import StoreProcess
 from evenstep.transport.bridge import Bridging
 from evenstep.transport.links import ALTERED, check_backend
@@ -62,7 +62,7 @@ class Machines:
         self._listen: Listen | None = job.listen
         self.all: dict[int, RunMachine] = {here.number: here}
         self._far: dict[int, There] = {}
-        self._places = Places(job.num_workers, here.number)
+        self._places = RunPlaces(job.num_workers, here.number)
         self._last: set[int] = set()  # the machines of the present generation
         self._numbers = here.number  # the last that was given
         self._breaks = Breaks(here.number)

@@ -10,11 +10,11 @@ from evenstep.launch.job import Job
 from evenstep.launch.roster import MAX_CRASHES, Ending, LastWord, Roster, Stage
 from evenstep.launch.seat import Seat
 
-__all__ = ["Outcome"]
+__all__ = ["RunOutcome"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What is known of a run when its last worker has ended.
 
     Attributes:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from evenstep.core.config import MAX_SHARDS
 
-__all__ = ["Places"]
+__all__ = ["RunPlaces"]
 
 
-class Places:
+class RunPlaces:
     """The places of a run's workers, and the machine of each.
 
     Args:

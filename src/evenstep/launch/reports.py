@@ -7,7 +7,7 @@ from typing import Any
 
 from evenstep.core.events import Event
 from evenstep.launch.console import Console
-from evenstep.launch.crew import Crew
+from evenstep.launch.crew import RunCrew
 from evenstep.launch.roster import LastWord, Script
 from evenstep.launch.seat import Seat
 from evenstep.page.seen import Seen
@@ -30,7 +30,7 @@ class Reports:
         stopped: The step after which the workers stopped, and its checkpoint, if they were asked to.
     """
 
-    def __init__(self, crew: Crew, console: Console, seen: Seen, open_page: Callable[[int], None]) -> None:
+    def __init__(self, crew: RunCrew, console: Console, seen: Seen, open_page: Callable[[int], None]) -> None:
         self._crew, self._console = crew, console
         self.trained = False
         self.stopped: dict[str, Any] | None = None

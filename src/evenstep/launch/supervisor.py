@@ -24,11 +24,11 @@ from evenstep.core.errors import ConfigError
 from evenstep.core.signals import Signals
 from evenstep.exchange.board import Asks
 from evenstep.launch.console import Console
-from evenstep.launch.crew import Crew, listed
+from evenstep.launch.crew import RunCrew, listed
 from evenstep.launch.job import Job
 from evenstep.launch.machine import End, Here, RunMachine
 from evenstep.launch.machines import Machines
-from evenstep.launch.outcome import Outcome
+from evenstep.launch.outcome import RunOutcome
 from evenstep.launch.reports import Reports
 from evenstep.launch.roster import Ending
 from evenstep.launch.scribe import Scribe
@@ -84,7 +84,7 @@ class Supervisor:
         )
         self._board = self._here.board
         self._machines = Machines(self._here, job, self, console.say)
-        self._crew = Crew(job, console, self._machines, self._seen)
+        self._crew = RunCrew(job, console, self._machines, self._seen)
         self._reports = Reports(self._crew, console, self._seen, self._open_page)
         self._stop_signal: int | None = None
         self._checkpoints_asked = 0
@@ -127,7 +127,7 @@ class Supervisor:
         self._scribe.finish(self._reports.trained)
         if self._trace is not None:
             self._trace.finish()
-        return Outcome(
+        return RunOutcome(
             self._job,
             self._crew.roster,
             self._crew.began_with or 0,

@@ -366,9 +366,17 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), _KNOCKING_S).close()
 
 
+def _is_client() -> bool:
+    """Whether we are connected by `ray://`, from outside of the cluster."""
+    return bool(ray.util.client.ray.is_connected())
+
+
 def _nodes() -> dict[str, dict[str, float]]:
     """The free resources of every living node, by node id."""
-    free = available_resources_per_node()
+    if _is_client():  # then only the cluster's own processes can ask for that
+        free = ray.get(ray.remote(num_cpus=0)(available_resources_per_node).remote())
+    else:
+        free = available_resources_per_node()
     return {node["NodeID"]: free.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]}
 
 
