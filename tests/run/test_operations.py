@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenstep.core.errors import ConfigError, Dismissed, PeerError, Stopped
+from evenstep.core.errors import ConfigError, Dismissed, EvenstepError, PeerError, Stopped
 from evenstep.exchange.journal import Entry
 from evenstep.run.operations import RunOperations
 
@@ -60,7 +60,7 @@ def test_a_script_that_catches_the_error_of_a_step_goes_on_only_where_nobody_doe
     operations._ledger.group.elastic = False
     if elastic:
         with pytest.raises(
-            ConfigError, match=r"caught an error of step 7 \(ZeroDivisionError.*inside the step function"
+            EvenstepError, match=r"caught an error of step 7 \(ZeroDivisionError.*inside the step function"
         ):
             operations.perform("count", lambda: Entry("count"), lambda entry, _: entry)
     else:

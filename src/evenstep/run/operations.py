@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from evenstep.core.errors import BeginsAgain, ConfigError, Dismissed, PeerError, Stopped
+from evenstep.core.errors import BeginsAgain, ConfigError, Dismissed, EvenstepError, PeerError, Stopped
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Ledger, Operation
 
@@ -57,7 +57,7 @@ class RunOperations:
         """A step, which all workers do alike. Where others do it again if this one fails, it is the last thing done.
 
         Raises:
-            ConfigError: As of `alike`; or the script has caught the error of an earlier step, and goes on.
+            EvenstepError: The script has caught the error of an earlier step, and goes on.
         """
         try:
             with self.alike():
@@ -79,7 +79,7 @@ class RunOperations:
         """
         self._ledger.group.check_process()
         if self._failed is not None:
-            raise ConfigError(self._failed)
+            raise EvenstepError(self._failed)  # ends this worker, not the run: the others may do better
         if self.closed:
             raise ConfigError(
                 "this run is closed, and its models and optimizers are ordinary ones again; do what needs it inside "
