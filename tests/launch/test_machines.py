@@ -201,7 +201,7 @@ def test_machines_that_do_not_reach_each_other_and_one_that_is_stopped_and_wakes
 
 
 @needs_relay
-@pytest.mark.parametrize(("delay_s", "loss", "steps"), [(0.0, 0.02, 50), (0.05, 0.0, 4)])
+@pytest.mark.parametrize(("delay_s", "loss", "steps"), [(0.0, 0.02, 50), (0.1, 0.0, 4)])
 def test_links_that_lose_packets_or_take_their_time_cost_time_and_no_bit(run, alone, delay_s, loss, steps):
     with Namespaces(2, delay_s=delay_s, loss=loss) as network:
         start = run(network)

@@ -192,3 +192,29 @@ def test_no_cluster_is_one_sentence():
     (outcome,) = run_outcomes(1, body)
     assert outcome.kind == "ConfigError"
     assert "no Ray cluster can be reached at 127.0.0.1:1" in outcome.text
+
+
+def test_a_node_with_another_torch_ends_the_start_in_one_sentence():
+    pytest.importorskip("ray", reason="Ray is not there: pip install 'evenstep[ray]'")
+    from types import SimpleNamespace
+
+    from workers import run_outcomes
+
+    said = "the head refuses this machine: torch is 0.1 there, but 2 on the head"
+
+    def body(worker):
+        import warnings
+
+        warnings.simplefilter("default")  # those of Ray are no errors
+        from evenstep.agents.shown import Shown
+        from evenstep.ray import cluster
+
+        guest = cluster._Guest(None, 1, 1, {"CPU": 1, "GPU": 0}, 60.0, Shown(None, quiet=True))
+        agent = SimpleNamespace(node="ab" * 14, count=1, over=None, remove=lambda: None)
+        guest._placed, guest._begun = [agent], lambda: False
+        cluster.ray.get = lambda reference: (True, said)  # as its actor returns it
+        guest._ended(agent)
+
+    (outcome,) = run_outcomes(1, body)
+    assert outcome.kind == "ConfigError"
+    assert f"node abababab: {said}" in outcome.text
