@@ -1,5 +1,6 @@
 """Machines on this machine, where there can be any; see `evenstep.testing.network`."""
 
+import contextlib
 import ctypes
 import os
 import re
@@ -100,7 +101,8 @@ class Machine:
     def signal(self, number: int) -> None:
         """Send a signal to it and to everything that it has started, as when all of the machine is meant."""
         for pid in [self.pid, *processes.descendants(self.pid)]:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(pid, number)
 
     def kill(self) -> None:
         """All of its processes at once, as when the power goes."""

@@ -12,7 +12,7 @@ from evenstep.core.errors import ConfigError
 from evenstep.exchange.tracing import Kind, Span, pack
 from evenstep.launch.console import Console
 from evenstep.launch.job import Job
-from evenstep.launch.trace_file import TraceFile
+from evenstep.launch.trace_file import TraceFile, mend
 from evenstep.launch.trails import TrailPiece
 
 
@@ -44,6 +44,23 @@ def test_the_file_is_whole_after_every_write(tmp_path, console):
     file.finish()
     file.close()
     assert events(path)[-1]["name"] == 'worker 1 "was" killed'
+
+
+def test_a_write_that_was_cut_anywhere_is_mended_and_costs_no_earlier_event(tmp_path, console):
+    path, cut = tmp_path / "trace.json", tmp_path / "cut.json"
+    file = TraceFile(path, Job("train.py", (), 2), console)
+    file.add(0, "host", [piece(*[Span(1, 1, 1, Kind.UPDATE, "")] * 3)], 0)
+    before = path.read_bytes()
+    file.add(0, "host", [piece(*[Span(2, 1, 1, Kind.FORWARD, "")] * 3)], 0)
+    file.close()
+    after, known = path.read_bytes(), len(json.loads(before)["traceEvents"])
+    begin = len(before) - len(b"\n]}\n")
+    for end in range(begin, len(after) + 1):
+        cut.write_bytes(after[:end] + before[end:])  # new bytes up to here, then what there was
+        with cut.open("r+b") as opened:
+            mend(opened.fileno())
+        assert len(events(cut)) >= known - (end - begin <= len(b"\n]}\n"))
+    assert cut.read_bytes() == after
 
 
 def test_machines_are_processes_and_workers_threads_by_the_clock_of_the_head(tmp_path, console):

@@ -2,30 +2,36 @@
 
 A *process* of the trace is a machine, a *thread* one worker from its start to its end. What the supervisor says is
 shown as instants. All times are by the head's clock.
+
+A process that is killed may leave a write half done. So another one, the *mender*, does nothing but wait for the end of
+this one, and takes away what is incomplete then.
 """
 
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from evenstep.core.children import fork
 from evenstep.core.errors import ConfigError
 from evenstep.exchange.tracing import Kind, Span, unpack
 from evenstep.launch.console import Console
 from evenstep.launch.job import Job
 from evenstep.launch.trails import TrailPiece
 
-__all__ = ["TraceFile"]
+__all__ = ["TraceFile", "mend"]
 
 _STEP = re.compile(r"step \d+: ")  # how the tags of a step's exchanges begin
 _BEGIN = b'{"displayTimeUnit": "ms", "otherData": {"evenstep trace": 1'
 _END = b"\n]}\n"
 _SUPERVISOR = 1  # its thread in the trace; no worker has that process id
 _MOST_TEXT = 400
+_TAIL_BYTES = 1 << 16  # at least two events
 
 
 class TraceFile:
@@ -58,6 +64,9 @@ class TraceFile:
             self._write(head, [_name("thread_name", 1, _SUPERVISOR, "supervisor")])
         except OSError as error:
             raise ConfigError(f"--trace: cannot write {path}: {error.strerror}; name another file") from error
+        alive, self._alive = os.pipe()  # the mender reads, and nobody ever writes
+        self._mender = fork(lambda: _await_end(alive, self._fd), keep={alive, self._fd}, tied=False)
+        os.close(alive)
 
     def add(self, machine: int, name: str, pieces: Iterable[TrailPiece], ahead_ns: int) -> None:
         """Write what workers of a machine did, and what the supervisor has said meanwhile.
@@ -83,6 +92,8 @@ class TraceFile:
 
     def close(self) -> None:
         """Close the file."""
+        os.close(self._alive)
+        self._mender.reap()
         os.close(self._fd)
 
     def _said(self) -> list[str]:
@@ -134,6 +145,27 @@ class TraceFile:
             os.pwrite(self._fd, _END, self._end)  # it needs no new space on the disk
             raise
         self._end += len(data) - len(_END)
+
+
+def _await_end(alive: int, fd: int) -> int:
+    """Be the mender: wait until the process at the other end of a pipe is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the other one decides
+    os.read(alive, 1)
+    mend(fd)
+    return 0
+
+
+def mend(fd: int) -> None:
+    """Take away an event that is not complete, and write the end of the file if that is missing."""
+    size = os.fstat(fd).st_size
+    tail_begin = max(size - _TAIL_BYTES, 0)
+    tail = os.pread(fd, size - tail_begin, tail_begin)
+    complete = tail.rfind(b",\n")  # between two events; within one there is no line break
+    if tail.endswith(b"}" + _END) or complete < 0:
+        return
+    os.ftruncate(fd, tail_begin + complete)
+    os.pwrite(fd, _END, tail_begin + complete)
 
 
 def _name(what: str, process: int, thread: int, name: str, **more: Any) -> str:
