@@ -1,10 +1,12 @@
 """Forked processes: their streams and descriptors, what they write, how they end, and when they die."""
 
+import faulthandler
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -124,6 +126,32 @@ def test_the_end_of_a_child_is_waited_for_and_described():
     other = fork(lambda: 3)
     other.reap()
     assert other.describe_end() == "ended with exit code 3"
+
+
+def test_a_stopped_child_handles_an_interrupt_where_it_was_stopped():
+    number, stacks = signal.SIGRTMIN + 1, os.memfd_create("stacks")
+
+    def stop_here():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def main():
+        faulthandler.register(number, file=stacks, all_threads=True)
+        for _ in range(6):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        for _ in range(10):
+            stop_here()
+        os._exit(0)
+
+    child = fork(main, keep={stacks})
+    for _ in range(10):
+        assert processes.until(child.is_stopped)
+        child.interrupt(number)
+        child.signal(signal.SIGCONT)
+    assert child.reap() == 0
+    child.interrupt(number)  # which goes nowhere
+    found = os.pread(stacks, 1 << 20, 0).decode()
+    os.close(stacks)
+    assert (found.count("Current thread"), found.count("in stop_here")) == (10, 10)
 
 
 def test_signals_have_names_or_numbers():

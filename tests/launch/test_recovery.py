@@ -237,7 +237,7 @@ def test_a_stopped_worker_is_named_with_its_stack_and_replaced(script, tmp_path,
     assert_same(done, undisturbed)
     (sentence,) = (line for line in done.stderr.splitlines() if "has been stopped for" in line and "last ex" in line)
     seconds, step, shard = re.search(r"stopped for ([\d.]+) s at step (\d+), shard (\d), its last", sentence).groups()
-    assert 1 <= float(seconds) < 2
+    assert float(seconds) >= 1
     assert (int(step), int(shard) in (2, 3)) == (5, True)  # it had nothing to do in step 3
     assert "[1]   File" in done.stderr
     assert "_strike" in done.stderr

@@ -10,7 +10,6 @@ import pytest
 import guests
 import processes
 from guests import training
-from workers import run_workers
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
@@ -26,24 +25,28 @@ def left(cpus=2.0):
     assert processes.until(lambda: found() == (0, cpus), 60.0), found()
 
 
-def run_it(cluster):
+def run_it(cluster, directory):
     import evenstep.ray
     from evenstep.ray import cluster as ours
 
     seen, placed, place = [], [], ours._Guest._place
     ours._Guest._place = lambda guest, *where: placed.append(where) or place(guest, *where)
     try:
-        found = evenstep.ray.run(training, None, 12, workers=(1, 8), quiet=True, on_progress=seen.append)
+        found = guests.run_and_look(
+            lambda: evenstep.ray.run(training, directory, workers=(1, 8), quiet=True, on_progress=seen.append),
+            directory,
+            (2, None),
+        )
     finally:
         ours._Guest._place = place
     left()
     return found, seen[-1].epoch, len(placed)
 
 
-def test_workers_on_nodes_end_on_the_fingerprint_of_one_process(ray):
-    found, epoch, num_agents = ray.call(run_it)
-    assert found == (run_workers(1, lambda _: training(None, 12))[0][0], 2)
-    assert epoch == 2
+def test_workers_on_nodes_end_on_the_fingerprint_of_one_process(ray, fingerprint, tmp_path):
+    found, epoch, num_agents = ray.call(run_it, str(tmp_path))
+    assert found == (fingerprint, 2)
+    assert epoch == guests.STEPS // 4 - 1
     assert num_agents == 2, "none is placed once the run is over"
 
 

@@ -4,19 +4,22 @@ from pathlib import Path
 
 import guests
 from guests import training
-from workers import run_workers
 
 
-def run_it(session, workers):
+def run_it(session, directory):
     from evenstep.spark import run
 
     seen = []
-    found = run(training, None, 12, workers=workers, session=session, quiet=True, on_progress=seen.append)
+    found = guests.run_and_look(
+        lambda: run(training, directory, workers=(1, 3), session=session, quiet=True, on_progress=seen.append),
+        directory,
+        (3, None),
+    )
     return found, seen[-1].epoch
 
 
-def test_workers_on_executors_end_on_the_fingerprint_of_one_process(spark):
-    assert spark.call(run_it, (1, 3)) == ((run_workers(1, lambda _: training(None, 12))[0][0], 3), 2)
+def test_workers_on_executors_end_on_the_fingerprint_of_one_process(spark, fingerprint, tmp_path):
+    assert spark.call(run_it, str(tmp_path)) == ((fingerprint, 3), guests.STEPS // 4 - 1)
 
 
 def lose(session, directory):

@@ -50,6 +50,11 @@ class Child:
             except ProcessLookupError:
                 os.kill(self.pid, number)  # it has no process group yet; its id is not reused until we reap it
 
+    def interrupt(self, number: int) -> None:
+        """Send a signal to its main thread alone, which handles it before it goes on, also if it was stopped."""
+        if self.alive:
+            core.interrupt(self.pid, number)
+
     def is_stopped(self) -> bool:
         """Whether somebody has stopped it."""
         with suppress(OSError, IndexError):  # it may be ending right now

@@ -222,7 +222,7 @@ class Here:
         worker.kill_at = time.monotonic() + _STACK_S
         text = f"{worker.given_up} at step {doing.step}{shard}, its last exchange was '{tag}'; its stack:"
         self._hears.gave_up(self.number, place, text, leaves)
-        worker.child.signal(STACK_SIGNAL)
+        worker.child.interrupt(STACK_SIGNAL)
         worker.child.signal(signal.SIGCONT)
 
     def abort(self, culprit: int, why: str) -> None:

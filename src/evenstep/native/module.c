@@ -6,6 +6,8 @@
 #include <signal.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "checksum.h"
 #include "copy.h"
@@ -125,6 +127,13 @@ static PyObject *pid(PyObject *self, PyObject *args) {
 
 static PyObject *die_with_parent(PyObject *self, PyObject *args) {
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+static PyObject *interrupt(PyObject *self, PyObject *args) {
+    int pid, number;
+    ARGS("ii", &pid, &number);
+    if (syscall(SYS_tgkill, pid, pid, number)) return PyErr_SetFromErrno(PyExc_OSError);
     Py_RETURN_NONE;
 }
 
@@ -408,6 +417,7 @@ static PyMethodDef methods[] = {
     {"mail_push", mail_push, METH_VARARGS, NULL},         {"mail_head", mail_head, METH_VARARGS, NULL},
     {"mail_pull", mail_pull, METH_VARARGS, NULL},
     {"die_with_parent", die_with_parent, METH_NOARGS, NULL},  {"copy", copy, METH_VARARGS, NULL},
+    {"interrupt", interrupt, METH_VARARGS, NULL},
     {"checksum", checksum, METH_VARARGS, NULL},           {"gather", gather, METH_VARARGS, NULL},
     {"levels_are", levels_are, METH_VARARGS, NULL},
     {"norm_statistics", norm_statistics, METH_VARARGS, NULL}, {"norm_apply", norm_apply, METH_VARARGS, NULL},
