@@ -12,6 +12,8 @@ from evenstep.core.errors import ConfigError
 pa = pytest.importorskip("pyarrow", reason="Parquet files need pyarrow: pip install 'evenstep[parquet]'")
 pq = pytest.importorskip("pyarrow.parquet")
 
+from evenstep.data.mapped import map_column  # noqa: E402  # needs pyarrow
+
 PLAIN = {"compression": "none", "use_dictionary": False}
 KINDS = {"float32": np.float32, "float64": np.float64, "int32": np.int32, "int64": np.int64}
 
@@ -97,3 +99,38 @@ def test_files_whose_lists_differ_are_refused(tmp_path):
     pq.write_table(pa.table({"x": [[1.0]]}), tmp_path / "b.parquet", **PLAIN)
     with pytest.raises(ConfigError, match="has 2 numbers in row 0 but 1 in row 1"):
         evenstep.data.parquet(tmp_path).part([0])
+
+
+def page_head(count, num_bytes):
+    """The head of a data page without levels, by Thrift's compact protocol."""
+
+    def number(value):
+        coded, found = value << 1 ^ value >> 63, b""
+        while coded > 127:
+            found, coded = found + bytes([coded & 127 | 128]), coded >> 7
+        return found + bytes([coded])
+
+    page = b"\x15" + number(count) + b"\x15" + number(0) + b"\x15" + number(3) + b"\x15" + number(3) + b"\0"
+    sizes = b"\x15" + number(num_bytes) + b"\x15" + number(num_bytes)
+    return b"\x15" + number(0) + sizes + b"\x2c" + page + b"\0"
+
+
+@pytest.mark.parametrize("null", [False, True])
+def test_a_page_that_is_not_what_its_head_says_is_never_read_past_its_file(tmp_path, null):
+    schema = pa.schema([pa.field("x", pa.int64(), nullable=null)])
+    pq.write_table(pa.table({"x": np.arange(50)}, schema=schema), tmp_path / "f.parquet", **PLAIN)
+    good = (tmp_path / "f.parquet").read_bytes()
+    begin = pq.ParquetFile(tmp_path / "f.parquet").metadata.row_group(0).column(0).data_page_offset
+    altered = [good[:at] + bytes([value]) + good[at + 1 :] for at in range(begin, begin + 60) for value in range(256)]
+    for count in (50, 1_000_000, -50):  # sizes and numbers of values that agree with each other
+        head = page_head(count, 8 * count)
+        altered.append(good[:begin] + head + good[begin + len(head) :])
+    for each in altered:
+        data = pa.py_buffer(each)
+        column = map_column([pq.ParquetFile(data)], [data], "x")
+        if column is not None:
+            ends = np.append(column._firsts[1:], column._num_rows)
+            assert (ends > column._firsts).all()
+            assert (column._bases >= data.address).all()
+            assert (column._bases + 8 * (ends - column._firsts).astype(np.uint64) <= data.address + data.size).all()
+            assert column._num_rows == 50

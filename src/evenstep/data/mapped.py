@@ -89,7 +89,7 @@ def map_column(files: Sequence[pq.ParquetFile], buffers: Sequence[pa.Buffer], na
             for chunk, num_rows in _chunks(file, name):
                 lengths.add(length := chunk.length(num_rows))
                 pages += chunk.pages(buffer, length, dtype.itemsize)
-    except (_NotMappable, IndexError):  # or the file is not what it says
+    except (_NotMappable, IndexError, RecursionError):  # or the file is not what it says
         return None
     if len(lengths) != 1:
         return None
@@ -125,10 +125,15 @@ class _Chunk:
             raise _NotMappable
         while seen < held.num_values:
             header, begin = _read_struct(view, at)
-            page = header.get(5, {})
-            if header[1] != _DATA_PAGE or page.get(2) != _PLAIN or {page.get(3), page.get(4)} != {_RLE}:
+            page, size = header.get(5), _number(header, 3)
+            if _number(header, 1) != _DATA_PAGE or not isinstance(page, dict):
                 raise _NotMappable
-            count, at = page[1], begin + header[3]
+            count, *encodings = (_number(page, field) for field in (1, 2, 3, 4))
+            if encodings != [_PLAIN, _RLE, _RLE] or not 0 < count <= held.num_values - seen:
+                raise _NotMappable
+            if not 0 < size <= len(view) - begin:
+                raise _NotMappable
+            at = begin + size
             values = at - count * value_bytes
             for top, of_list in ((self.top_repetition, length), (self.top_definition, 0)):
                 if top:
@@ -187,6 +192,13 @@ def _read_struct(view: memoryview, at: int) -> tuple[dict[int, Any], int]:
             case _:
                 raise _NotMappable
     return fields, at + 1
+
+
+def _number(fields: dict[int, Any], field: int) -> int:
+    found = fields.get(field)
+    if not isinstance(found, int):
+        raise _NotMappable
+    return found
 
 
 def _read_number(view: memoryview, at: int) -> tuple[int, int]:
