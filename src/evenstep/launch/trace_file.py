@@ -32,6 +32,7 @@ _END = b"\n]}\n"
 _SUPERVISOR = 1  # its thread in the trace; no worker has that process id
 _MOST_TEXT = 400
 _TAIL_BYTES = 1 << 16  # at least two events
+_MENDING_S = 5.0
 
 
 class TraceFile:
@@ -93,7 +94,10 @@ class TraceFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._alive)
-        self._mender.reap()
+        if self._mender.wait(_MENDING_S):
+            self._mender.reap()
+        else:
+            self._mender.kill()
         os.close(self._fd)
 
     def _said(self) -> list[str]:
