@@ -66,7 +66,7 @@ test: check browser
 GPU_PYTHON ?= python3
 test-gpu:
 	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/engine/test_on_cuda.py tests/nn/test_on_gpu.py
+	PYTHONPATH=$(CURDIR)/src $(GPU_PYTHON) -m pytest -q tests/engine/test_on_cuda.py tests/nn/test_on_gpu.py
 
 # Every benchmark that needs no GPU, each into its own file, and the page that is made of them. One of them: make bench-recovery.
 BENCHMARKS := engine portable recovery memory machines distributed server clusters recheck watching batchnorm

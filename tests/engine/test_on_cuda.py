@@ -133,15 +133,6 @@ def test_a_scaler_skips_and_grows_alike_with_graphs_and_without():
     assert len(set(scales)) > 1
 
 
-def train_compiled(run):
-    model = Net(norm=False)
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    compiled = torch.compile(model)
-    for step in range(6):
-        batch = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step)), torch.arange(8)
-        run.step(batch, lambda part: F.cross_entropy(compiled(part[0]), part[1]), optimizer)
-
-
 def train_averaged(run):
     model, average = Net(norm=False), Net(norm=False)
     model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -153,14 +144,11 @@ def train_averaged(run):
         run.edit(lambda: [a.lerp_(p, 0.1) for a, p in pairs])
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("train", [train_compiled, train_averaged])
-def test_compiled_models_and_averages_of_weights_give_one_result_with_graphs_and_without(train, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else its processes stay
+def test_averages_of_weights_give_one_result_with_graphs_and_without():
     found = set()
     for graphs in ("auto", False):
         with evenstep.Run(shards=2, device="cuda", quiet=True, graphs=graphs) as run:
-            train(run)
+            train_averaged(run)
             found.add(run.fingerprint())
     assert len(found) == 1
 
@@ -193,15 +181,16 @@ SCRIPT = """
         def forward(self, x):
             return self.b(self.drop(F.relu(self.norm(self.a(x))).mean((2, 3))))
 
-    with evenstep.Run(shards=4, device="cuda") as run:
+    with evenstep.Run(shards=4, device="cuda", graphs=False if "eager" in sys.argv else "auto") as run:
         model = Net()
         model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+        called = torch.compile(model) if "compiled" in sys.argv else model
         run.checkpoint("checkpoints", every=5)
         for step in range(12):
             generator = torch.Generator().manual_seed(step)
             batch = torch.randn(24, 3, 8, 8, generator=generator), torch.randint(0, 10, (24,), generator=generator)
             with torch.autocast("cuda", torch.bfloat16):
-                run.step(batch, lambda part: F.cross_entropy(model(part[0]), part[1]), clip_norm=1.0)
+                run.step(batch, lambda part: F.cross_entropy(called(part[0]), part[1]), clip_norm=1.0)
             if step == 6:
                 run.edit(lambda: [p.mul_(0.5) for p in model.parameters()])
 """
@@ -220,6 +209,15 @@ def test_several_workers_and_their_deaths_change_no_bit(norm, script, tmp_path):
         assert "was killed" in done.stderr
         results[f"{worker} {point}"] = done.stdout
     assert set(results.values()) == {quiet.stdout}, results
+
+
+def test_a_compiled_model_gives_one_result_on_any_workers_with_graphs_and_without(script, tmp_path):
+    path, results = script(SCRIPT), {}
+    for options in (("-n", "1", path), ("-n", "2", path), ("-n", "2", path, "eager")):
+        done = script_run(*options, "compiled", cwd=tmp_path, timeout_s=200)
+        assert done.code == 0, done.stderr
+        results[options] = done.stdout
+    assert len(set(results.values())) == 1, results
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
