@@ -49,14 +49,18 @@ def test_a_child_does_one_thing_and_its_result_is_its_exit_code():
 
 
 def test_a_child_has_an_empty_input_a_session_of_its_own_and_no_descriptor_that_it_was_not_given():
-    mine, kept = os.open(os.devnull, os.O_RDONLY), os.memfd_create("kept")
+    mine, kept = os.memfd_create("mine"), os.memfd_create("kept")
 
     def main():
         assert sys.stdin.read() == ""
         assert os.getsid(0) == os.getpid()
-        found = {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
-        assert kept in found
-        assert mine not in found
+        found = {
+            fd: os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 256) if os.path.lexists(f"/proc/self/fd/{fd}")
+        }
+        assert "kept" in found.pop(kept)
+        assert found.pop(mine) == os.devnull
+        assert set(found.values()) <= {os.devnull}
+        assert not any(map(os.get_inheritable, found))
         return 0
 
     try:
@@ -64,6 +68,23 @@ def test_a_child_has_an_empty_input_a_session_of_its_own_and_no_descriptor_that_
     finally:
         os.close(mine)
         os.close(kept)
+
+
+def test_what_came_along_writes_and_closes_nothing_of_the_childs_own(tmp_path):
+    theirs = [(tmp_path / "theirs").open("w")]
+    theirs[0].write("not flushed yet")
+
+    def main():
+        mine = [os.open(tmp_path / f"mine{n}", os.O_CREAT | os.O_RDWR) for n in range(100)]
+        theirs.clear()
+        for n, fd in enumerate(mine):
+            assert os.write(fd, b"mine") == 4
+            assert (tmp_path / f"mine{n}").read_text() == "mine"
+        return 0
+
+    assert fork(main).reap() == 0
+    theirs[0].close()
+    assert (tmp_path / "theirs").read_text() == "not flushed yet"
 
 
 def test_an_error_of_ours_is_a_sentence_and_any_other_is_shown_whole():

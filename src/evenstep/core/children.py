@@ -115,7 +115,7 @@ def fork(
     Args:
         main: What it does; returns its exit code. Our own errors print one sentence, any other its traceback.
         streams: Its standard output and error.
-        keep: Other descriptors that it keeps. The rest are closed in it; its standard input is empty.
+        keep: Other descriptors that it keeps. The rest lead nowhere in it; its standard input is empty.
         tied: It is killed when the thread that forks it ends. If not, it must check itself whether its parent lives.
     """
     parent = os.getpid()
@@ -151,14 +151,16 @@ def _live_apart(parent: int | None, streams: tuple[int, int], keep: Collection[i
             os._exit(1)
     os.setsid()
     signal.set_wakeup_fd(-1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
     os.dup2(streams[0], 1)
     os.dup2(streams[1], 2)
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
-        if fd > 2 and fd not in keep:
-            with suppress(OSError):  # the descriptor of the listing itself is closed by now
-                os.close(fd)
+        if fd > 2 and fd not in (null, *keep) and os.path.lexists(f"/proc/self/fd/{fd}"):  # that of the listing is gone
+            # Not closed: objects that came along would write to, or close, what gets their number next.
+            os.dup2(null, fd, inheritable=False)
+    os.close(null)
     sys.stdin = os.fdopen(0, closefd=False)
     out, err = sys.stdout.encoding, sys.stderr.encoding
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding=out, closefd=False)
