@@ -11,7 +11,7 @@ import torch
 
 import processes
 
-LEAVING_S = 5.0  # how long what a test started may take to be gone
+LEAVING_S = 20.0  # how long what a test started may take to be gone
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+import processes
 from evenstep.launch.connection import FEW_BYTES, Lost, MachineConnection
 
 
@@ -72,6 +73,34 @@ def test_an_end_that_closes_is_lost_at_once_but_what_it_said_is_heard(ends):
     assert heard(other) == [({"say": "ended"}, b"")]
     with pytest.raises(Lost, match="its connection closed"):
         heard(other)
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_what_a_lost_end_said_last_is_heard_also_by_one_that_cannot_send_any_more(ends, unread):
+    one, other = ends
+    if unread:
+        other.send({"say": "rows"})  # so that the other end is told by a reset
+    one.send({"do": "end", "code": 3})
+    time.sleep(0.05)
+    one.close()
+    for _ in range(5):
+        other.send({"say": "rows"})
+        other.beat(time.monotonic())
+        time.sleep(0.01)
+    assert not other.has_more
+    assert heard(other) == [({"do": "end", "code": 3}, b"")]
+    with pytest.raises(Lost, match=r"can no longer be reached: |is lost: "):
+        heard(other)
+
+
+def test_an_end_is_over_when_the_other_has_closed(ends):
+    one, other = ends
+    one.send({"do": "end", "code": 0})
+    assert not one.is_over()
+    assert heard(other) == [({"do": "end", "code": 0}, b"")]
+    other.send({"say": "rows"})
+    other.close()
+    assert processes.until(one.is_over)
 
 
 @pytest.mark.parametrize(
