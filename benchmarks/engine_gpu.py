@@ -2,7 +2,8 @@
 
 Run it on a machine with a GPU: ``python benchmarks/engine_gpu.py`` (``--help`` for less than all of it). Every
 configuration runs in a process of its own, one after the other; the batch is on the device already, on both sides. A
-figure is the median over steps after the warm-up. The plain loop is one batch, forward, backward and update, with what
+figure is the mean over steps after the warm-up; memory is what torch has reserved then, and at its peak, when the
+piece of a graph is also computed to compare them. The plain loop is one batch, forward, backward and update, with what
 torch does by default; ours is ``run.step`` with everything that it promises.
 """
 
@@ -75,7 +76,8 @@ def measure(step: Any, steps: int, warmup: int) -> dict[str, Any]:
         "ms": 1e3 * (time.perf_counter() - begin) / steps,
         "median_ms": 1e3 * statistics.median(times),
         "cpu_ms": 1e3 * host_s / steps,
-        "gib": torch.cuda.max_memory_reserved() / 2**30,
+        "gib": torch.cuda.memory_reserved() / 2**30,
+        "peak_gib": torch.cuda.max_memory_reserved() / 2**30,
     }
 
 
@@ -103,6 +105,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=12, help="until graphs are captured and checked")
     parser.add_argument("--workers", default="1,2", help="of one GPU; more than one wants nvidia-cuda-mps-control -d")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further configuration after so many")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     add_option(parser)
     args = parser.parse_args()
@@ -112,7 +115,7 @@ def main() -> int:
         print(json.dumps((plain if kind == "plain" else ours)(steps=args.steps, warmup=args.warmup, **options)))
         return 0
     record = Record.begin()
-    columns = ["model", "what", "ms", "ratio", "goal", "cpu ms", "GiB", "fingerprint"]
+    columns = ["model", "what", "ms", "ratio", "goal", "cpu ms", "GiB", "peak", "fingerprint"]
     chart = {"means": "times as long as the plain loop", "goal": "goal"}
     record.table(columns, shown(rows(args)), values=["ratio"], labels=columns[:2], **chart)
     record.save(args.json)
@@ -121,13 +124,14 @@ def main() -> int:
 
 def rows(args: argparse.Namespace) -> Iterator[list[str]]:
     """Measure one configuration after the other."""
+    end = time.monotonic() + 60 * args.minutes
     for name in args.models.split(","):
         base = run_one(args, kind="plain", name=name)
         yield [name, "plain loop", *cells(base)]
         for shards in map(int, args.shards.split(",")):
             choices = args.graphs.split(","), map(int, args.workers.split(",")), args.image.split(",")
             for graphs, workers, image in product(*choices):
-                if workers > shards:
+                if workers > shards or time.monotonic() > end:
                     continue
                 options = {"name": name, "shards": shards, "graphs": graphs == "on", "image": image == "on"}
                 found = run_one(args, workers, kind="ours", **options)
@@ -140,10 +144,11 @@ def cells(found: dict[str, Any], base: dict[str, Any] | None = None, goal: float
     """The rest of a row."""
     if "error" in found:
         print(f"failed: {found['error']}", file=sys.stderr)
-        return ["failed", *["-"] * 5]
+        return ["failed", *["-"] * 6]
     ratio = f"{found['ms'] / base['ms']:.3f}" if base and "ms" in base else "1"
     fingerprint = found.get("fingerprint", "")[:12]
-    return [f"{found['ms']:.1f}", ratio, str(goal or "-"), f"{found['cpu_ms']:.1f}", f"{found['gib']:.1f}", fingerprint]
+    memory = [f"{found['gib']:.1f}", f"{found['peak_gib']:.1f}"]
+    return [f"{found['ms']:.1f}", ratio, str(goal or "-"), f"{found['cpu_ms']:.1f}", *memory, fingerprint]
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Terminal:
     def __init__(self, *argv: str | Path) -> None:
         self._master, slave = pty.openpty()
         self.said = ""
+        self._code: int | None = None
 
         def attach() -> None:
             os.setsid()
@@ -43,8 +44,8 @@ class Terminal:
 
     def __exit__(self, *_: object) -> None:
         self.hang_up()
-        processes.kill_tree(self.pid)
-        if processes.is_alive(self.pid) or Path(f"/proc/{self.pid}").exists():
+        if self._code is None:  # otherwise its number may be another's
+            processes.kill_tree(self.pid)
             os.waitpid(self.pid, 0)
         os.close(self._pidfd)
 
@@ -84,4 +85,5 @@ class Terminal:
                 self._read(0.05)
         while self._master >= 0 and self._read(0.0):
             pass
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code

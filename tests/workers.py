@@ -226,8 +226,9 @@ def script_run(
     try:
         out, err = process.communicate(timeout=timeout_s)
     finally:
-        processes.kill_tree(process.pid)
-        process.communicate()
+        if process.poll() is None:  # otherwise its number may be another's
+            processes.kill_tree(process.pid)
+            process.communicate()
     return Completed(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"), out)
 
 

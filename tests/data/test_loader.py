@@ -4,7 +4,6 @@ import math
 import os
 import random
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import processes
 from evenstep.core.errors import ConfigError, SilenceError
+from evenstep.data import loader as loader_module
 from evenstep.data.loader import Loader, num_samples
 from evenstep.data.order import Order
 from workers import run_outcomes, run_workers
@@ -228,9 +228,21 @@ def test_a_loader_process_that_is_killed_is_an_error_and_no_wait():
 
 
 def test_a_loader_process_that_says_nothing_is_an_error_after_the_timeout():
-    slow = Watched(failing=lambda index: time.sleep(1.5 * (index == 0)))
-    (outcome,) = run_outcomes(1, lambda _: list(load(slow, loaders=1, timeout_s=0.5)))
-    assert outcome.kind == SilenceError.__name__
+    reading, writing = os.pipe()  # what the loader process waits for
+
+    class NoticedError(SilenceError):
+        def __init__(self, text):
+            os.write(writing, b"noticed")
+            super().__init__(text)
+
+    def body(_):
+        loader_module.SilenceError = NoticedError
+        return list(load(Watched(failing=lambda index: index or os.read(reading, 1)), loaders=1, timeout_s=0.5))
+
+    (outcome,) = run_outcomes(1, body)
+    os.close(reading)
+    os.close(writing)
+    assert outcome.kind == NoticedError.__name__
     assert "no batch came from the loader processes within 0.5 s" in outcome.text
 
 

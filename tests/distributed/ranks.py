@@ -1,6 +1,7 @@
 """The test kit for process groups: bodies on several ranks, on one machine or on what looks like several."""
 
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -10,11 +11,13 @@ import torch
 from torch import distributed as dist
 
 import evenstep.distributed
+import processes
+from evenstep.core.errors import EvenstepError
 from evenstep.distributed import members
 from evenstep.plan import tree
 from workers import Outcome, WorkersFailed, run_outcomes
 
-__all__ = ["EVENSTEP", "run_rank_outcomes", "run_ranks", "same", "values"]
+__all__ = ["EVENSTEP", "run_rank_outcomes", "run_ranks", "same", "until_it_fails", "until_it_waits", "values"]
 
 EVENSTEP = evenstep.distributed.__name__
 
@@ -74,6 +77,22 @@ def pretend(machine_of: Callable[[int], int], rank: int) -> None:
     """Let the trial of shared memory fail for ranks of another machine."""
     really = members._shares_memory
     members._shares_memory = lambda member: machine_of(member.name) == machine_of(rank) and really(member)
+
+
+def until_it_waits(rank: int, awaited: list[int]) -> None:
+    """Wait until a rank waits for some others, in a collective or for a message."""
+    team = dist.group.WORLD._ranks._team
+    assert processes.until(lambda: list(team._awaited_by(rank)) == awaited), f"rank {rank} waits for others"
+
+
+def until_it_fails() -> None:
+    """Wait until the group has failed, whatever this rank would have done."""
+    try:
+        while True:
+            dist.group.WORLD._ranks.check()
+            time.sleep(0.01)
+    except EvenstepError:
+        pass
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

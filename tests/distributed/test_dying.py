@@ -7,16 +7,16 @@ import signal
 import socket
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_rank_outcomes, run_ranks
+from ranks import run_rank_outcomes, run_ranks, until_it_fails, until_it_waits
 from torch import distributed as dist
 
 import evenstep.distributed
 import processes
 from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, PeerError, SilenceError
+from evenstep.native import core
 
 HOST = re.escape(socket.gethostname())
 
@@ -72,7 +72,7 @@ def test_a_death_is_noticed_long_before_the_timeout():
         failure(PeerError, lambda: dist.barrier())
         return time.monotonic() - begun
 
-    assert run_rank_outcomes(2, body, timeout_s=60)[0].value < 5
+    assert run_rank_outcomes(2, body, timeout_s=60)[0].value < 30
 
 
 def test_a_stopped_rank_is_named_after_the_timeout_and_fails_when_it_wakes_up():
@@ -178,17 +178,19 @@ def test_a_process_that_ends_after_its_part_is_not_missed():
 
 def test_an_interrupted_rank_tells_the_others():
     def body(rank):
-        dist.barrier()
+        pids = [None] * 2
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        dist.all_gather_object(pids, os.getpid())
         if rank == 0:
-            signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(KeyboardInterrupt):
                 dist.barrier()
             return None
-        time.sleep(0.4)
+        until_it_waits(0, [1])
+        os.kill(pids[0], signal.SIGALRM)
+        until_it_fails()
         return failure(PeerError, lambda: dist.barrier())
 
-    assert "rank 0 " in run_ranks(2, body)[1]
+    assert re.match(r"rank 0 .* was interrupted in barrier", run_ranks(2, body)[1])
 
 
 def test_a_destroyed_group_says_so_and_does_not_hurt_the_others():
@@ -258,26 +260,20 @@ def test_an_aborted_group_fails_at_once_for_everyone():
     assert time.monotonic() - begun < 20
 
 
-def ran_ns(pid):
-    """How long the threads of a process have run on a processor."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
-
-
 def test_a_collective_may_take_longer_than_the_timeout_as_long_as_it_moves():
     def body(rank):
         pids = [None] * 2
         dist.all_gather_object(pids, os.getpid())
         dist.barrier()
-        dist.group.WORLD.set_timeout(timedelta(seconds=1.3))
-        work = dist.all_reduce(torch.ones(6_000_000), async_op=True)
-        for _ in range(5 if rank == 0 else 0):  # slow, not silent
+        dist.group.WORLD.set_timeout(timedelta(seconds=3.5))  # far more than each stop, for a machine that stops too
+        base = dist.group.WORLD._ranks._team.base
+        work = dist.all_reduce(torch.ones(12_000_000), async_op=True)
+        for _ in range(8 if rank == 0 else 0):  # slow, not silent
             os.kill(pids[1], signal.SIGSTOP)
-            time.sleep(0.3)
-            ran = ran_ns(pids[1])
+            time.sleep(0.45)
+            posted = core.last_post(base, 1)[0]
             os.kill(pids[1], signal.SIGCONT)
-            deadline = time.monotonic() + 5
-            while ran_ns(pids[1]) < ran + 500_000 and time.monotonic() < deadline:
+            while core.last_post(base, 1)[0] == posted and not work.is_completed():
                 pass
         work.wait()
         dist.group.WORLD.set_timeout(timedelta(seconds=60))
@@ -289,13 +285,11 @@ def test_a_collective_may_take_longer_than_the_timeout_as_long_as_it_moves():
 def test_a_monitored_barrier_names_all_who_did_not_come():
     def body(rank):
         if rank > 0:
-            time.sleep(1)
-            return
+            return until_it_fails()
         barrier = lambda: evenstep.distributed.monitored_barrier(timeout=timedelta(seconds=0.3))  # noqa: E731  # short
-        text = failure(SilenceError, barrier)
-        assert re.search(r"rank 1 .*, rank 2 .* said nothing", text), text
+        return failure(SilenceError, barrier)
 
-    run_ranks(3, body)
+    assert re.search(r"rank 1 .*, rank 2 .* said nothing", run_ranks(3, body)[0])
 
 
 def test_torchs_own_monitored_barrier_takes_our_groups_and_its_own():
@@ -306,8 +300,8 @@ def test_torchs_own_monitored_barrier_takes_our_groups_and_its_own():
         if rank > 0:
             if rank == 1:
                 return failure(RuntimeError, lambda: dist.monitored_barrier(timeout=20.0))
-            time.sleep(1)
-            return None
+            return until_it_fails()
+        until_it_waits(1, [0, 2])
         return failure(
             RuntimeError, lambda: dist.monitored_barrier(timeout=timedelta(seconds=0.3), wait_all_ranks=True)
         )
@@ -321,8 +315,10 @@ def test_torchs_own_monitored_barrier_takes_our_groups_and_its_own():
 
 def test_what_ranks_get_is_also_what_torchs_own_backends_raise():
     def body(rank):
-        groups = [dist.new_group(timeout=timedelta(seconds=0.3)) for _ in range(3)]
+        groups = [dist.new_group() for _ in range(3)]
         if rank == 0:
+            for group in groups[:2]:
+                group.set_timeout(timedelta(seconds=0.3))
             failures = [
                 failure(dist.DistBackendError, lambda: dist.all_reduce(torch.ones(3), group=groups[0])),
                 failure(dist.DistBackendError, lambda: dist.recv(torch.ones(3), 1, group=groups[1])),

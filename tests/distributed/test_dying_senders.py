@@ -3,12 +3,12 @@
 import os
 import re
 import signal
-import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import run_rank_outcomes, run_ranks, same, values
+from ranks import run_rank_outcomes, run_ranks, same, until_it_waits, values
 from torch import distributed as dist
 
 import processes
@@ -16,7 +16,8 @@ from evenstep.core.errors import ConfigError, EvenstepError, PeerError, SilenceE
 from evenstep.distributed import mail
 
 LARGE = 1_200_000  # many times what fits between two ranks
-TIMEOUT_S = 0.3
+TIMEOUT_S = 0.3  # of a rank that is to miss another
+PATIENT_S = 30.0  # of one that is to hear of it
 
 
 def failure(kind: type[EvenstepError], action) -> str:
@@ -41,7 +42,7 @@ WAYS = {
 ENDS = {"killed": (signal.SIGKILL, PeerError), "stopped": (signal.SIGSTOP, SilenceError)}
 
 
-def everyone(timeout_s=TIMEOUT_S):
+def everyone(timeout_s=PATIENT_S):
     """The processes of all ranks, and a timeout that a test can wait for from now on."""
     pids = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
@@ -60,7 +61,7 @@ def test_a_sender_that_ends_in_the_middle_of_its_message_is_named_to_all(end, wa
     number, kind = ENDS[end]
 
     def body(rank):
-        pids, sender = everyone(TIMEOUT_S if rank == 0 else 10 * TIMEOUT_S), num_ranks - 1
+        pids, sender = everyone(TIMEOUT_S if rank == 0 else PATIENT_S), num_ranks - 1
         if rank == sender:
             dist.isend(torch.ones(LARGE), 0)  # what there is room for goes at once
             os.kill(os.getpid(), number)
@@ -86,13 +87,16 @@ def test_whoever_waits_for_one_that_waits_names_the_last_of_them(end):
     number, kind = ENDS[end]
 
     def body(rank):
-        pids = everyone(20 * TIMEOUT_S if rank == 1 else TIMEOUT_S)  # those who wait for rank 1 give up first
+        pids = everyone(PATIENT_S if rank == 1 else TIMEOUT_S)  # those who wait for rank 1 give up first
         if rank == 2:
             os.kill(os.getpid(), number)
             return None
         until_it_is_over(pids[2])
-        team = dist.group.WORLD._ranks._team
-        assert rank == 1 or processes.until(lambda: team._awaited_by(1) == [2])
+        if rank != 1:
+            until_it_waits(1, [2])
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{rank} has looked", "")
+            store.wait([f"{other} has looked" for other in (0, 3)])
         waits = {0: lambda: receive(torch.empty(4), 1), 1: lambda: receive(torch.empty(4), 2), 3: dist.barrier}
         text = failure(kind, waits[rank])
         if rank == 1 and end == "stopped":
@@ -107,7 +111,9 @@ def test_whoever_waits_for_one_that_waits_names_the_last_of_them(end):
 
 def test_ranks_that_wait_for_each_other_are_all_named():
     def body(rank):
-        everyone()
+        everyone(PATIENT_S if rank == 1 else TIMEOUT_S)
+        if rank == 0:
+            until_it_waits(1, [0])
         return failure(SilenceError, lambda: receive(torch.empty(4), 1 - rank))
 
     for text in run_ranks(2, body):
@@ -133,38 +139,49 @@ def test_what_was_sent_before_the_sender_died_still_arrives(size):
     assert [outcome.kind for outcome in run_rank_outcomes(2, body)] == [None, "Killed"]
 
 
+def let_time_pass_with_every_fragment(timeout_s):
+    """Let the mail of this rank see almost its timeout pass whenever a message moves, and no time otherwise."""
+    really, clock = mail._Message.advance, SimpleNamespace(now=0.0)
+
+    def advance(message, fragments):
+        moved = really(message, fragments)
+        clock.now += 0.9 * timeout_s * moved
+        return moved
+
+    mail._Message.advance = advance
+    mail.time = SimpleNamespace(monotonic=lambda: clock.now)
+    return clock
+
+
 def test_a_large_message_may_take_longer_than_the_timeout_as_long_as_it_moves():
     sent = values((LARGE,), torch.float32, 2)
 
     def body(rank):
-        pids = everyone(0.6)
+        everyone()
+        clock = let_time_pass_with_every_fragment(PATIENT_S)
         if rank == 1:
             dist.send(sent, 0)
-            return
-        found = torch.empty(LARGE)
-        work = dist.irecv(found, 1)
-        for _ in range(5):  # a sender that is slow, not silent
-            os.kill(pids[1], signal.SIGSTOP)
-            threading.Event().wait(0.2)
-            os.kill(pids[1], signal.SIGCONT)
-            threading.Event().wait(0.0005)
-        work.wait()
-        assert same(found, sent)
+        else:
+            found = torch.empty(LARGE)
+            receive(found, 1)
+            assert same(found, sent)
+        assert clock.now > 2 * PATIENT_S
 
     run_ranks(2, body)
 
 
 def test_messages_that_wait_for_their_turn_are_not_silent():
     def body(rank):
-        everyone(0.5)
+        everyone()
+        clock = let_time_pass_with_every_fragment(PATIENT_S)
         large = torch.ones(200_000)
         if rank == 1:
             for work in [dist.isend(large, 0) for _ in range(6)]:
                 work.wait()
-            return
-        for _ in range(6):
-            threading.Event().wait(0.2)
-            receive(torch.empty_like(large), 1)
+            assert clock.now > 2 * PATIENT_S
+        else:
+            for _ in range(6):
+                receive(torch.empty_like(large), 1)
 
     run_ranks(2, body)
 

@@ -38,7 +38,7 @@ def test_ranks_that_do_not_agree_on_who_shares_memory_are_refused():
 
     members._shares_memory = one_sided
     try:
-        found = run_rank_outcomes(2, body, timeout_s=10)
+        found = run_rank_outcomes(2, body)
     finally:
         members._shares_memory = really
     assert [outcome.kind for outcome in found] == ["ConfigError", "ConfigError"], found

@@ -1,15 +1,13 @@
 """Sums that are known take a short way through the C core. What is not as usual does not; failures read the same."""
 
-import contextlib
 import os
 import re
 import signal
-import time
 from datetime import timedelta
 
 import pytest
 import torch
-from ranks import run_rank_outcomes, run_ranks
+from ranks import run_rank_outcomes, run_ranks, until_it_fails, until_it_waits
 from torch import distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
@@ -143,19 +141,12 @@ def elsewhere() -> None:
         dist.barrier()
 
 
-def until_it_hears_of_it() -> None:
-    with contextlib.suppress(SilenceError):
-        while True:
-            dist.group.WORLD._ranks.check()
-            time.sleep(0.01)
-
-
 WHERE = r"all_reduce\(SUM, float32, \[3\]\), operation 3 of the group"
 FAILURES = {
     "ended": (lambda: os._exit(0), PeerError, rf"rank 1 .* ended; rank 0 .* waits for it in {WHERE}"),
     "left": (dist.destroy_process_group, PeerError, rf"rank 1 .* left the group; rank 0 .* waits for it in {WHERE}"),
     "silent": (
-        until_it_hears_of_it,
+        until_it_fails,
         SilenceError,
         rf"rank 1 .* said nothing for 0.3 s: Timed out at rank 0 .* {WHERE}",
     ),
@@ -183,13 +174,16 @@ def test_a_known_sum_that_fails_says_what_any_operation_says(name):
 
 def test_a_known_sum_that_is_interrupted_tells_the_others():
     def body(rank):
+        pids = [None] * 2
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        dist.all_gather_object(pids, os.getpid())
         known_sum()
         if rank == 0:
-            signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(KeyboardInterrupt):
                 known_sum()
         else:
+            until_it_waits(0, [1])
+            os.kill(pids[0], signal.SIGALRM)
             with pytest.raises(PeerError, match=r"rank 0 .* was interrupted in all_reduce.*KeyboardInterrupt"):
                 dist.recv(torch.empty(1), 0)
 

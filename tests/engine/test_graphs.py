@@ -71,6 +71,9 @@ class Recorder:
     def has_room(self, num_bytes):
         return self._room
 
+    def release(self):
+        self._script.log.append("released")
+
 
 def make(mode="auto", **options):
     script, said = Script(), []
@@ -92,6 +95,7 @@ def test_replays_are_checked_by_computing_too_less_and_less_often():
         graphs.run(script.task(float(n)))
     assert script.log.count("replayed") == 68
     assert script.log.count("computed") == 2 + 3, "the first, the eighth and the sixty-fourth replay"
+    assert script.log.count("released") == 3
 
 
 def test_other_signatures_are_captured_by_themselves():

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+import processes
 from evenstep.launch.connection import FEW_BYTES, Lost, MachineConnection
 
 
@@ -75,12 +76,39 @@ def test_an_end_that_closes_is_lost_at_once_but_what_it_said_is_heard(ends):
 def test_an_end_that_says_nothing_is_silent_only_to_one_that_looked_for_it(ends):
     one, _ = ends
     begin = one.heard_at
-    looks = [one.is_silent(begin + tenth / 10, 2.0) for tenth in range(23)]
-    assert looks == [False] * 21 + [True] * 2, "after two seconds"
+    assert not any(one.is_silent(begin + tenth / 10, 2.0) for tenth in range(20))
+    assert one.is_silent(begin + 2.1, 2.0)
     assert not one.is_silent(begin + 60.0, 2.0), "it was stopped itself, and perhaps the other end too"
-    assert not one.is_silent(begin + 61.0, 2.0)
-    assert one.is_silent(begin + 62.1, 2.0) is False, "it was away again"
-    assert [one.is_silent(begin + 62.1 + half / 2, 2.0) for half in range(1, 6)] == [False] * 4 + [True]
+    assert not any(one.is_silent(begin + 60 + tenth / 10, 2.0) for tenth in range(20))
+    assert one.is_silent(begin + 62.1, 2.0)
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_what_a_lost_end_said_last_is_heard_also_by_one_that_cannot_send_any_more(ends, unread):
+    one, other = ends
+    if unread:
+        other.send({"say": "rows"})  # so that the other end is told by a reset
+    one.send({"do": "end", "code": 3})
+    time.sleep(0.05)
+    one.close()
+    for _ in range(5):
+        other.send({"say": "rows"})
+        other.beat(time.monotonic())
+        time.sleep(0.01)
+    assert not other.has_more
+    assert heard(other) == [({"do": "end", "code": 3}, b"")]
+    with pytest.raises(Lost, match=r"can no longer be reached: |is lost: "):
+        heard(other)
+
+
+def test_an_end_is_over_when_the_other_has_closed(ends):
+    one, other = ends
+    one.send({"do": "end", "code": 0})
+    assert not one.is_over()
+    assert heard(other) == [({"do": "end", "code": 0}, b"")]
+    other.send({"say": "rows"})
+    other.close()
+    assert processes.until(one.is_over)
 
 
 @pytest.mark.parametrize(

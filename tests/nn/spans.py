@@ -162,18 +162,20 @@ def rank_outcomes(
 def _joined(body: Callable[[int], Any], num_ranks: int, folder: Path, timeout_s: float) -> Callable[[int], Any]:
     def joined(rank: int) -> Any:
         distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / 'store'}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=num_ranks
         )
+        set_timeout(timeout_s)
         value = body(rank)
         distributed.barrier()
         distributed.destroy_process_group()
         return value
 
     return joined
+
+
+def set_timeout(timeout_s: float) -> None:
+    """Let this rank wait for the others no longer than this from now on; until then it is patient."""
+    distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
 
 
 def assert_close(found: Found, expected: Found, relative: float) -> None:

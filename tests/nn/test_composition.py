@@ -278,7 +278,7 @@ def test_eval_mode_never_communicates(tmp_path):
     def body(rank):
         return [layer(x) for layer in layers] if rank == 1 else None
 
-    found = spans.run_ranks(2, body, tmp_path, timeout_s=5.0)[1]
+    found = spans.run_ranks(2, body, tmp_path)[1]
     for layer, y in zip(layers, found, strict=True):
         torch.testing.assert_close(y, layer(x))
         parts = DataParallel(layer, devices=["cpu", "cpu"])(x)
@@ -435,7 +435,7 @@ def test_unused_outputs_are_no_hang_and_no_gradient(last_user):
     def body(worker):
         torch.manual_seed(0)
         model = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "last": nn.Linear(3, 1)})
-        with evenstep.Run(shards=4, quiet=True, timeout_s=10.0) as run:
+        with evenstep.Run(shards=4, quiet=True, timeout_s=30.0) as run:
             run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5))
 
             def step(part):

@@ -32,7 +32,7 @@ class Function(nn.Module):
 
 def parallel(function, num=3, **options):
     module = function if isinstance(function, nn.Module) else Function(function)
-    return DataParallel(module, devices=["cpu"] * num, timeout_s=5.0, **options)
+    return DataParallel(module, devices=["cpu"] * num, timeout_s=40.0, **options)
 
 
 def network():
@@ -250,7 +250,7 @@ def test_a_replica_that_fails_before_the_layer_frees_those_that_wait_in_it():
     begin = time.monotonic()
     with pytest.raises(torch.OutOfMemoryError, match="in replica 1 on cpu: out of memory"):
         parallel(model)(torch.arange(3))
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < 20.0
 
 
 class Branching(nn.Module):
@@ -298,7 +298,7 @@ def test_a_replica_that_does_not_come_within_the_timeout_is_named():
 
     def function(x):
         if x[0, 0] == 1:
-            release.wait(5.0)
+            release.wait(40.0)
             return x
         try:
             return layer(x)
@@ -312,25 +312,20 @@ def test_a_replica_that_does_not_come_within_the_timeout_is_named():
 
 def test_ctrl_c_ends_the_forward():
     layer = SyncBatchNorm1d(2)
-    ended = []
+    main, freed, ended = threading.main_thread().ident, threading.Event(), []
 
     def function(x):
         try:
             if x[0, 0] == 1:
-                time.sleep(0.5)
+                signal.pthread_kill(main, signal.SIGINT)
+                ended.append(freed.wait(20.0))  # the other waits for this one, until it is told not to
             return layer(x)
         finally:
-            ended.append(int(x[0, 0]))
+            freed.set()
 
-    main = threading.main_thread().ident
-    timer = threading.Timer(0.2, signal.pthread_kill, args=(main, signal.SIGINT))
-    timer.start()
-    begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         parallel(function, 2)(torch.arange(2.0).view(2, 1).expand(2, 2))
-    assert time.monotonic() - begin < 3.0
-    timer.join()
-    assert sorted(ended) == [0, 1]
+    assert ended == [True]
 
 
 class Called(nn.Module):
@@ -424,7 +419,7 @@ def test_several_threads_may_run_it_at_once():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10.0)
+        thread.join()
     assert results == [(4, 2)] * 4
 
 

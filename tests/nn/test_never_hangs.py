@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -10,19 +11,21 @@ import torch
 from torch import distributed, nn
 
 import evenstep
+import processes
 from evenstep.core.errors import MismatchError, SilenceError
 from evenstep.nn import SyncBatchNorm1d, convert_sync_batchnorm, process_group
 from workers import run_outcomes
 
-TIMEOUT_S = 0.7
-REPORT_S = 0.5
-IN_TIME_S = TIMEOUT_S + REPORT_S + 2.0  # the last is for slow machines
-STAY_S = TIMEOUT_S + REPORT_S + 0.5  # how long a rank stays away to be missed by all
+TIMEOUT_S = 0.7  # of ranks that are to miss another
+PATIENT_S = 40.0  # of those that are to hear of it before
+REPORT_S = {2: 0.5, 3: 4.0}  # with a third rank there is one whose report is waited for, on a slow machine too
+IN_TIME_S = 20.0  # soon, on such a machine
 
 
 @pytest.fixture(autouse=True)
-def ranks_that_are_left_say_so_soon(monkeypatch):
-    monkeypatch.setattr(process_group, "_REPORT_S", REPORT_S)
+def ranks_that_are_left_say_so_soon(monkeypatch, request):
+    num_ranks = getattr(request.node, "callspec", None) and request.node.callspec.params.get("num_ranks")
+    monkeypatch.setattr(process_group, "_REPORT_S", REPORT_S[num_ranks or 2])
 
 
 class Two(nn.Module):
@@ -36,7 +39,23 @@ def x(features=3):
     return torch.randn(4, features, requires_grad=True)
 
 
-def silence_on(others, num_ranks, body, folder, *, timeout_s=TIMEOUT_S):
+def note(folder, what, rank):
+    """Let the other ranks know that this one has come somewhere."""
+    (folder / f"{what} {rank}").touch()
+
+
+def until_all(folder, what, ranks):
+    """Wait until ranks have come somewhere."""
+    assert processes.until(lambda: all((folder / f"{what} {rank}").exists() for rank in ranks), PATIENT_S)
+
+
+def die_once(folder, ranks):
+    """Die when others have come so far that they miss this one where they are to."""
+    until_all(folder, "ready", ranks)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def silence_on(others, num_ranks, body, folder):
     """Run ranks of which some must get a SilenceError in time; return the messages of those."""
 
     def timed(rank):
@@ -46,15 +65,16 @@ def silence_on(others, num_ranks, body, folder, *, timeout_s=TIMEOUT_S):
         except SilenceError as error:
             return str(error), time.monotonic() - begin
         finally:
+            note(folder, "over", rank)
             if rank in others:
-                time.sleep(REPORT_S)  # a rank that has the error does not pull the others down with it
+                until_all(folder, "over", others)  # a rank that has the error does not pull the others down with it
         return None
 
     def without_end(rank):
         value = timed(rank)
         raise _Answer(repr(value))  # past the barrier at the end: the group is broken
 
-    outcomes = spans.rank_outcomes(num_ranks, without_end, folder, timeout_s=timeout_s)
+    outcomes = spans.rank_outcomes(num_ranks, without_end, folder, timeout_s=PATIENT_S)
     messages = []
     for rank in others:
         assert outcomes[rank].kind == "_Answer", outcomes[rank].text
@@ -71,20 +91,24 @@ class _Answer(Exception):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_dies_is_named(num_ranks, tmp_path):
+    others = [r for r in range(num_ranks) if r != 1]
+
     def body(rank):
         model = Two()
         model.a(x())
         if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die_once(tmp_path, others)
+        note(tmp_path, "ready", rank)
         model.b(x())
 
-    others = [r for r in range(num_ranks) if r != 1]
     for message in silence_on(others, num_ranks, body, tmp_path):
         assert "rank 1 did not come to 'b call 0 forward'" in message
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_raises_and_stays_is_named(num_ranks, tmp_path):
+    others = [r for r in range(num_ranks) if r != 1]
+
     def body(rank):
         model = Two()
         model.a(x())
@@ -92,12 +116,12 @@ def test_a_rank_that_raises_and_stays_is_named(num_ranks, tmp_path):
             try:
                 raise MemoryError
             except MemoryError:
-                time.sleep(STAY_S)
+                until_all(tmp_path, "over", others)
             return
+        spans.set_timeout(TIMEOUT_S)
         time.sleep(0.3 * TIMEOUT_S * (rank == 2))  # its own wait would end later, but it must say so in time
         model.a(x())
 
-    others = [r for r in range(num_ranks) if r != 1]
     for message in silence_on(others, num_ranks, body, tmp_path):
         assert "rank 1 did not come to 'a call 1 forward'" in message
 
@@ -106,8 +130,9 @@ def test_a_rank_that_stops_is_named(tmp_path):
     def body(rank):
         model = Two()
         if rank == 1:
-            time.sleep(STAY_S)
+            until_all(tmp_path, "over", [0])
             return
+        spans.set_timeout(TIMEOUT_S)
         model.a(x())
 
     (message,) = silence_on([0], 2, body, tmp_path)
@@ -118,9 +143,10 @@ def test_a_rank_that_skips_backward_is_named(tmp_path):
     def body(rank):
         y = Two().a(x())
         if rank == 0:
+            spans.set_timeout(TIMEOUT_S)
             y.square().sum().backward()
         else:
-            time.sleep(STAY_S)
+            until_all(tmp_path, "over", [0])
 
     (message,) = silence_on([0], 2, body, tmp_path)
     assert "rank 1 did not come to 'a call 0 backward'" in message
@@ -129,13 +155,13 @@ def test_a_rank_that_skips_backward_is_named(tmp_path):
 def test_a_store_that_does_not_answer_is_no_hang(tmp_path):
     def body(rank):
         if rank == 0:
-            torch.distributed.distributed_c10d._get_default_store().set = None
-            os.kill(os.getpid(), signal.SIGKILL)
+            die_once(tmp_path, [1])
 
         def stuck(*_):
             time.sleep(30.0)
 
         distributed.distributed_c10d._get_default_store = lambda: type("Store", (), {"set": stuck})()
+        note(tmp_path, "ready", 1)
         Two().a(x())
 
     (message,) = silence_on([1], 2, body, tmp_path)
@@ -151,10 +177,10 @@ def test_ranks_at_different_layers_all_learn_it_at_once(features, tmp_path):
         begin = time.monotonic()
         with pytest.raises(MismatchError) as caught:
             model.b(x(features[1])) if rank == 1 else model.a(x(features[0]))
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < IN_TIME_S
         return str(caught.value)
 
-    for message in spans.run_ranks(3, body, tmp_path, timeout_s=10.0):
+    for message in spans.run_ranks(3, body, tmp_path, timeout_s=PATIENT_S):
         assert "rank 0 is at 'a call 0 forward', rank 1 is at 'b call 0 forward', rank 2 is at 'a call 0" in message
 
 
@@ -205,8 +231,9 @@ def test_a_lost_rank_of_a_subgroup_is_named_by_its_global_number(tmp_path):
         group = distributed.new_group([1, 2])
         layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), process_group=group)
         if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die_once(tmp_path, [1])
         if rank == 1:
+            note(tmp_path, "ready", 1)
             layer(x())
 
     (message,) = silence_on([1], 3, body, tmp_path)
@@ -228,10 +255,10 @@ def test_layers_that_come_and_go_do_not_confuse_the_call_numbers(tmp_path):
     assert spans.run_ranks(2, body, tmp_path) == [True, True]
 
 
-def in_a_run(step, num_workers=2):
+def in_a_run(step, num_workers=2, timeout_s=PATIENT_S):
     def body(worker):
         model = Two()
-        with evenstep.Run(shards=4, quiet=True, timeout_s=TIMEOUT_S) as run:
+        with evenstep.Run(shards=4, quiet=True, timeout_s=timeout_s) as run:
             run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             run.step(torch.arange(24.0).view(8, 3), lambda part: step(model, int(part[0, 0]) // 6, part))
 
@@ -282,11 +309,16 @@ def test_shards_at_different_layers_are_named(num_workers):
 
 
 def test_a_shard_that_does_not_come_is_named():
-    def step(model, mine, part):
-        if mine == 1:
-            time.sleep(TIMEOUT_S + 1.0)
-        return model.a(part).square().mean()
+    missed = threading.Event()
 
-    (outcome,) = in_a_run(step, 1)
+    def step(model, mine, part):
+        try:
+            if mine == 1:
+                missed.wait(PATIENT_S)
+            return model.a(part).square().mean()
+        finally:
+            missed.set()
+
+    (outcome,) = in_a_run(step, 1, TIMEOUT_S)
     assert outcome.kind == "SilenceError"
     assert "shard 1 (last at 'its start') did not come to" in outcome.text

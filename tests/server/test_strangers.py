@@ -75,7 +75,7 @@ def test_strangers_never_take_the_last_place(transport, says):
     with serve(transport, token="open-sesame") as server:
         with connect(server.url, token="open-sesame") as early, crowd(server, says):
             assert early.update_parameters({"bias": torch.ones(3)}, kind="delta") == 1
-            with connect(server.url, token="open-sesame", timeout_s=10) as late:
+            with connect(server.url, token="open-sesame", timeout_s=20) as late:
                 assert late.update_parameters({"bias": torch.ones(3)}, kind="delta") == 2
         assert server.store.version == 2
 
@@ -95,7 +95,7 @@ def test_who_does_not_say_who_he_is_has_to_go(transport, says):
     with serve(transport, greeting_s=0.2) as server, crowd(server, says, 3) as held:
         begin = time.monotonic()
         assert all(is_over(stream) for stream in held)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15
 
 
 @pytest.mark.parametrize("transport", ["http", "tcp", "memory"])
@@ -196,7 +196,7 @@ def test_a_server_stops_although_a_client_holds_a_secure_connection(certificate,
         client.get_parameters()
         stopping = threading.Thread(target=server.close)
         stopping.start()
-        stopping.join(10)
+        stopping.join(30)
         assert not stopping.is_alive()
         with pytest.raises(UnreachableError):
             client.get_parameters()
@@ -208,6 +208,6 @@ def test_no_place_is_lost_by_those_who_come_and_go():
             with connect(server.url) as client:
                 client.get_parameters([])
         assert processes.until(lambda: threading.active_count() < NUM_PLACES)
-        clients = [connect(server.url, timeout_s=5) for _ in range(NUM_PLACES)]
+        clients = [connect(server.url, timeout_s=20) for _ in range(NUM_PLACES)]
         for client in clients:
             client.close()

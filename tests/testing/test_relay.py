@@ -66,5 +66,5 @@ def test_a_part_of_the_packets_is_lost():
     with Namespaces(2, loss=0.2) as network:
         answering(network, 1)
         assert any(ask(network, 0, 1, 5, wait_s=1.0)[0] for _ in range(10))  # the way is known then
-        heard, _ = ask(network, 0, 1, 400, wait_s=1.0)
+        heard, _ = ask(network, 0, 1, 400, wait_s=3.0)
         assert 0.5 < heard / 400 < 0.78, "0.64 get through both ways"

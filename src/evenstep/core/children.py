@@ -251,9 +251,9 @@ class Children:
         """Kill a child now, and report nothing more of it."""
         if child in self._children:
             self._children.remove(child)
-            if child.pidfd in self._selector.get_map():
+            if child.alive:  # otherwise its descriptor is closed, and its number may be another's
                 self._selector.unregister(child.pidfd)
-            child.kill()
+                child.kill()
 
     def watch(self, source: _Readable, ready: Callable[[], None]) -> None:
         """Call `ready` whenever there is something to read from a source, which stays the caller's."""

@@ -68,6 +68,10 @@ class CudaRecorder:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free > 1.2 * num_bytes
 
+    def release(self) -> None:
+        """See `Recorder`."""
+        torch.cuda.empty_cache()
+
 
 def _graph() -> torch.cuda.CUDAGraph:
     """A graph that can be inspected, if this torch allows it."""

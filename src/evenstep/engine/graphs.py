@@ -120,6 +120,9 @@ class Recorder(Protocol):
     def has_room(self, num_bytes: int) -> bool:
         """Whether this much memory is free."""
 
+    def release(self) -> None:
+        """Give back the memory that computing a piece has left unused."""
+
 
 @dataclass
 class _Known:
@@ -223,6 +226,7 @@ class Graphs:
                     "again from before"
                 )
             self._give_up("a replay gave other bits than computing")
+        self._recorder.release()  # the graph holds as much, and computing is over for long
         return computed
 
     def _give_up(self, reason: str) -> None:

@@ -65,6 +65,7 @@ class MachineConnection:
         self._beat_at = 0.0
         self._in, self._out = bytearray(), bytearray()
         self._kept: list[Message] = []  # messages that arrived together with the one waited for
+        self._lost: str | None = None  # how the other end was lost; what it said before is heard first
 
     def trust(self) -> None:
         """The other end has proved who it is: messages may be as large as they need to be."""
@@ -93,21 +94,13 @@ class MachineConnection:
         return bool(self._out)
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
-        """Send a message, now or when the other end takes it.
-
-        Raises:
-            Lost: The other end is gone.
-        """
+        """Send a message, now or when the other end takes it. If that is gone, `receive` will say so."""
         text = json.dumps(message).encode()
         self._out += _HEAD.pack(len(text), len(data)) + text + data
         self.flush()
 
     def beat(self, now: float) -> None:
-        """Let the other end know that this one is alive, if a beat is due, and send what is left.
-
-        Raises:
-            Lost: The other end is gone.
-        """
+        """Let the other end know that this one is alive, if a beat is due, and send what is left."""
         if now - self._beat_at >= _BEAT_S:
             self._beat_at = now
             self.send({"beat": self.clock.beat()})
@@ -122,11 +115,7 @@ class MachineConnection:
         return now - self.heard_at > silence_s
 
     def flush(self) -> None:
-        """Send as much of what is left as the other end takes.
-
-        Raises:
-            Lost: The other end is gone.
-        """
+        """Send as much of what is left as the other end takes."""
         try:
             while self._out:
                 self._greet()
@@ -135,37 +124,47 @@ class MachineConnection:
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         except (OSError, ValueError) as error:
-            raise Lost(f"can no longer be reached: {_words(error)}") from error
+            self._lost = self._lost or f"can no longer be reached: {_words(error)}"
+        if self._lost is not None:
+            self._out.clear()
 
     def receive(self) -> list[Message]:
         """The messages that have arrived, without beats; does not wait.
 
         Raises:
-            Lost: The other end is gone, or has sent something that is not a message.
+            Lost: The other end is gone and all it said was heard, or it has sent something that is not a message.
         """
-        over = False
         try:
             for _ in range(_MOST_CHUNKS):
                 self._greet()
                 data = self._socket.recv(_CHUNK)
-                over = not data
-                if over:
+                if not data:
+                    self._lost = "is lost: its connection closed"
                     break
                 self._in += data
                 self.heard_at = time.monotonic()
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except (OSError, ValueError) as error:
-            raise Lost(f"is lost: {_words(error)}") from error
+            self._lost = self._lost or f"is lost: {_words(error)}"
         found, self._kept = self._kept, []
         for message, beside in iter(self._next, None):
             if "beat" in message:
                 self.clock.heard(message["beat"])
             else:
                 found.append((message, beside))
-        if over and not found:
-            raise Lost("is lost: its connection closed")
-        return found  # if it is over, the next call says so
+        if self._lost is not None and not found:
+            raise Lost(self._lost)
+        return found  # if it is lost, the next call says so
+
+    def is_over(self) -> bool:
+        """Whether the other end has closed, so has heard everything; what it still says is dropped."""
+        self.flush()
+        try:
+            self.receive()
+        except Lost:
+            return True
+        return False
 
     def wait(self, timeout_s: float) -> Message:
         """Wait for a message, for callers with nothing else to do.
@@ -185,8 +184,7 @@ class MachineConnection:
 
     def close(self) -> None:
         """Close it; what the other end has not taken yet is dropped."""
-        with suppress(Lost):
-            self.flush()
+        self.flush()
         with suppress(OSError):
             self._socket.close()
 

@@ -181,8 +181,7 @@ class HeadDoor:
             nonce = secrets.token_hex(16)
             each = _Arriving(MachineConnection(sock, self._tls, server=True), nonce, time.monotonic())
             self._arriving.append(each)
-            with suppress(Lost):
-                each.connection.send({"protocol": PROTOCOL, "nonce": nonce})
+            each.connection.send({"protocol": PROTOCOL, "nonce": nonce})
 
     def turn(self, now: float) -> None:
         """Read what newcomers say, and answer."""
@@ -228,6 +227,5 @@ class HeadDoor:
     def _refuse(self, each: _Arriving, why: str) -> None:
         self._arriving.remove(each)
         self._say(f"a machine at {each.connection.there} was refused: {why}")
-        with suppress(Lost):
-            each.connection.send({"refused": why})
+        each.connection.send({"refused": why})
         each.connection.close()

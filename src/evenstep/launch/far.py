@@ -43,10 +43,7 @@ class There:
         self._left_out = True
 
     def _do(self, what: str, data: bytes = b"", **fields: Any) -> None:
-        try:
-            self.connection.send({"do": what, **fields}, data)
-        except Lost:
-            return  # `turn` will raise it
+        self.connection.send({"do": what, **fields}, data)
 
     @property
     def round(self) -> int:

@@ -26,6 +26,8 @@ from evenstep.transport.links import ALTERED, check_backend
 
 __all__ = ["Decides", "Machines"]
 
+_ENDING_S = 3.0  # a connection that is closed at once takes unsent and unread words with it
+
 
 class Decides(Hears, Protocol):
     """Is told what happens on machines and to them, and decides what to do."""
@@ -183,10 +185,7 @@ class Machines:
             return why
         self._numbers += 1
         there = There(self._numbers, name[:64], count, connection, self._decides)
-        try:
-            connection.send({"welcome": there.number, "name": self.here.name})
-        except Lost:
-            return "it is gone"
+        connection.send({"welcome": there.number, "name": self.here.name})
         self.all[there.number] = self._far[there.number] = there
         self._places.give(there.number, places)
         self._children.watch(connection, lambda: None)  # it is read in every turn
@@ -287,10 +286,11 @@ class Machines:
         )
 
     def end(self, code: int) -> None:
-        """Tell all machines that the run is over."""
+        """Tell all machines that the run is over, and wait a little until they have heard it."""
         for there in self._far.values():
             there.end(code)
-        deadline = time.monotonic() + 1.0
-        while self.is_busy and time.monotonic() < deadline:
-            self.turn(time.monotonic())
-            time.sleep(0.01)
+        deadline = time.monotonic() + _ENDING_S
+        waiting = list(self._far.values())
+        while waiting and time.monotonic() < deadline:
+            waiting = [there for there in waiting if not there.connection.is_over()]
+            time.sleep(0.005)

@@ -10,6 +10,7 @@ from torch import nn
 import processes
 from evenstep.core.errors import ConfigError, RefusedError, UnreachableError
 from evenstep.server import Limits, ParameterServer, connect
+from evenstep.server.client import connection
 from evenstep.server.hosting.config import TRANSPORTS
 
 
@@ -188,7 +189,7 @@ def test_a_wrong_update_is_one_sentence_and_changes_nothing(serve, update, kind,
 
 def test_what_is_too_large_is_refused_before_it_is_read(serve):
     server = serve(None, limits=Limits(body_bytes=1000))
-    client = serve.connect(server, timeout_s=2)
+    client = serve.connect(server)
     with pytest.raises(RefusedError, match=r"expected (at most|a whole number from 0 to) 1000") as refused:
         client.put_parameters({"w": torch.zeros(1000)})
     assert refused.value.status in (400, 413)
@@ -287,7 +288,8 @@ def test_a_worker_that_vanishes_is_dropped_and_one_that_lives_is_not(serve):
     events = [text for _, text in here.status()["events"]]
     assert "worker 'gone' was dropped: no sign of life for 0.4 s" in events
     time.sleep(0.6)
-    assert [worker["name"] for worker in here.status()["workers"]] == ["here"]
+    names = lambda: [worker["name"] for worker in here.status()["workers"]]  # noqa: E731  # short
+    assert processes.until(lambda: names() == ["here"]), "a machine that stood still may have dropped it for a moment"
 
 
 def test_bfloat16_on_the_wire_is_rounded_once(serve):
@@ -348,15 +350,16 @@ def test_status_shows_versions_and_workers(serve):
     assert [version for _, version in status["history"]] == [0, 1]
 
 
-def test_stopping_waits_for_nobody_who_waits(serve):
-    server = serve(model(), staleness=None)
+def test_stopping_waits_for_nobody_who_waits(serve, monkeypatch):
+    monkeypatch.setattr(connection, "_ASK_AGAIN_S", 60.0)
+    server = serve(model(), staleness=None, limits=Limits(wait_s=60.0))
     client = serve.connect(server)
     thread = threading.Thread(target=lambda: client.get_parameters(min_version=1))
     thread.start()
     time.sleep(0.1)
     begin = time.monotonic()
     server.stop()
-    assert time.monotonic() - begin < 3.5
+    assert time.monotonic() - begin < 15
     server.start()
     serve.connect(server).update_parameters(deltas(), kind="delta")
     thread.join()

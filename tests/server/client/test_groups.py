@@ -40,7 +40,7 @@ def test_who_comes_to_a_meeting_waits_for_all_and_hears_what_each_said_first():
 
         def come(n):
             with connect(server.url, worker=f"g{n}", register=False) as client:
-                found[n] = meet(client, "here", {"said": n}, 3, 10.0)
+                found[n] = meet(client, "here", {"said": n}, 3, 60.0)
 
         threads = [threading.Thread(target=come, args=(n,)) for n in range(3)]
         for thread in threads:
@@ -49,11 +49,11 @@ def test_who_comes_to_a_meeting_waits_for_all_and_hears_what_each_said_first():
             thread.join()
         assert all(each == {f"g{n}": {"said": n} for n in range(3)} for each in found.values())
         with connect(server.url, worker="g1", register=False) as client:
-            assert meet(client, "here", "something else", 3, 1.0)["g1"] == {"said": 1}
+            assert meet(client, "here", "something else", 3, 20.0)["g1"] == {"said": 1}
             with pytest.raises(UnreachableError, match="'elsewhere': only g1 of 2 came in time"):
                 meet(client, "elsewhere", None, 2, 0.1)
         with (
             connect(server.url, worker="g9", register=False) as client,
             pytest.raises(RefusedError, match="where all 3 are already"),
         ):
-            meet(client, "here", None, 3, 1.0)
+            meet(client, "here", None, 3, 20.0)

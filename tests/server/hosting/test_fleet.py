@@ -81,7 +81,7 @@ def test_addresses_that_do_not_belong_together_are_one_sentence():
         for url, sentence in wrong.items():
             for register in (True, False):
                 with pytest.raises(ConfigError) as refused:
-                    connect(url, timeout_s=5, register=register)
+                    connect(url, timeout_s=20, register=register)
                 assert sentence in str(refused.value)
         with connect(server.url) as client:  # the workers of wrong addresses have left
             assert [worker["name"] for worker in client.status()["workers"]] == [client.worker]
@@ -136,10 +136,10 @@ def test_a_pause_lets_a_reader_in_when_updates_come_too_fast(monkeypatch):
         for version in range(1, 4):
             client.update_parameters(filled(-1), kind="delta")
             assert value_of(reader.get_parameters()) == version
-        reader.servers._pause(True, time.monotonic() + 9)  # and is gone: the others wait no longer than a moment
         begin = time.monotonic()
+        reader.servers._pause(True, begin + 30)  # and is gone: the others wait no longer than a moment
         client.update_parameters(filled(-1), kind="delta")
-        assert 0.3 < time.monotonic() - begin < 10
+        assert 1.0 <= time.monotonic() - begin < 20
 
 
 def die_before_telling(client, amount):
@@ -173,7 +173,7 @@ def test_what_a_dying_worker_has_not_decided_never_was():
 
 
 def test_a_follower_that_lost_what_was_staged_gets_it_again():
-    with serving() as server, connect(server.url, timeout_s=10) as client:
+    with serving() as server, connect(server.url, timeout_s=20) as client:
         stage, lost = client.servers.stage, []
 
         def stage_but_lose_the_first(*args, **options):
@@ -236,6 +236,7 @@ def test_without_a_directory_one_death_ends_all_with_a_sentence():
             os.kill(pids(server)[1], signal.SIGKILL)
             with pytest.raises(UnreachableError, match="cannot be reached"):
                 client.update_parameters(filled(1), kind="delta")
+        assert processes.until(lambda: not processes.is_alive(server._host._watcher.pid)), "all has been said"
         with pytest.raises(ServerError, match=r"server 1 of 2 \(pid \d+\) was killed by SIGKILL: its slice of the"):
             server._host.check()
     finally:

@@ -134,6 +134,6 @@ def test_servers_that_hold_the_same_end_on_the_sum_of_all_updates(servers):
         list(pool.map(work, range(3)))
     for server in servers:
         with connect(server.url, register=False) as client:
-            flush(client, 10.0)
+            flush(client, 30.0)
     for server in servers:
         assert server.store.tensors()["w"].tolist() == counts

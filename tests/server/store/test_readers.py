@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from evenstep.server.store import readers
 from evenstep.server.store.commits import First
 from evenstep.server.store.options import StoreOptions
 from evenstep.server.store.rounds import Contribution
@@ -18,7 +19,8 @@ def large():
     return store
 
 
-def test_an_update_of_large_parameters_waits_for_readers_and_makes_no_copy():
+def test_an_update_of_large_parameters_waits_for_readers_and_makes_no_copy(monkeypatch):
+    monkeypatch.setattr(readers, "_DRAIN_S", 60.0)
     store = large()
     view = store.readers.get()
     threading.Timer(0.05, view.close).start()

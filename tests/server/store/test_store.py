@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+import processes
 from evenstep.core.errors import ConfigError, RefusedError, ServerError
 from evenstep.plan import tree
 from evenstep.plan.placement import cut
+from evenstep.server.store import readers
 from evenstep.server.store.commits import First
 from evenstep.server.store.deciding import Pending
 from evenstep.server.store.options import StoreOptions
@@ -24,8 +26,8 @@ def ones(value=1.0, *, names=("w", "b")):
     return {name: torch.full(shapes[name], float(value)) for name in names}
 
 
-def make(*workers, optimizer=None, **options) -> Store:
-    store = Store(StoreOptions(**options), optimizer)
+def make(*workers, optimizer=None, clock=time.monotonic, **options) -> Store:
+    store = Store(StoreOptions(**options), optimizer, clock=clock)
     store.put(First(ones(0), "owner"))
     for worker in workers:
         store.register(worker)
@@ -328,15 +330,15 @@ def test_a_worker_that_vanishes_no_longer_holds_back_the_others(staleness):
 
 
 def test_whoever_waits_lives():
-    store = make("a", "b", staleness=0, lease_s=0.2)
+    clock = Clock()
+    store = make("a", "b", staleness=0, lease_s=10, clock=clock)
     done = []
-    thread = threading.Thread(target=lambda: done.append(push(store, "a", 1, wait_s=20)))
+    thread = threading.Thread(target=lambda: done.append(push(store, "a", 1, wait_s=60)))
     thread.start()
-    deadline = time.monotonic() + 1
-    while time.monotonic() < deadline:
+    assert processes.until(lambda: store.attendance.workers.registered["a"].waiting)
+    for clock.now_s in range(0, 100, 9):
         store.register("b")
-        time.sleep(0.02)
-    assert "a" in store.attendance.workers.registered
+        assert {worker["name"] for worker in store.status()["workers"]} == {"a", "b"}
     push(store, "b", 1)
     thread.join()
     assert done == [Acknowledged(1, 1, [None, None])]
@@ -440,7 +442,8 @@ def test_options_that_make_no_sense_are_refused(options):
         StoreOptions(**options)
 
 
-def test_an_update_waits_for_a_reader_rather_than_making_a_third_copy():
+def test_an_update_waits_for_a_reader_rather_than_making_a_third_copy(monkeypatch):
+    monkeypatch.setattr(readers, "_READERS_S", 60.0)
     store = make("a", staleness=None)
     first = store.readers.get()
     push(store, "a", 1)

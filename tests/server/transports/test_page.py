@@ -46,7 +46,7 @@ def contrast(browser, selector):
 
 def test_versions_workers_throughput_and_events_are_seen_as_they_happen(browser):
     with (
-        serve(staleness=None, lease_s=2.0) as server,
+        serve(staleness=None) as server,
         connect(server.url, worker="ada") as ada,
         connect(server.url, worker=HOSTILE) as hostile,
     ):
@@ -69,7 +69,8 @@ def test_versions_workers_throughput_and_events_are_seen_as_they_happen(browser)
         assert line["height"] > 100, "and from the lowest version to the highest"
 
         browser.js("window.mark = 'the same page'")
-        server.store.register("vanishing")  # and never gives a sign of life again
+        server.store.register("vanishing")
+        server.store.attendance.workers.registered["vanishing"].seen_s -= 30  # and never gives a sign of life again
 
         def it_moves():
             hostile.update_parameters(gradients)
@@ -83,7 +84,7 @@ def test_versions_workers_throughput_and_events_are_seen_as_they_happen(browser)
         browser.until(
             lambda: re.search(r"^vanishing\s+\d+ s ago\s+dropped$", browser.text("#workers"), re.M), "dropped"
         )
-        assert "worker 'vanishing' was dropped: no sign of life for 2 s" in browser.text("#events")
+        assert "worker 'vanishing' was dropped: no sign of life for 30 s" in browser.text("#events")
         assert browser.js("window.mark") == "the same page", "nothing was loaded again"
         looks_right_on_every_screen(browser)
         assert browser.complaints() == []

@@ -16,7 +16,7 @@ from evenstep.server.wire.tensors import encode
 def ends():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield ours, Frames(theirs, 0.3, max_fields_bytes=1000)
+        yield ours, Frames(theirs, 60.0, max_fields_bytes=1000)
 
 
 def frame(fields, body=b""):
@@ -76,6 +76,7 @@ def test_what_is_no_frame_is_one_sentence(ends, data, words):
 
 def test_silence_in_the_middle_is_not_waited_for(ends):
     stream, frames = ends
+    frames.within(0.3)
     stream.sendall(frame(b'{"a":1}')[:-2])
     with pytest.raises(OSError, match="silent"):
         frames.begin()
