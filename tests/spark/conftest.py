@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import forks
 import guests
 import processes
 from guests import fingerprint, nothing_is_left_behind
@@ -14,6 +15,10 @@ from guests import fingerprint, nothing_is_left_behind
 __all__ = ["fingerprint", "nothing_is_left_behind"]
 
 HERE = Path(__file__).parent
+JAVA = (  # what lives for minutes need not be verified, nor compiled well
+    "-XX:+IgnoreUnrecognizedVMOptions -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote "
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:MetaspaceSize=256m"
+)
 OPTIONS = {
     "spark.ui.enabled": "false",
     "spark.driver.host": "127.0.0.1",
@@ -21,10 +26,14 @@ OPTIONS = {
     "spark.executor.memory": "512m",
     "spark.sql.shuffle.partitions": "3",
     "spark.sql.adaptive.enabled": "false",
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.driver.extraJavaOptions": JAVA,
+    "spark.executor.extraJavaOptions": JAVA,
     "spark.log.level": "OFF",
     "spark.ui.showConsoleProgress": "false",
+    "spark.python.daemon.module": "warm_daemon",
+    "spark.executorEnv.PYTHONPATH": f"{HERE}:{HERE.parent}",
 }
 
 
@@ -37,11 +46,13 @@ def application():
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     os.environ["SPARK_WORKER_DIR"] = os.environ.get("TMPDIR", "/tmp") + "/evenstep-spark-tests"
+    forks.install()
     guests.ship_by_value(HERE, cloudpickle, theirs)
     builder = SparkSession.builder.master("local-cluster[2,2,768]").appName("evenstep")
     for name, value in OPTIONS.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
+    session.sparkContext.environment["SPARK_SIMPLIFIED_TRACEBACK"] = "1"  # as in SQL: so it is one daemon for both
     try:
         yield session
     finally:

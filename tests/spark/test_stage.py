@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import forks
 import guests
 from guests import training
 
@@ -54,7 +55,8 @@ def run_script(session, directory):
     from evenstep.spark import run
 
     out = f"{directory}/out"
-    assert run(guests.put_script(directory), out, workers=1, session=session, quiet=True) is None
+    with forks.as_elsewhere(session.sparkContext.environment):
+        assert run(guests.put_script(directory), out, workers=1, session=session, quiet=True) is None
     return Path(out).read_text()
 
 
