@@ -28,7 +28,7 @@ __all__ = ["counters", "run_machine_outcomes", "run_machines"]
 
 
 def run_machines(
-    counts: Sequence[int], body: Callable[[int], Any], timeout_s: float = 60.0, words: np.ndarray | None = None
+    counts: Sequence[int], body: Callable[[int], Any], timeout_s: float = 100.0, words: np.ndarray | None = None
 ) -> list[Any]:
     """Run `body(worker)` on so many workers of each machine; return what they returned, in worker order.
 
@@ -67,7 +67,7 @@ class _Counted:
 
 
 def run_machine_outcomes(
-    counts: Sequence[int], body: Callable[[int], Any], timeout_s: float = 60.0, words: np.ndarray | None = None
+    counts: Sequence[int], body: Callable[[int], Any], timeout_s: float = 100.0, words: np.ndarray | None = None
 ) -> list[Outcome]:
     """As `run_machines`, but a worker that fails is an `Outcome` like any other."""
     machines = [machine for machine, count in enumerate(counts) for _ in range(count)]

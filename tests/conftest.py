@@ -16,6 +16,7 @@ os.environ.setdefault(
 )  # some virtual machines announce AMX and do not grant it
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton, if it is there: kernels are tested without a GPU
 
+import hypothesis
 import pytest
 import torch
 
@@ -32,6 +33,10 @@ torch.set_num_threads(1)
 torch.use_deterministic_algorithms(False)  # imports torch._inductor, which takes a second: now, and not in every fork
 processes.adopt_orphans()
 os.fsync = os.fdatasync = os.fstat  # no test cuts the power, and disks take their time
+hypothesis.settings.register_profile(  # how long an example takes says more about the machine than about us
+    "patient", hypothesis.settings.default, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it, as in `nohup make test &`
 
 

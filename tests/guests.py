@@ -223,7 +223,7 @@ def nothing_is_left_behind():
     """The cluster stays, but nothing of ours stays in it."""
     yield
     ours = lambda: [line for line in processes.descendants().values() if "evenstep.agents" in line]  # noqa: E731
-    assert processes.until(lambda: not ours(), 10.0), ours()
+    assert processes.until(lambda: not ours(), 60.0), ours()
 
 
 def give_time(folder, items):

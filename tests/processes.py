@@ -76,7 +76,7 @@ def reap_orphans() -> None:
             pass
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Poll until the condition holds; False if it does not within the timeout."""
     deadline = time.monotonic() + timeout_s
     while not condition():

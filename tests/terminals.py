@@ -59,7 +59,7 @@ class Terminal:
             os.close(self._master)
             self._master = -1
 
-    def until_it_says(self, text: str, timeout_s: float = 30.0) -> None:
+    def until_it_says(self, text: str, timeout_s: float = 60.0) -> None:
         """Wait until a text has been shown."""
         deadline = time.monotonic() + timeout_s
         while text not in self.said:
@@ -74,7 +74,7 @@ class Terminal:
             return False
         return True
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         """Wait for its end; returns the exit code."""
         deadline = time.monotonic() + timeout_s
         while not select.select([self._pidfd], [], [], 0)[0]:

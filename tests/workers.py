@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -27,6 +28,7 @@ from evenstep.native import core
 from evenstep.transport.segment import Segment
 
 _FINALIZERS: list[Any] = []
+_OTHERS = [0]  # how many threads Python does not know of
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class WorkersFailed(AssertionError):
 
 
 def run_workers(
-    num_workers: int, body: Callable[[int], Any], timeout_s: float = 60.0, *, shards: int | None = None
+    num_workers: int, body: Callable[[int], Any], timeout_s: float = 100.0, *, shards: int | None = None
 ) -> list[Any]:
     """Run `body(worker)` in so many workers of one run; return what they returned, in worker order.
 
@@ -78,7 +80,7 @@ def run_workers(
 
 
 def run_outcomes(
-    num_workers: int, body: Callable[[int], Any], timeout_s: float = 60.0, *, shards: int | None = None
+    num_workers: int, body: Callable[[int], Any], timeout_s: float = 100.0, *, shards: int | None = None
 ) -> list[Outcome]:
     """As `run_workers`, but a worker that fails is an `Outcome` like any other."""
     segment = Segment.create(num_workers)
@@ -97,6 +99,7 @@ def outcomes_of(places: Sequence[dict[str, str]], body: Callable[[int], Any], ti
         for worker, variables in enumerate(places):
             reading, writing = os.pipe()
             pipes.append(reading)
+            _let_threads_end()
             pid = os.fork()
             if pid == 0:
                 _be_worker(worker, variables, writing, body)
@@ -116,6 +119,16 @@ def inherited_segment() -> Segment:
     fd = env.read().segment_fd
     assert fd is not None, "only a body of run_workers has inherited a segment"
     return Segment(fd)
+
+
+def _let_threads_end() -> None:
+    """Wait for threads that have returned but are still in the clean-up of a library.
+
+    One may hold a lock there, which a process that is forked just then would inherit, and never get.
+    """
+    beyond = lambda: len(os.listdir("/proc/self/task")) - threading.active_count()  # noqa: E731  # short
+    if beyond() > _OTHERS[-1] and not processes.until(lambda: beyond() <= _OTHERS[-1], 0.5):
+        _OTHERS.append(beyond())  # they stay
 
 
 def _take(pids: list[int]) -> Sequence[int]:
@@ -209,7 +222,7 @@ class Completed:
 
 
 def script_run(
-    *argv: str | Path, timeout_s: float = 60.0, variables: dict[str, str] | None = None, cwd: Path | None = None
+    *argv: str | Path, timeout_s: float = 100.0, variables: dict[str, str] | None = None, cwd: Path | None = None
 ) -> Completed:
     """Run `python -m evenstep run ...` as a subprocess: everything is real, and importing torch takes seconds.
 
@@ -232,7 +245,7 @@ def script_run(
     return Completed(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"), out)
 
 
-def cli_run(*argv: str | Path, timeout_s: float = 60.0, variables: dict[str, str] | None = None) -> Completed:
+def cli_run(*argv: str | Path, timeout_s: float = 100.0, variables: dict[str, str] | None = None) -> Completed:
     """Run the command line (`run`, `verify`, ... and their options) in a fork of this process, so without the wait."""
     with Cli(*argv, variables=variables) as cli:
         return cli.wait(timeout_s)
@@ -279,7 +292,7 @@ class Cli:
         fd = self._files[which]
         return os.pread(fd, os.fstat(fd).st_size, 0)
 
-    def until_it_says(self, text: str, times: int = 1, timeout_s: float = 30.0) -> None:
+    def until_it_says(self, text: str, times: int = 1, timeout_s: float = 60.0) -> None:
         """Wait until a text is on its standard output so many times."""
         said = processes.until(lambda: self.stdout.count(text) >= times, timeout_s)
         assert said, f"it did not say {text!r} {times} times:\n{self.stdout}\n{self.stderr}"
@@ -288,7 +301,7 @@ class Cli:
         """Send a signal to the command line alone."""
         os.kill(self.pid, number)
 
-    def wait(self, timeout_s: float = 60.0) -> Completed:
+    def wait(self, timeout_s: float = 100.0) -> Completed:
         """Wait for its end."""
         pidfd = os.pidfd_open(self.pid)
         try:
@@ -303,6 +316,7 @@ class Cli:
 
 def fork_cli(argv: Sequence[str], attach: Callable[[], None], variables: dict[str, str] | None = None) -> int:
     """Run the command line in a fork of this process, with standard streams that `attach` makes; return its pid."""
+    _let_threads_end()
     pid = os.fork()
     if pid:
         return pid

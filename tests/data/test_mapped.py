@@ -23,7 +23,7 @@ def lists(values, length):
     return pa.ListArray.from_arrays(offsets, pa.array(values))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 70),
     st.integers(1, 600),

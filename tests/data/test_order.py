@@ -22,7 +22,7 @@ def flat(order: Order, epoch: int, first: int = 0) -> list[list[int]]:
     return [[index for shard in request.shards for index in shard] for request in order.requests(epoch, first)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(orders, st.integers(0, 5))
 def test_every_epoch_has_every_sample_exactly_once(order, epoch):
     batches = flat(order, epoch)
@@ -31,7 +31,7 @@ def test_every_epoch_has_every_sample_exactly_once(order, epoch):
     assert all(len(batch) == order.batch_size for batch in batches[:-1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(orders)
 def test_every_batch_is_cut_by_position_into_nearly_equal_shards(order):
     for number, request in enumerate(order.requests(3)):
@@ -42,7 +42,7 @@ def test_every_batch_is_cut_by_position_into_nearly_equal_shards(order):
         assert request.sizes[0] > 0, "the first shard always has samples"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(orders, st.data())
 def test_the_order_does_not_depend_on_the_shards_nor_on_where_one_begins(order, data):
     other = Order(order.num_samples, order.batch_size, data.draw(st.integers(1, 20)), order.seed, order.shuffle, False)
@@ -51,7 +51,7 @@ def test_the_order_does_not_depend_on_the_shards_nor_on_where_one_begins(order, 
     assert flat(order, 2, first) == flat(order, 2)[first:]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes, st.integers(1, 90))
 def test_drop_last_leaves_out_exactly_the_short_batch(num_samples, batch_size):
     whole = Order(num_samples, batch_size, 4, 0, True, False)
@@ -86,7 +86,7 @@ def test_dealt_in_turn_sample_r_goes_to_shard_r_mod_k():
     assert dealt(order) == [[[0, 3, 6], [1, 4, 7], [2, 5]], [[8], [9], [10]]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(orders)
 def test_either_deal_gives_every_shard_as_many_of_the_same_batch(order):
     for by_position, in_turn in zip(order.requests(1), replace(order, deal="round-robin").requests(1), strict=True):

@@ -18,7 +18,7 @@ def config():
 
     def make(**changes):
         said = {
-            "shards": 4, "seed": 3, "threads": 1, "device": "cpu", "timeout_s": 5.0, "quiet": True,
+            "shards": 4, "seed": 3, "threads": 1, "device": "cpu", "timeout_s": 60.0, "quiet": True,
             "on_nondeterminism": "error",
         }  # fmt: skip
         return RunConfig(**said | changes)

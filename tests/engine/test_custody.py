@@ -191,7 +191,7 @@ def several(num_workers, spoil, steps=4):
     """Train on sites of one worker each; `spoil(site, version, engine)` is called before every step."""
 
     def body(worker):
-        with evenstep.Run(shards=4, seed=1, quiet=True, timeout_s=10.0, recheck=1) as run:
+        with evenstep.Run(shards=4, seed=1, quiet=True, timeout_s=60.0, recheck=1) as run:
             model, _ = run.prepare(model := network(norm=True), torch.optim.Adam(model.parameters(), 0.1))
             for step in range(steps):
                 spoil(worker, step, run._engine)

@@ -23,7 +23,7 @@ class Rig:
         self.model, self.slots = nn.Linear(2, 1), ModelSlots()
         self.slots.add(self.model, "model")
         self.lanes = [Lane(self.slots, own=True) for _ in range(3)]
-        self.running = Lanes(timeout_s=10.0, tracer=self)
+        self.running = Lanes(timeout_s=60.0, tracer=self)
 
     def note(self, kind, begin_ns, *, number):
         self.turns.append((kind.name, number))

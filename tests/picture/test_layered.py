@@ -14,7 +14,7 @@ def graphs(draw):
     return nodes, edges, sizes
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(graphs())
 def test_no_two_boxes_touch_and_every_edge_goes_down(graph):
     nodes, edges, sizes = graph

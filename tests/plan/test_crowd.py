@@ -9,7 +9,7 @@ from evenstep.plan.crowd import Crowd, node_of
 from evenstep.plan.topology import LinkKind
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(topologies())
 def test_the_others_around_a_device_are_those_that_pair_by_pair_are_there(topology):
     first = 0

@@ -33,7 +33,7 @@ def reduced(layout: Layout, leaves: np.ndarray) -> np.ndarray:
     return held[layout.order[0]][0, num_shards]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(topologies(), st.integers(0, 30), st.integers(0, 2**32 - 1), st.randoms(use_true_random=False))
 def test_however_the_tree_lies_over_whatever_machines_the_sum_has_the_same_bits(topology, extra, seed, random):
     num_shards = topology.num_devices + extra
@@ -58,7 +58,7 @@ def test_another_order_of_additions_has_other_bits():
     assert plain.tobytes() != tree.reduce(list(leaves[::-1]), lambda a, b: a + b).tobytes(), "else nothing is proved"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 60), st.data())
 def test_a_device_is_left_with_as_many_nodes_as_cover_its_span(num_shards, data):
     layout = _cut(num_shards, data.draw(st.integers(1, num_shards)))

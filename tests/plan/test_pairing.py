@@ -79,7 +79,7 @@ def original(devices, same_board, peer):
     return [(None, left[0]), *pairs]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_relation_is_paired_as_the_original_loop_does(data):
     devices = data.draw(st.permutations(range(data.draw(st.integers(1, 12)))))
@@ -96,7 +96,7 @@ def test_any_relation_is_paired_as_the_original_loop_does(data):
     assert pair(devices, same_board, peer) == original(devices, same_board, peer)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(topologies(), st.randoms(use_true_random=False))
 def test_every_device_of_any_topology_is_a_child_once_and_the_first_is_the_root(topology, random):
     devices = list(range(topology.num_devices))
@@ -121,7 +121,7 @@ def test_thousands_of_devices_of_one_machine_are_paired_and_compared_in_seconds(
     assert time.process_time() - begin < 10.0, "going through all pairs takes minutes"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(topologies())
 def test_devices_of_any_topology_are_paired_as_if_all_pairs_were_gone_through(topology):
     def is_board(a, b):

@@ -45,7 +45,7 @@ def test_fast_devices_get_more_shards():
     assert layout.spans == ((0, 4), (4, 6), (6, 8))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(topologies(), st.integers(0, 20))
 def test_no_layout_is_predicted_to_be_slower_than_the_order_given(topology, extra):
     num_shards = topology.num_devices + extra

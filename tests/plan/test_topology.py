@@ -26,7 +26,7 @@ def test_a_link_of_its_own_comes_before_the_places_and_machines_meet_over_the_ne
     assert Topology((dgx(),)).names[1] == "gpu1"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(topologies())
 def test_a_link_is_the_same_in_both_directions(topology):
     for a in range(topology.num_devices):

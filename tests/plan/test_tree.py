@@ -75,7 +75,7 @@ def test_every_partition_of_few_leaves_gives_the_plain_tree():
             assert over_workers(ends, num_leaves) == plain([str(k) for k in range(num_leaves)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_partition_of_up_to_forty_leaves_gives_the_plain_tree(data):
     num_leaves = data.draw(st.integers(1, 40))
@@ -83,7 +83,7 @@ def test_any_partition_of_up_to_forty_leaves_gives_the_plain_tree(data):
     assert over_workers(ends, num_leaves) == plain([str(k) for k in range(num_leaves)])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 40).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k), st.integers(0, k))))
 def test_a_cover_is_made_of_the_fewest_neighbouring_nodes(case):
     num_leaves, first, end = case[0], min(case[1:]), max(case[1:])
@@ -94,7 +94,7 @@ def test_a_cover_is_made_of_the_fewest_neighbouring_nodes(case):
         assert (a, b) not in tree.tree_nodes(num_leaves), "two neighbours that make a node should be that node"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 40).flatmap(lambda k: st.lists(st.booleans(), min_size=k, max_size=k)))
 def test_an_absent_item_leaves_its_sibling_as_it_is(present):
     num_leaves = len(present)

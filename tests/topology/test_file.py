@@ -49,7 +49,7 @@ devices = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(devices, min_size=2, max_size=4, unique_by=lambda device: device.name), st.none() | words)
 def test_what_was_written_is_read_again(found, rack):
     machine = Machine("m", tuple(found), ((0, 1, Link(LinkKind.BOARD, 3e9, 1e-6)),), rack)

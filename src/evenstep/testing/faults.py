@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -156,7 +157,8 @@ def _kill_all() -> None:
     """Kill all workers, this one last."""
     for other in ask({"status": True}, os.getppid())["workers"]:
         if other["pid"] != os.getpid():
-            os.kill(other["pid"], signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(other["pid"], signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

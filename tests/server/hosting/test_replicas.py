@@ -74,7 +74,7 @@ class Told(RuleBasedStateMachine):
 
 
 TestTold = Told.TestCase
-TestTold.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTold.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_the_older_rule_loses_what_is_under_way():

@@ -162,6 +162,4 @@ class Machine(RuleBasedStateMachine):
 
 READERS_S = readers._READERS_S
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestMachine.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))

@@ -23,7 +23,7 @@ def layout_of(tensors):
 
 
 @given(SHAPES, DTYPES, st.integers(1, 5), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_is_cut_and_joined_is_what_it_was(shapes, dtype, count, split):
     tensors = some(shapes, dtype)
     slices = Slices(layout_of(tensors), count, split=split)
@@ -40,7 +40,7 @@ def test_what_is_cut_and_joined_is_what_it_was(shapes, dtype, count, split):
 
 
 @given(SHAPES, st.integers(2, 5), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_servers_get_about_the_same(shapes, count, split):
     slices = Slices(layout_of(some(shapes)), count, split=split)
     loads = [sum(spec.num_bytes for spec in slices.specs(i).values()) for i in range(count)]
@@ -52,7 +52,7 @@ def test_servers_get_about_the_same(shapes, count, split):
 
 
 @given(st.integers(0, 3000), st.integers(2, 4), st.floats(0.001, 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_top_k_values_go_to_where_their_elements_are(size, count, share):
     dense = torch.zeros(size)
     indices = torch.randperm(size)[: int(share * size)].sort().values
