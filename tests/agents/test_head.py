@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import threading
 
 import pytest
@@ -18,16 +19,18 @@ from evenstep.agents.work import ShippedWork
 from workers import run_workers
 
 
-def training(slow):
+def training(directory=None):
+    """Train; with a directory, take time until there is a file `go`."""
     import time
+    from pathlib import Path
 
     import torch
 
     import evenstep
 
     def loss(part):
-        if slow:
-            time.sleep(0.02)
+        if directory and not Path(directory, "go").exists():
+            time.sleep(0.1)
         return model(part[0]).square().mean()
 
     with evenstep.Run(shards=4, seed=1) as run:
@@ -73,23 +76,24 @@ def hear_out(head, shown):
             shown.hear(report)
 
 
-def test_a_lost_agent_costs_a_step_and_one_without_the_token_is_refused(capsys):
-    seen, work = [], by_value(training, True)
+def test_a_lost_agent_costs_a_step_and_one_without_the_token_is_refused(capsys, tmp_path):
+    seen, work = [], by_value(training, str(tmp_path))
     shown = Shown(lambda progress: seen.append(progress), quiet=False)
     with Head(work, HeadOrder("127.0.0.1", "a secret", 3)) as head, Agent() as one, Agent() as two, Agent() as stranger:
         for agent in (one, two, stranger):
             agent.warm_up()
         threads = [join(stranger, head, 1, work, "a guess"), join(one, head, 2, work), join(two, head, 1, work)]
-        while len(seen) < 3:
+        while len(seen) < 3 or not threads[0][1]:
             for report in head.reports(0.1):
                 shown.hear(report)
             assert head.code is None
         os.kill(one.pid, signal.SIGKILL)
+        (tmp_path / "go").touch()
         hear_out(head, shown)
         found = shown.end(head.code, head.result)
         for thread, _ in threads:
             thread.join()
-        assert found == (run_workers(1, lambda worker: training(False))[0][0], 1)
+        assert found == (run_workers(1, lambda worker: training())[0][0], 1)
         (refused,), (killed,), regular = [said for _, said in threads]
         assert isinstance(refused, ConfigError)
         assert "it does not know the token" in str(refused)
@@ -131,17 +135,17 @@ def test_how_a_run_ends_is_told_apart(code):
 
 def test_an_agent_that_does_not_get_on_is_given_up(monkeypatch):
     monkeypatch.setattr("evenstep.agents.agent._WARM_S", 0.2)
-    with Agent() as agent:
-        os.kill(agent.pid, signal.SIGSTOP)
-        with pytest.raises(SilenceError, match=r"did not import torch within 0\.2 s"):
-            agent.warm_up()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    monkeypatch.setattr("evenstep.agents.process.begin", lambda module: subprocess.Popen(["sleep", "600"], **pipes))
+    with Agent() as agent, pytest.raises(SilenceError, match=r"did not import torch within 0\.2 s"):
+        agent.warm_up()
 
 
 def test_nothing_outlives_whoever_has_started_it():
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        head, agent = Head(by_value(training, True), HeadOrder("127.0.0.1", "", 5)), Agent()
+        head, agent = Head(by_value(training), HeadOrder("127.0.0.1", "", 5)), Agent()
         os.write(writing, f"{head.pid} {agent.pid}".encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writing)

@@ -10,6 +10,7 @@ import pytest
 
 import processes
 from evenstep.cli.trace import events_of
+from evenstep.launch import connection
 from workers import Cli, cli_run
 
 SCRIPT = """
@@ -94,16 +95,17 @@ def test_the_file_is_whole_even_if_the_supervisor_is_killed(script, tmp_path):
     path = tmp_path / "trace.json"
     with Cli("run", "-n", "2", "--trace", "trace.json", "train.py", "100000") as cli:
         cli.until_it_says("step 20")
-        assert processes.until(lambda: b'"step 15"' in path.read_bytes(), 10.0)
+        assert processes.until(lambda: b'"step 15"' in path.read_bytes(), 60.0)
         children = processes.descendants(cli.pid)
         cli.kill(signal.SIGKILL)
         cli.wait()
-    assert processes.until(lambda: not any(map(processes.is_alive, children)), 10.0)
+    assert processes.until(lambda: not any(map(processes.is_alive, children)))
     json.loads(path.read_text())
     assert cli_run("trace", "trace.json").code == 0
 
 
-def test_machines_are_on_one_clock_and_on_one_page(script, tmp_path):
+def test_machines_are_on_one_clock_and_on_one_page(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "_BEAT_S", 0.01)  # of many beats one is quick, also where others work
     (tmp_path / "killed").touch()
     several = ("--listen", "127.0.0.1:0", "--machines", "2", "--weights", "1", "--silence", "30")
     with Cli("run", "-n", "1", *several, "--page", "--trace", "trace.json", "train.py", "100000") as cli:
@@ -111,7 +113,7 @@ def test_machines_are_on_one_clock_and_on_one_page(script, tmp_path):
         page, address = (re.search(rf"{word} ([^\s,]+)", cli.stderr)[1] for word in ("page", "evenstep join"))
         with Cli("join", address, "-n", "1") as other:
             cli.until_it_says("step 120\n")
-            assert processes.until(lambda: all(w["step"] > 50 for w in shown_by(page)["workers"]), 30.0)
+            assert processes.until(lambda: all(w["step"] > 50 for w in shown_by(page)["workers"]), 60.0)
             found = shown_by(page)
             cli.kill(signal.SIGTERM)
             done = cli.wait()
@@ -124,7 +126,10 @@ def test_machines_are_on_one_clock_and_on_one_page(script, tmp_path):
     spans, workers = spans_of(tmp_path / "trace.json")
     assert sorted((process, workers[process, thread]) for process, thread in spans) == [(1, 0), (2, 1)]
     one, two = ({name: span[:2] for *span, name in found} for found in spans.values())
-    last = [f"step {n}" for n in range(50, 100)]
+    last = sorted((name for name in one.keys() & two.keys() if name.startswith("step ")), key=lambda name: one[name])[
+        -50:
+    ]
+    assert len(last) == 50
     assert all(one[name][0] < two[name][1] and two[name][0] < one[name][1] for name in last), "they step together"
 
 

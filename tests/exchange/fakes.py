@@ -26,7 +26,7 @@ class Table:
 class FakeRounds:
     """`Rounds` over a table; every worker is a thread."""
 
-    def __init__(self, table: Table, worker: int, timeout_s: float = 5.0, most_bytes: int = 4096) -> None:
+    def __init__(self, table: Table, worker: int, timeout_s: float = 30.0, most_bytes: int = 4096) -> None:
         self.worker, self.timeout_s, self.waited_s, self.most_bytes = worker, timeout_s, 0.0, most_bytes
         self._table = table
         self.among: list[Sequence[int]] = []
@@ -126,7 +126,7 @@ def together(members: Sequence[Any], body: Callable[[Any], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20.0)
+        thread.join(60.0)
         assert not thread.is_alive(), "it waits"
     if errors:
         raise errors[0]

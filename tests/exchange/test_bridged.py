@@ -15,7 +15,7 @@ from evenstep.transport.outbox import ARRIVED, POST, PUT, Mark, Requests
 ROUND = 1 << 32
 
 
-def bridged(segment, worker=0, timeout_s=5.0):
+def bridged(segment, worker=0, timeout_s=30.0):
     """A worker of a generation with workers 0 and 1 here, and 2 on another machine."""
     rounds = Bridged(segment, worker, timeout_s)
     rounds.begin(Generation(3, 0, [0, 1, 2], None, machines=[0, 0, 4]))

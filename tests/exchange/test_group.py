@@ -9,6 +9,7 @@ import pytest
 import torch
 from fakes import FakeMembership, FakeRounds, Table, groups, together
 
+import processes
 from evenstep.core.errors import Dismissed, MismatchError, PeerError, SilenceError
 from evenstep.exchange.generations import Generation
 from evenstep.exchange.group import Group
@@ -249,17 +250,15 @@ def test_a_worker_that_is_gone_is_noticed_and_named(way):
             group.barrier("all are here")
         if worker == 1:
             os._exit(0) if way == "exit" else os.kill(os.getpid(), signal.SIGKILL)
-        begin = time.monotonic()
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(PeerError) as caught:  # and no SilenceError
             group.barrier("step 7: result")
         group.close()
-        return time.monotonic() - begin, caught.value.worker, str(caught.value)
+        return caught.value.worker, str(caught.value)
 
     outcomes = run_outcomes(3, body)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.kind is None, outcome.text
-        waited_s, culprit, text = outcome.value
-        assert waited_s < 5.0
+        culprit, text = outcome.value
         assert culprit == 1
         assert f"its last exchange was '{'none' if 'before' in way else 'all are here'}'" in text
 
@@ -282,7 +281,7 @@ def test_a_dead_worker_is_noticed_by_a_process_with_thousands_of_files_open():
 
 def test_a_stopped_worker_ends_the_wait_with_an_error_that_says_who_where_and_since_when():
     def body(worker):
-        group = join(worker, timeout_s=0.3 if worker == 0 else 30.0)
+        group = join(worker)
         group.gather_json("step 4: result", worker)
         if worker == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -290,6 +289,8 @@ def test_a_stopped_worker_ends_the_wait_with_an_error_that_says_who_where_and_si
             with pytest.raises(PeerError, match="step 5: bn1 forward"):
                 group.barrier("step 5: bn1 backward")
             return os.getpid()
+        assert processes.until(lambda: processes.is_stopped(core.pid(group.segment.base, 1)))
+        group.timeout_s = 0.3
         with pytest.raises(SilenceError) as caught:
             group.barrier("step 5: bn1 forward")
         group.fail(str(caught.value))
@@ -342,16 +343,14 @@ def test_a_worker_that_waits_can_be_interrupted():
         group = join(worker)
         if worker == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest in the background has it ignored
-            begin = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
                 group.barrier("waiting")
             group.fail("interrupted")
-            return time.monotonic() - begin
+            return
         while core.last_post(group.segment.base, 0)[0] == 0:
             time.sleep(0.001)
         os.kill(core.pid(group.segment.base, 0), signal.SIGINT)
         while core.aborted(group.segment.base) is None:  # it does not come to the barrier, so only the signal can help
             time.sleep(0.001)
-        return 0.0
 
-    assert run_workers(2, body)[0] < 5.0
+    run_workers(2, body)

@@ -41,6 +41,17 @@ def perform(ledger, operation, value=None, attempt=None):
     return ledger.perform(operation, attempt or alone, lambda entry, took_part: (entry.value, took_part))
 
 
+def gone_after(table, tag):
+    """Let worker 1 be gone as soon as the other one has posted something under a tag."""
+
+    def wait():
+        with table.changed:
+            table.changed.wait_for(lambda: tag in [found for found, _ in table.posts.values()], 30.0)
+            FakeRounds(table, 1).fail("worker 1 is gone")
+
+    threading.Thread(target=wait).start()
+
+
 @pytest.fixture
 def supervised(new_segment):
     """Makes ledgers of workers that a supervisor looks after, who knows these generations from the beginning."""
@@ -95,7 +106,7 @@ def test_when_a_worker_is_lost_the_operation_is_tried_again_in_the_next_generati
 
     ledger, membership = supervised(0, Generation(1, 0, [0, 1], None), Generation(2, 9, [0], None), before=announced)
     ledger.holder = holder = Holder()
-    threading.Timer(0.05, lambda: FakeRounds(supervised.table, 1).fail("worker 1 is gone")).start()
+    gone_after(supervised.table, "step 0")
     assert perform(ledger, step(0), 7) == (7, True)
     assert holder.did == [("begin", 0), "recover", "abandon", ("begin", 0), "recover"]
     assert [event for event in membership.told if "waits" in event] == [{"waits": 0}, {"waits": 1}]
@@ -108,11 +119,8 @@ def test_an_operation_that_is_committed_counts_even_if_a_worker_is_lost_before_e
     ledger, _ = supervised(0, Generation(1, 0, [0, 1], None))
     ledger.holder = holder = Holder()
 
-    def attempt():  # the other one would post here, and then be gone
-        threading.Timer(0.05, lambda: FakeRounds(supervised.table, 1).fail("worker 1 is gone")).start()
-        return Entry("step 0", 5)
-
-    assert perform(ledger, step(0), attempt=attempt) == (5, True)
+    gone_after(supervised.table, "step 0: committed")
+    assert perform(ledger, step(0), attempt=lambda: Entry("step 0", 5)) == (5, True)
     assert "abandon" not in holder.did
     assert ledger.group.left
 

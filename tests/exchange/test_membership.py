@@ -40,7 +40,7 @@ def test_a_worker_says_that_it_waits_and_takes_the_generation_that_names_it(new_
             generations.announce(segment, each)
 
     threading.Timer(0.05, announce).start()
-    assert worker.next(0, 5.0) == later[1]
+    assert worker.next(0, 30.0) == later[1]
     assert told(pipe) == [{"waits": 0}]
 
 
@@ -48,14 +48,14 @@ def test_what_was_announced_before_it_waits_is_not_for_it(new_segment, pipe):
     segment = new_segment(3)
     generations.announce(segment, Generation(1, 0, [1], None))
     threading.Timer(0.05, lambda: generations.announce(segment, Generation(2, 1, [1], None))).start()
-    assert Supervised(segment, 1, pipe[1]).next(1, 5.0).number == 2
+    assert Supervised(segment, 1, pipe[1]).next(1, 30.0).number == 2
 
 
 def test_a_worker_that_is_not_needed_any_more_learns_so(new_segment, pipe):
     segment = new_segment(3)
     threading.Timer(0.05, lambda: generations.announce(segment, Generation(1, 0, [0], None, [1]))).start()
     with pytest.raises(Dismissed):
-        Supervised(segment, 1, pipe[1]).next(0, 5.0)
+        Supervised(segment, 1, pipe[1]).next(0, 30.0)
 
 
 def test_a_supervisor_that_says_nothing_is_given_up(new_segment, pipe, monkeypatch):

@@ -58,25 +58,26 @@ def test_with_a_supervisor_silence_is_reported_and_everyone_stops_waiting(new_se
 
 def test_a_peer_whose_process_has_ended_is_gone(new_segment):
     segment = new_segment(2)
-    mine = Slots(segment, 0, 5.0)
+    mine = Slots(segment, 0, 30.0)
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     core.set_pid(segment.base, 1, pid)
     os.waitpid(pid, 0)
     with pytest.raises(PeerError, match=f"worker 1 .pid {pid}. ended while worker 0 waited for it"):
-        collect(mine, 1, ONE, "step 4", timeout_s=5.0)
+        collect(mine, 1, ONE, "step 4", timeout_s=30.0)
 
 
 def test_whoever_waits_says_so_on_the_board_and_counts_the_time(new_segment):
     segment = new_segment(2)
     mine, board, seen = Slots(segment, 0, 0.2), Board(segment), []
     mine._check_alive = lambda worker: seen.append(board.doing(0).waiting)
+    begin = time.monotonic()
     with pytest.raises(SilenceError):
         collect(mine, 1, ONE, "a")
+    assert 0.1 <= mine.waited_s <= time.monotonic() - begin
     assert set(seen) == {True}
     assert not board.doing(0).waiting
-    assert 0.1 <= mine.waited_s < 2.0
 
 
 def test_a_worker_that_has_failed_is_met_by_nobody_any_more(new_segment):

@@ -15,17 +15,18 @@ from evenstep.launch.door import PROTOCOL, proof_of
 def ends():
     """The connection of a machine, and the head's end of it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        mine = _connect(server.getsockname(), None, 1.0)
+        mine = _connect(server.getsockname(), None, 30.0)
         head = MachineConnection(server.accept()[0])
     with closing(mine), closing(head):
         yield mine, head
 
 
 def test_where_nobody_listens_the_command_that_would_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(UnreachableError, match=rf"no head listens .*`evenstep run --listen 127.0.0.1:{port} SCRIPT`"):
-        _connect(("127.0.0.1", port), None, 0.0)
+    with socket.socket() as taken:  # and not listening: so nobody else does either
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(UnreachableError, match=rf"no head .*`evenstep run --listen 127.0.0.1:{port} SCRIPT`"):
+            _connect(("127.0.0.1", port), None, 0.0)
 
 
 def test_an_address_that_is_none_and_a_file_that_is_no_certificate_are_refused(tmp_path):
@@ -57,7 +58,7 @@ def test_the_token_is_proved_and_never_sent(ends):
     head.send({"refused": "not today"})
     with pytest.raises(ConfigError):
         _take_part(mine, 1, "secret")
-    answer, _ = head.wait(5.0)
+    answer, _ = head.wait(30.0)
     assert answer["proof"] == proof_of("secret", "join", "n")
     assert "secret" not in str(answer)
 

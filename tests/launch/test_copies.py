@@ -13,7 +13,7 @@ TRAIN = """
     import evenstep
 
     def ended(pid):
-        for _ in range(400):
+        for _ in range(2000):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 return os.waitstatus_to_exitcode(status)
@@ -37,6 +37,9 @@ TRAIN = """
 """
 
 
+TWO = ("-n", "2", "--weights", "1,1")  # nobody moves shards
+
+
 def training(norm="nn.BatchNorm1d(4)", loaders=0):
     return TRAIN.replace("NORM", norm).replace("LOADERS", str(loaders))
 
@@ -45,7 +48,7 @@ def training(norm="nn.BatchNorm1d(4)", loaders=0):
 def test_a_copy_that_goes_on_is_told_so_and_the_run_ends_as_without_it(script, tmp_path, norm, loaders):
     path = script(training(norm, loaders))
     alone = cli_run("run", "-n", "1", path, tmp_path / "alone")
-    done = cli_run("run", "-n", "2", path, tmp_path / "both")
+    done = cli_run("run", *TWO, path, tmp_path / "both")
     assert done.code == 0, done.stderr
     assert "[1] the copy ended with 2" in done.stdout
     told = r"\[1\] evenstep: process (\d+) is a forked copy of worker 1 \(process (?!\1)\d+\) and cannot go on in"
@@ -56,7 +59,7 @@ def test_a_copy_that_goes_on_is_told_so_and_the_run_ends_as_without_it(script, t
 
 
 def test_a_copy_that_exits_inside_of_the_run_does_not_end_it(script, tmp_path):
-    done = cli_run("run", "-n", "2", script(training()), tmp_path / "both", "exits")
+    done = cli_run("run", *TWO, script(training()), tmp_path / "both", "exits")
     assert done.code == 0, done.stderr
     assert "[1] the copy ended with 0" in done.stdout
     assert not [line for line in done.stderr.splitlines() if not line.startswith("epoch")]

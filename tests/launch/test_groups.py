@@ -115,9 +115,7 @@ def progress(done):
 )
 def test_whoever_dies_every_update_counts_once(script, tmp_path, without_servers, point, visit, worker):
     variables = plant([Fault("kill", point, visit, worker=worker)], tmp_path / "faults")
-    done = cli_run(
-        "run", "--workers-per-group", "2", "--servers", "2", script(training()), variables=variables, timeout_s=30
-    )
+    done = cli_run("run", "--workers-per-group", "2", "--servers", "2", script(training()), variables=variables)
     assert struck(tmp_path / "faults") == [0]
     assert fingerprint(done) == fingerprint(without_servers), done.stderr
 
@@ -175,7 +173,7 @@ def test_a_group_replaces_its_worker_and_the_others_go_on(script, tmp_path):
 
 def test_the_first_group_that_fails_is_the_one_that_is_heard(script):
     path = script(training("if run.group == 1 and run.version == 2: raise ValueError('mine')"))
-    done = cli_run("run", "--framework", "downpour", "--workers-per-group", "1", path, timeout_s=30)
+    done = cli_run("run", "--framework", "downpour", "--workers-per-group", "1", path)
     assert done.code == 1
     assert done.stderr.splitlines()[-1] == "ValueError: mine"
     assert "Unreachable" not in done.stderr
@@ -188,7 +186,7 @@ def test_a_server_that_dies_ends_the_run(script):
         cli.until_it_says("there")
         children = [pid for pid in processes.descendants(cli.pid) if parent(pid) == cli.pid]
         os.kill(min(children), signal.SIGKILL)
-        done = cli.wait(30)
+        done = cli.wait()
     assert done.code == 9
     assert re.fullmatch(
         r"evenstep: server 0 was killed by SIGKILL, and its parameters are gone; the run cannot go on",
@@ -205,7 +203,7 @@ def test_one_that_cannot_be_replaced_and_is_stopped_ends_the_run(script, which, 
         cli.until_it_says("there", 4)
         pid = which(pid for pid in processes.descendants(cli.pid) if parent(pid) == cli.pid)
         os.kill(pid, signal.SIGSTOP)
-        done = cli.wait(40)
+        done = cli.wait()
     assert done.code == 6
     assert f"evenstep: {name} (pid {pid}) has been stopped; the run cannot go on" in done.stderr.splitlines()
     assert not processes.descendants()
@@ -223,7 +221,7 @@ def test_a_signal_stops_all_groups_after_their_steps(script, pause):
     with Cli("run", "--framework", "downpour", "--workers-per-group", "1", path) as cli:
         cli.until_it_says("there", 6)
         cli.kill(signal.SIGTERM)
-        done = cli.wait(30)
+        done = cli.wait()
     assert done.code == 75
     assert done.stderr.count("stopped by SIGTERM after step") == 2
     assert not processes.descendants()
@@ -238,8 +236,8 @@ def test_when_the_launcher_is_killed_nobody_is_left(script):
         everyone = processes.descendants(cli.pid)
         assert len(everyone) == 2 + 2 + 1
         cli.kill(signal.SIGKILL)
-        cli.wait(10)
-        assert processes.until(lambda: not any(map(processes.is_alive, everyone)), 10)
+        cli.wait()
+        assert processes.until(lambda: not any(map(processes.is_alive, everyone)))
 
 
 @pytest.mark.parametrize(

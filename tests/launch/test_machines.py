@@ -45,7 +45,7 @@ STEPS = 200
 pytestmark = pytest.mark.timeout(600)  # machines take their time to start where others work
 
 WIDE = """
-import torch, evenstep
+import os, time, torch, evenstep
 from torch import nn
 
 data = torch.utils.data.TensorDataset(torch.randn(16 * 40, 64, generator=torch.Generator().manual_seed(1)))
@@ -56,6 +56,8 @@ with evenstep.Run(shards=8, seed=5, progress=False) as run:
     for batch in run.batches(data, batch_size=16):
         run.step(batch, lambda part: model(part[0]).square().mean())
         run.print("step", run.version)
+        while run.version in (5, 35) and not os.path.exists(f"go-{run.version}"):
+            time.sleep(0.01)
 """
 
 
@@ -70,9 +72,10 @@ def run(tmp_path):
             self.network, self.count = network, 0
             self.where = f"{network.addresses[0]}:7777"
 
-        def head(self, *options, steps=STEPS, pause_s=0.1, checkpoints=()):
+        def head(self, *options, steps=STEPS, pause_s=0.1, silence_s=30, checkpoints=()):
             log = tmp_path / "head.log"
             options = ("--listen", self.where, "--token-file", tmp_path / "token", *options)
+            options += ("--silence", str(silence_s))
             script = (tmp_path / "train.py", str(steps), str(pause_s), *checkpoints)
             return Machine(self.network, 0, log, "run", *options, *script)
 
@@ -108,7 +111,7 @@ def expected(alone):
 def test_machines_are_lost_and_come_back_and_the_fingerprint_is_that_of_one(run, expected, tmp_path):
     with Namespaces(3) as network:
         start = run(network)
-        head = start.head("-n", "1", "--machines", "2", "--silence", "2", pause_s=0.4)
+        head = start.head("-n", "1", "--machines", "2", silence_s=4, pause_s=0.4)
         first = start.join(1, "-n", "2")
         head.awaits("^step 3$")
         first.kill()
@@ -117,10 +120,10 @@ def test_machines_are_lost_and_come_back_and_the_fingerprint_is_that_of_one(run,
         again, other = start.join(1, "-n", "1"), start.join(2, "-n", "1")
         head.awaits("workers from now on: 0, 1, 2")
         network.cut(2)  # both sides live
-        head.awaits(r"machine \d .* has said nothing for 2 s; worker \d went with it")
+        head.awaits(r"machine \d .* has said nothing for 4 s; worker \d went with it")
         (tmp_path / "go").touch()
         assert other.ends(60.0) == 7
-        assert "has said nothing for 2 s; the workers of this machine were ended" in other.said
+        assert "has said nothing for 4 s; the workers of this machine were ended" in other.said
         assert head.ends() == 0, head.said
         assert again.ends() == 0, again.said
         assert head.said.splitlines()[-1] == expected
@@ -131,15 +134,15 @@ def test_when_the_head_is_lost_everyone_ends_and_resume_goes_on(run, expected, t
     with Namespaces(2) as network:
         start = run(network)
         checkpoints = (tmp_path / "checkpoints",)
-        head = start.head("-n", "1", "--machines", "2", pause_s=0.2, checkpoints=checkpoints)
+        head = start.head("-n", "1", "--machines", "2", pause_s=0.1, checkpoints=checkpoints)
         other = start.join(1, "-n", "1")
         head.awaits("^step 12$")
         head.kill()
-        assert processes.until(lambda: "the workers of this machine were ended" in other.said, 5.0)
+        assert processes.until(lambda: "the workers of this machine were ended" in other.said, 60.0)
         assert "--resume" in other.said
         assert other.ends() == 7
         assert processes.descendants(other.pid) == {}
-        head = start.head("-n", "1", "--machines", "2", "--resume", pause_s=0.2, checkpoints=checkpoints)
+        head = start.head("-n", "1", "--machines", "2", "--resume", pause_s=0.1, checkpoints=checkpoints)
         other = start.join(1, "-n", "1")
         head.awaits("^step 25$")
         os.kill(head.pid, signal.SIGTERM)
@@ -179,7 +182,7 @@ def test_a_machine_with_another_script_or_token_is_refused_and_the_run_goes_on(r
 def test_machines_that_do_not_reach_each_other_and_one_that_is_stopped_and_wakes_up_later(run, expected, tmp_path):
     with Namespaces(3) as network:
         start = run(network)
-        head = start.head("-n", "1", "--machines", "3", "--silence", "1", pause_s=0.2)
+        head = start.head("-n", "1", "--machines", "3", silence_s=3, pause_s=0.2)
         first, second = start.join(1, "-n", "1"), start.join(2, "-n", "1")
         head.awaits("^step 3$")
         network.part(1, 2)  # both reach the head
@@ -191,7 +194,7 @@ def test_machines_that_do_not_reach_each_other_and_one_that_is_stopped_and_wakes
         head.awaits("2 workers from now on")
         head.awaits(r"committed, [\d.]+ s after a worker was lost")
         left.signal(signal.SIGSTOP)
-        head.awaits(r"machine \d \(.*\) has said nothing for 1 s; worker \d went with it")
+        head.awaits(r"machine \d \(.*\) has said nothing for 3 s; worker \d went with it")
         (tmp_path / "go").touch()
         assert head.ends() == 0, head.said
         assert head.said.splitlines()[-1] == expected
@@ -205,7 +208,7 @@ def test_machines_that_do_not_reach_each_other_and_one_that_is_stopped_and_wakes
 def test_links_that_lose_packets_or_take_their_time_cost_time_and_no_bit(run, alone, delay_s, loss, steps):
     with Namespaces(2, delay_s=delay_s, loss=loss) as network:
         start = run(network)
-        head = start.head("-n", "1", "--machines", "2", "--silence", "20", steps=steps, pause_s=0.0)
+        head = start.head("-n", "1", "--machines", "2", steps=steps, pause_s=0.0)
         other = start.join(1, "-n", "2")
         assert head.ends() == 0, head.said
         assert other.ends() == 0, other.said
@@ -224,14 +227,14 @@ def test_a_machine_sends_no_more_than_its_share_of_the_gradients(run, machines, 
         gradients = int(head.awaits(r"^bytes (\d+)$")[1])
         head.awaits("^step 5$")
         before = [network.sent_bytes(machine) for machine in range(machines)]
-        first = int(re.findall(r"^step (\d+)$", head.said, re.MULTILINE)[-1])
+        (tmp_path / "go-5").touch()
         head.awaits("^step 35$")
         sent = [network.sent_bytes(machine) - then for machine, then in enumerate(before)]
-        last = int(re.findall(r"^step (\d+)$", head.said, re.MULTILINE)[-1])
+        (tmp_path / "go-35").touch()
         assert head.ends() == 0, head.said
         assert [other.ends() for other in others] == [0] * (machines - 1)
     bound = 2 * (machines - 1) / machines * gradients * 1.05
-    per_step = [num_bytes / (last + 1 - first) for num_bytes in sent]  # one more may have begun
+    per_step = [num_bytes / 30 for num_bytes in sent]
     assert max(per_step) <= bound, (per_step, bound)
     assert min(per_step) > 0.5 * bound, "they do send them"
 
@@ -309,7 +312,7 @@ def test_of_two_machines_one_that_is_wrong_is_named_each_time_and_the_fingerprin
     (tmp_path / "token").write_text("a secret")
     token = ("--token-file", tmp_path / "token")
     faults = plant(WRONG, tmp_path / "faults", in_order=True)
-    options = ("--listen", "127.0.0.1:0", *token, "-n", "1", "--machines", "2", "--recheck", "1")
+    options = ("--listen", "127.0.0.1:0", *token, "-n", "1", "--machines", "2", "--recheck", "1", "--silence", "30")
     with Cli("run", *options, tmp_path / "train.py", variables=faults) as head:
         assert processes.until(lambda: "\n" in head.stderr, 60.0), "it says how to join"
         where = re.search(r"evenstep join (\S+) ", head.stderr)[1]

@@ -65,7 +65,7 @@ def ask_page(url, path="/status", *, method="GET", **headers):
         url + path, method=method, headers={k.replace("_", "-"): v for k, v in headers.items()}
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=30) as reply:
             return reply.status, json.loads(reply.read()) if path != "/metrics" else reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -228,9 +228,9 @@ def test_a_run_goes_on_without_its_page(run):
     workers = {w["pid"] for w in ask({"status": True}, cli.pid)["workers"]}
     (page,) = set(processes.descendants(cli.pid)) - workers
     os.kill(page, signal.SIGKILL)
-    assert processes.until(lambda: "the page was killed by SIGKILL; the run goes on without it" in cli.stderr, 10.0)
+    assert processes.until(lambda: "the page was killed by SIGKILL; the run goes on without it" in cli.stderr)
     step = ask({"status": True}, cli.pid)["workers"][0]["step"]
-    assert processes.until(lambda: ask({"status": True}, cli.pid)["workers"][0]["step"] > step, 10.0)
+    assert processes.until(lambda: ask({"status": True}, cli.pid)["workers"][0]["step"] > step)
     cli.kill(signal.SIGTERM)
     assert cli.wait().code == 75
     assert ask_page(url)[0] == 0

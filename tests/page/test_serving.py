@@ -12,7 +12,6 @@ from evenstep.page import serving
 
 
 def test_it_sleeps_when_nobody_looks_and_wakes_when_somebody_comes(new_segment, monkeypatch):
-    monkeypatch.setattr(serving, "_IDLE_S", 1.0)
     monkeypatch.setattr(serving, "_LOOK_S", 0.02)
     segment, control = new_segment(1), Control()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -35,13 +34,15 @@ def test_it_sleeps_when_nobody_looks_and_wakes_when_somebody_comes(new_segment, 
     try:
         for _ in range(2):
             assert not is_awake()
-            with urllib.request.urlopen(url, timeout=20) as reply:
+            monkeypatch.setattr(serving, "_IDLE_S", 60.0)
+            with urllib.request.urlopen(url, timeout=30) as reply:
                 assert json.loads(reply.read())["step"] == 0
-            assert processes.until(lambda: not is_awake(), 10.0), "it has fallen asleep"
+            monkeypatch.setattr(serving, "_IDLE_S", 0.0)  # somebody looked that long ago
+            assert processes.until(lambda: not is_awake()), "it has fallen asleep"
     finally:
         os.write(end, b".")
         for thread in threads:
-            thread.join(10.0)
+            thread.join(30.0)
         control.close()
         listener.close()
         os.close(over)

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import threading
 from dataclasses import replace
 
 import pytest
@@ -77,7 +78,7 @@ def test_an_update_is_applied_while_backward_still_runs(expected, server):
     def watch(run, model):
         def in_the_middle(_):
             """Between the last layer and the others, backward goes on when the server has the last one's update."""
-            assert processes.until(lambda: server.store.state.versions["last.weight"] > seen_so_far(), 10)
+            assert processes.until(lambda: server.store.state.versions["last.weight"] > seen_so_far())
             assert server.store.state.versions["first.weight"] == before["first"], "which is yet to come"
             seen.append(run.version)
 
@@ -104,17 +105,20 @@ def test_a_layer_waits_for_its_own_values_only(expected, server):
     def watch(run, model):
         traffic = run._engine.updates.traffic
         arrivals, courier = traffic.arrivals, traffic.courier
-        write, held, free = arrivals.write, [], [0]
+        write, held, free, lock = arrivals.write, [], [0], threading.Lock()
 
         def hold_back(part, values, version):
-            if part == FIRST or version <= free[0] or version == 3:  # no layer runs after the last step
+            with lock:
+                now = part == FIRST or version <= free[0] or version == 3  # no layer runs after the last step
+                if not now:
+                    held.append((part, values, version))
+            if now:
                 write(part, values, version)
-            else:
-                held.append((part, values, version))
 
         def first_is_done(*_):
             events.append(("forward", FIRST))
-            free[0] = run.version
+            with lock:
+                free[0] = run.version
             while held:
                 write(*held.pop())
 

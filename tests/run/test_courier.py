@@ -30,7 +30,7 @@ class Servers:
         return {"value": torch.tensor(float(bundle))}
 
     def pass_gate(self):
-        assert self.gate.wait(5.0)
+        assert self.gate.wait(30.0)
         if self.fails is not None:
             raise self.fails
 
@@ -45,7 +45,7 @@ def servers():
 
 @pytest.fixture
 def courier(servers):
-    courier = Courier(servers.line(), 5.0)
+    courier = Courier(servers.line(), 30.0)
     yield courier
     servers.gate.set()
     courier.close()
@@ -111,4 +111,4 @@ def test_nobody_waits_for_ever():
         courier.wait_sent()
     servers.gate.set()
     courier.close()
-    assert servers.closed.wait(5.0)
+    assert servers.closed.wait(30.0)

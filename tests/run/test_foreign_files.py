@@ -381,8 +381,7 @@ def test_a_directory_is_for_one_run_until_its_last_worker_has_ended(tmp_path):
             with pytest.raises(CheckpointError, match=rf"is taken: the run of process {workers[0]} on "):
                 Claim(tmp_path, "second").take()
             os.kill(pid, signal.SIGKILL)
-            if pid != workers[-1]:
-                os.waitpid(pid, os.WNOHANG)  # it stays a zombie, and its number its own
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie, and its number its own
         for pid in workers:
             os.waitpid(pid, 0)
         claim = Claim(tmp_path, "second")

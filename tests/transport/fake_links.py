@@ -56,7 +56,7 @@ class Arrival:
 
     def wait(self):
         if self._way in self._network.held:
-            assert self._network.held[self._way].wait(5.0)
+            assert self._network.held[self._way].wait(30.0)
         while not self._network.cut.is_set():
             try:
                 found = self._network.queues[self._way].get(timeout=0.02)

@@ -5,6 +5,7 @@ parent waits for comes through one selector, `Children`; it has one thread and w
 """
 
 import os
+import re
 import selectors
 import signal
 import sys
@@ -54,6 +55,14 @@ class Child:
         """Send a signal to its main thread alone, which handles it before it goes on, also if it was stopped."""
         if self.alive:
             core.interrupt(self.pid, number)
+
+    def is_interrupted(self, number: int) -> bool:
+        """Whether its main thread has yet to handle such a signal, or to come back from handling it."""
+        with suppress(OSError):  # it may be ending right now
+            status = Path(f"/proc/{self.pid}/task/{self.pid}/status").read_text()
+            masks = re.findall(r"^Sig(?:Pnd|Blk):\s*(\w+)", status, re.MULTILINE)
+            return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+        return False
 
     def is_stopped(self) -> bool:
         """Whether somebody has stopped it."""

@@ -80,7 +80,7 @@ class _Agent:
                 self._here.look_after(now)
                 self._tell_rows(now)
                 connection.beat(now)
-                if now - connection.heard_at > self._silence_s:
+                if connection.is_silent(now, self._silence_s):
                     raise Lost(f"has said nothing for {self._silence_s:g} s")
         if self._signal is not None:
             say(f"{signal_name(self._signal)}: this machine has left the run, which goes on without it")

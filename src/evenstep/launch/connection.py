@@ -23,6 +23,7 @@ _HEAD = struct.Struct("<IQ")  # the sizes of the text and of the bytes that foll
 _CHUNK = 1 << 18
 _MOST_CHUNKS = 256  # that are read in one call, so that other connections get their turn
 _BEAT_S = 0.4
+_AWAY_S = 1.0  # who has not looked for this long, and half of what is silence, was stopped itself
 FEW_BYTES = 1 << 16
 """How large a message may be before the other end has proved who it is."""
 _MANY_BYTES = 1 << 34
@@ -60,6 +61,7 @@ class MachineConnection:
         self._socket = sock
         self.most_bytes = FEW_BYTES
         self.heard_at, self.clock = time.monotonic(), Clock()
+        self._looked_at = self.heard_at
         self._beat_at = 0.0
         self._in, self._out = bytearray(), bytearray()
         self._kept: list[Message] = []  # messages that arrived together with the one waited for
@@ -104,6 +106,13 @@ class MachineConnection:
             self.send({"beat": self.clock.beat()})
         else:
             self.flush()
+
+    def is_silent(self, now: float, silence_s: float) -> bool:
+        """Whether nothing has come for so long, while this end was there to hear it. Ask several times a second."""
+        if now - self._looked_at > max(silence_s / 2, _AWAY_S):
+            self.heard_at = now  # this end was stopped, and perhaps the other one with it
+        self._looked_at = now
+        return now - self.heard_at > silence_s
 
     def flush(self) -> None:
         """Send as much of what is left as the other end takes."""

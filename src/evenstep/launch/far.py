@@ -115,7 +115,7 @@ class There:
             except (KeyError, TypeError, ValueError) as error:
                 raise Lost(f"sent a message that makes no sense ({error!r})") from error
         self.connection.beat(now)
-        if now - self.connection.heard_at > silence_s:
+        if self.connection.is_silent(now, silence_s):
             raise Lost(f"has said nothing for {silence_s:g} s")
 
     def _hear(self, message: dict[str, Any], data: bytes) -> None:

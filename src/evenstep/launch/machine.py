@@ -29,7 +29,8 @@ from evenstep.transport.segment import Segment
 __all__ = ["End", "Hears", "Here", "RunMachine"]
 
 _STOPPED_S = 1.0  # how long a worker may be stopped
-_STACK_S = 0.3  # how long a worker that is given up may take to write its stack
+_STACK_S = 3.0  # how long a worker that is given up may take to write its stack
+_WRITES_S = 0.02  # how often to look whether it has
 _MEET_S = 30.0  # how long the bridges of a generation may take to find each other
 
 
@@ -301,13 +302,14 @@ class Here:
         for worker in [p for p in self._processes.values() if p.child.alive]:
             if worker.kill_at is None:
                 self._look_at(worker, now)
-            elif now >= worker.kill_at:
+            elif now >= worker.kill_at or (worker.writes and not worker.child.is_interrupted(STACK_SIGNAL)):
                 worker.child.signal(signal.SIGKILL)
 
     @property
     def next_look(self) -> list[float]:
-        """When workers are due to be killed."""
-        return [p.kill_at for p in self._processes.values() if p.child.alive and p.kill_at is not None]
+        """When to look whether workers that are given up can be killed."""
+        given_up = [p for p in self._processes.values() if p.child.alive and p.kill_at is not None]
+        return [time.monotonic() + _WRITES_S] * len(given_up)
 
     def _look_at(self, worker: WorkerProcess, now: float) -> None:
         worker.stopped_since = (worker.stopped_since or now) if worker.child.is_stopped() else None
@@ -323,6 +325,8 @@ class Here:
         worker = next(p for p in self._processes.values() if p.child is child)
         if kind == "events":
             self.children.drain(child, "out")  # what it printed before this event is shown before it
+        elif kind == "err" and worker.kill_at is not None:
+            worker.writes = True
         self._hears.heard(self.number, worker.number, kind, lines)
 
     def _on_end(self, child: Child) -> None:

@@ -105,8 +105,8 @@ class Supervisor:
                 children.turn(self._wait_s())
                 now = time.monotonic()
                 self._machines.turn(now)
-                self._here.look_after(now)
                 self._crew.look_after(now)
+                self._here.look_after(now)  # after it: whom it has just killed is not looked at as stopped
                 self._scribe.write()
             children.finish(_DRAIN_S)
             code = self._finish()

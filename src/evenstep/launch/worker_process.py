@@ -15,7 +15,8 @@ class WorkerProcess:
         number: Its place; a worker that replaces it has the same.
         child: The process.
         given_up: Why it is about to be killed, if it is.
-        kill_at: When it is killed.
+        kill_at: When it is killed, if it has not written its stack before.
+        writes: Whether it has begun to write its stack.
         stopped_since: When it was first seen stopped.
         starved: Whether the system killed it because memory had run out.
         where: The machine that it is on, if there are others.
@@ -25,6 +26,7 @@ class WorkerProcess:
     child: Child
     given_up: str | None = None
     kill_at: float | None = None
+    writes: bool = False
     stopped_since: float | None = None
     starved: bool = False
     where: str = ""
