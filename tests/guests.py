@@ -213,6 +213,11 @@ def ship_by_value(folder, *pickles):
             each.register_pickle_by_value(module)
 
 
+def importable(*folders):
+    """A PYTHONPATH by which the cluster's processes find what is in these folders too."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
     """The cluster stays, but nothing of ours stays in it."""

@@ -1,11 +1,15 @@
 """One Ray cluster of several nodes for all tests in here."""
 
+import os
+import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import guests
+import nursery
 from guests import fingerprint, nothing_is_left_behind
 
 __all__ = ["fingerprint", "nothing_is_left_behind"]
@@ -17,6 +21,13 @@ PATIENT = {"health_check_failure_threshold": 100}  # a node is not lost because 
 
 @contextmanager
 def cluster():
+    """Its processes ask a nursery for ours: they have threads, and are no forks of each other."""
+    path = {"PYTHONPATH": guests.importable(HERE / "site", HERE.parent)}
+    with tempfile.TemporaryDirectory() as folder, nursery.opened(Path(folder)), mock.patch.dict(os.environ, path):
+        yield from nodes()
+
+
+def nodes():
     import cloudpickle
     import ray
     from ray.cluster_utils import Cluster

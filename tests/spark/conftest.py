@@ -33,7 +33,7 @@ OPTIONS = {
     "spark.log.level": "OFF",
     "spark.ui.showConsoleProgress": "false",
     "spark.python.daemon.module": "warm_daemon",
-    "spark.executorEnv.PYTHONPATH": f"{HERE}:{HERE.parent}",
+    "spark.executorEnv.PYTHONPATH": guests.importable(HERE, HERE.parent),
 }
 
 

@@ -1,0 +1,5 @@
+"""Python imports this first in every process of the cluster."""
+
+import nursery
+
+nursery.install()
