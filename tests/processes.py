@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +76,19 @@ def reap_orphans() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
+
+
+_PORTS = itertools.count(31 * os.getpid())
+
+
+def free_port() -> int:
+    """A port that nobody has, from below those that the system gives out: nobody gets it by chance meanwhile."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for number in _PORTS:
+        with socket.socket() as trial, contextlib.suppress(OSError):
+            trial.bind(("127.0.0.1", 2048 + number % max(first - 2048, 2048)))
+            return int(trial.getsockname()[1])
+    raise AssertionError("the numbers never end")
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:

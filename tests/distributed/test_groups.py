@@ -1,6 +1,5 @@
 """Groups come and go: sub-groups, several at once, again in one process, in forks and spawns, two jobs at a time."""
 
-import socket
 import threading
 from datetime import timedelta
 from multiprocessing import resource_tracker
@@ -99,9 +98,7 @@ def test_spawned_and_forked_ranks_of_two_jobs_at_a_time(tmp_path):
     jobs = {}
     for method in ("spawn", "fork"):
         (tmp_path / method).mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            where = (free.getsockname()[1], tmp_path / method)
+        where = (processes.free_port(), tmp_path / method)
         jobs[method] = multiprocessing.start_processes(sum_many_times, where, 2, join=False, start_method=method)
     for job in jobs.values():
         while not job.join(timeout=100):

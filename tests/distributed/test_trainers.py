@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import processes
 from workers import run_outcomes
 
 NUM_RANKS = 2
@@ -28,9 +28,7 @@ def script(word: str) -> str:
 
 def as_torchrun_would(body: Callable[[int], Any]) -> list[Any]:
     """Run something on ranks that have torchrun's variables."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = processes.free_port()
 
     def rank_body(rank: int) -> Any:
         warnings.simplefilter("ignore")  # theirs, about names and settings of torch

@@ -71,7 +71,9 @@ def typed(line, mark, folder):
     if program == "python":
         return python(*arguments)
     assert program == "evenstep", f"who knows what {line!r} does"
-    killed = plant([Fault("kill", "backward", 7, worker=1)], folder / "faults") if "kill worker 1" in mark else {}
+    # Who replaces it comes late, and so the others go on without it, however slow they are.
+    faults = [Fault("kill", "backward", 7, worker=1), Fault("slow", "join", worker=1, seconds=2.0)]
+    killed = plant(faults, folder / "faults", in_order=True) if "kill worker 1" in mark else {}
     done = cli_run(*arguments, variables=killed)
     assert done.code == 0, done.stderr
     return done.stdout + done.stderr

@@ -97,12 +97,13 @@ class Fake:
         return SoakResult(self._good, f"{self.turns} turns", "well" if self._good else "BADLY")
 
 
-@pytest.mark.parametrize("good", [True, False])
-def test_burdens_go_on_beside_each_other_and_one_table_says_how(good):
+@pytest.mark.parametrize(("good", "seconds"), [(True, 0.5), (False, 0.0)])
+def test_burdens_go_on_beside_each_other_and_one_table_says_how(good, seconds):
     burdens = [Fake("first", True), Fake("second", good)]
     begun = time.monotonic()
-    outcomes, seen = soak(burdens, 0.5)
-    assert time.monotonic() - begun < 20
+    outcomes, seen = soak(burdens, seconds)
+    assert time.monotonic() - begun < 60
+    assert all(burden.turns for burden in burdens), "how slow the machine may be"
     text, all_well = table(burdens, outcomes, seen, [])
     assert all_well is good
     assert text.endswith("all is well" if good else "SOMETHING IS WRONG")

@@ -24,7 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def soak(burdens: Sequence[Burden], seconds: float) -> tuple[list[SoakResult], Watch]:
-    """Run burdens side by side for this long.
+    """Run burdens side by side for this long, and for a turn at least.
 
     Returns:
         How each went, and what their processes used.
@@ -33,15 +33,16 @@ def soak(burdens: Sequence[Burden], seconds: float) -> tuple[list[SoakResult], W
     next_look_s = 0.0
     for burden in burdens:
         burden.begin()
-    while time.monotonic() < until:
+    while True:
         for burden in burdens:
             burden.turn()
             if time.monotonic() > next_look_s:
                 watch.look(burden.subjects())
         if time.monotonic() > next_look_s:
             next_look_s = time.monotonic() + _LOOK_S
+        if time.monotonic() >= until:
+            return [burden.finish() for burden in burdens], watch
         time.sleep(_TURN_S)
-    return [burden.finish() for burden in burdens], watch
 
 
 def table(
