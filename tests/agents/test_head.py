@@ -14,7 +14,7 @@ from evenstep.core.errors import ConfigError, PeerError, SilenceError
 pytest.importorskip("cloudpickle", reason="clusters need it: pip install 'evenstep[ray]'")
 from evenstep.agents.agent import Agent
 from evenstep.agents.head import Head, HeadOrder
-from evenstep.agents.shown import ScriptError, Shown
+from evenstep.agents.view import RunView, ScriptError
 from evenstep.agents.work import ShippedWork
 from workers import run_workers
 
@@ -78,7 +78,7 @@ def hear_out(head, shown):
 
 def test_a_lost_agent_costs_a_step_and_one_without_the_token_is_refused(capsys, tmp_path):
     seen, work = [], by_value(training, str(tmp_path))
-    shown = Shown(lambda progress: seen.append(progress), quiet=False)
+    shown = RunView(lambda progress: seen.append(progress), quiet=False)
     with Head(work, HeadOrder("127.0.0.1", "a secret", 3)) as head, Agent() as one, Agent() as two, Agent() as stranger:
         for agent in (one, two, stranger):
             agent.warm_up()
@@ -111,7 +111,7 @@ def fails():
 
 def test_without_agents_the_head_computes_and_errors_stops_and_mistakes_are_told_apart():
     with Head(by_value(fails), HeadOrder("127.0.0.1", "", 0)) as head:
-        shown = Shown(None, quiet=True)
+        shown = RunView(None, quiet=True)
         hear_out(head, shown)
         with pytest.raises(ScriptError, match=r"^Traceback(?s:.*)in fails(?s:.*)ValueError: a bad day$"):
             shown.end(head.code, head.result)
@@ -122,12 +122,12 @@ def test_without_agents_the_head_computes_and_errors_stops_and_mistakes_are_told
 @pytest.mark.parametrize("code", [75, 130])
 def test_how_a_run_ends_is_told_apart(code):
     with pytest.raises(KeyboardInterrupt):
-        Shown(None, quiet=True).end(code, None)
-    shown = Shown(None, quiet=True)
+        RunView(None, quiet=True).end(code, None)
+    shown = RunView(None, quiet=True)
     shown.hear({"event": {"mistake": "one sentence"}})
     with pytest.raises(ConfigError, match=r"^one sentence$"):
         shown.end(2, None)
-    shown = Shown(None, quiet=True)
+    shown = RunView(None, quiet=True)
     shown.hear({"err": "evenstep: worker 0 was killed by SIGSEGV"})
     with pytest.raises(SilenceError, match=r"^worker 0 was killed by SIGSEGV \(exit code 139\)$"):
         shown.end(139, None)

@@ -111,16 +111,16 @@ def test_the_script_has_the_same_result_by_lightnings_own_launcher(tmp_path, alo
 
 
 def test_the_script_has_the_same_result_by_torchrun(tmp_path, alone):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-
     def body(rank):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="none")
         return run_here(SCRIPT, tmp_path)
 
-    first, second = run_workers(2, body)
+    with socket.socket() as kept:  # nobody else gets its port meanwhile
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        port = str(kept.getsockname()[1])
+        first, second = run_workers(2, body)
     assert result(Completed(0, first, "", b"")) == result(alone[0])
     assert "fingerprint" not in second
     assert "accuracy 0" not in second

@@ -213,10 +213,10 @@ def test_a_node_with_another_torch_ends_the_start_in_one_sentence():
         import warnings
 
         warnings.simplefilter("default")  # those of Ray are no errors
-        from evenstep.agents.shown import Shown
+        from evenstep.agents.view import RunView
         from evenstep.ray import cluster
 
-        guest = cluster._Guest(None, 1, 1, {"CPU": 1, "GPU": 0}, 60.0, Shown(None, quiet=True))
+        guest = cluster._Guest(None, 1, 1, {"CPU": 1, "GPU": 0}, 60.0, RunView(None, quiet=True))
         agent = SimpleNamespace(node="ab" * 14, count=1, over=None, remove=lambda: None)
         guest._placed, guest._begun = [agent], lambda: False
         cluster.ray.get = lambda reference: (True, said)  # as its actor returns it

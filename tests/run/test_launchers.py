@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import evenstep
-from workers import cli_run, run_outcomes
+from workers import Outcome, cli_run, run_outcomes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 LIGHT = Path(__file__).parents[1] / "light"
@@ -17,6 +19,7 @@ def last_line(text: str) -> str:
     return text.rstrip().rpartition("\n")[2]
 
 
+@pytest.mark.timeout(400)  # torch is imported five times, which takes its time where others work
 def test_python_the_launcher_and_torchrun_end_on_the_same_last_line(tmp_path):
     example = tmp_path / "digits.py"
     example.write_text(EXAMPLE.read_text().replace("epochs=6", "epochs=2"))
@@ -36,9 +39,15 @@ def test_python_the_launcher_and_torchrun_end_on_the_same_last_line(tmp_path):
 
 
 def test_a_worker_whose_first_fellow_does_not_come_says_so():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    with socket.socket() as taken:  # and not listening: so nobody else does either
+        taken.bind(("127.0.0.1", 0))
+        outcome = _first_fellow_at(str(taken.getsockname()[1]))
+    assert outcome.kind == "SilenceError"
+    assert "worker 0 did not come within 1 s: worker 1 waits for its word" in outcome.text
+
+
+def _first_fellow_at(port: str) -> Outcome:
+    """How a worker ends whose first fellow should be there."""
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
 
@@ -49,5 +58,4 @@ def test_a_worker_whose_first_fellow_does_not_come_says_so():
         evenstep.Run(timeout_s=1.0)
 
     (outcome,) = run_outcomes(1, body)
-    assert outcome.kind == "SilenceError"
-    assert "worker 0 did not come within 1 s: worker 1 waits for its word" in outcome.text
+    return outcome

@@ -62,6 +62,15 @@ SCRIPT = """
     import torch.nn.functional as F
     from torch import nn
     import evenstep
+    from evenstep.core.control import ask
+
+    def stop():
+        os.kill(os.getppid(), signal.SIGTERM)
+        while "stopping after this step" not in str(ask({"status": True}, os.getppid())["events"]):
+            time.sleep(0.01)
+
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
 
     with evenstep.Run(shards=6, seed=3, timeout_s=30.0) as run:
         data = torch.utils.data.TensorDataset(torch.randn(60, 4), torch.randint(0, 3, (60,)))
@@ -73,8 +82,7 @@ SCRIPT = """
             struck = sys.argv[1] + "/struck"
             if len(sys.argv) > 4 and run.version == 5 and run.worker == 1 and not os.path.exists(struck):
                 open(struck, "w").close()
-                os.kill(*{"stop": (os.getppid(), 15), "kill": (os.getpid(), 9)}[sys.argv[4]])
-                time.sleep(0.3)
+                {"stop": stop, "kill": kill}[sys.argv[4]]()
 """
 
 

@@ -45,9 +45,9 @@ def fit(session, mode, options, epochs, directory):
     ids=str,
 )
 def test_every_mode_learns_and_predicts_in_order(spark, mode, options, tmp_path):
-    before, after, histories, fingerprint, kept = spark.call(fit, mode, options, 3, str(tmp_path / "model"))
+    before, after, histories, fingerprint, kept = spark.call(fit, mode, options, 8, str(tmp_path / "model"))
     assert after["loss"] < before["loss"]
-    assert after["accuracy"] > 0.6
+    assert after["accuracy"] > 0.7, "whoever sends when: less than 0.8 takes a rare order of updates"
     assert (fingerprint is not None) == (mode == "synchronous")
     assert kept
     assert histories == {"synchronous": 1}.get(mode, options.get("num_workers", 2))

@@ -31,7 +31,7 @@ def lose(session, directory):
         directory,
         (4, lambda: guests.kill("CoarseGrainedExecutorBackend")),
         (guests.FEWER, None),
-        (4, lambda: guests.kill("evenstep.agents.joining")),
+        (4, lambda: guests.kill("evenstep.agents.agent_process")),
         (guests.FEWER, None),
         (4, None),
     )

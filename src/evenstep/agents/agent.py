@@ -1,6 +1,6 @@
 """The handle that a process of the cluster holds on an agent, which joins a head with the workers of a node.
 
-Importing this module does not import torch: only the process that forks workers needs it (`joining.py`).
+Importing this module does not import torch: only the process that forks workers needs it (`agent_process.py`).
 """
 
 import select
@@ -20,7 +20,7 @@ class Agent:
     """An agent in a process of its own, which ends with the thread that created this object. A context manager."""
 
     def __init__(self) -> None:
-        self._process = process.begin("evenstep.agents.joining")
+        self._process = process.begin("evenstep.agents.agent_process")
 
     def __enter__(self) -> "Agent":
         return self

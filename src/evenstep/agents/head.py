@@ -1,7 +1,7 @@
 """The handle that the caller of a run on a cluster holds on its head.
 
 The head runs on the caller's machine: if that machine is lost, so is the run; any other may be lost. Importing this
-module does not import torch: only the head's own process needs it (`heading.py`).
+module does not import torch: only the head's own process needs it (`head_process.py`).
 """
 
 import json
@@ -67,7 +67,7 @@ class Head:
             self._result = os.memfd_create("evenstep result", 0)
             self.address: tuple[str, int] = (order.host, door.getsockname()[1])
             given = (door.fileno(), writing, self._result)
-            self._process = process.begin("evenstep.agents.heading", list(map(str, given)), err=PIPE, keep=given)
+            self._process = process.begin("evenstep.agents.head_process", list(map(str, given)), err=PIPE, keep=given)
         os.close(writing)
         self.code: int | None = None
         self._pipes: dict[int, tuple[str, bytes]] = {}  # by descriptor: what it carries, and the start of its next line

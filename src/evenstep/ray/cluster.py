@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from evenstep.agents.shares import limits, share_out
-from evenstep.agents.shown import ScriptError, Shown
+from evenstep.agents.view import RunView, ScriptError
 from evenstep.agents.work import ShippedWork
 from evenstep.core import env
 from evenstep.core.errors import ConfigError, PeerError, SilenceError
@@ -92,9 +92,9 @@ def run(
     least, most = limits(workers)
     work = ShippedWork.of(function_or_script, args, options, working_dir)
     connected_here = _connect(address, working_dir)
-    shown = Shown(on_progress, quiet=quiet)
+    view = RunView(on_progress, quiet=quiet)
     more = {"shards": shards, "max_restarts": max_restarts, "step_timeout_s": step_timeout_s, "resume": resume}
-    guest = _Guest(work, least, most, {"CPU": cpus_per_worker, "GPU": gpus_per_worker}, start_timeout_s, shown)
+    guest = _Guest(work, least, most, {"CPU": cpus_per_worker, "GPU": gpus_per_worker}, start_timeout_s, view)
     try:
         return guest.run(more)
     finally:
@@ -130,10 +130,10 @@ class _Guest:
     """One run: its head, its agents, and where Ray has placed them."""
 
     def __init__(
-        self, work: ShippedWork, least: int, most: int, needs: dict[str, float], start_timeout_s: float, shown: Shown
+        self, work: ShippedWork, least: int, most: int, needs: dict[str, float], start_timeout_s: float, view: RunView
     ) -> None:
         self._work, self._least, self._most, self._needs = work, least, most, needs
-        self._start_timeout_s, self._shown = start_timeout_s, shown
+        self._start_timeout_s, self._view = start_timeout_s, view
         self._token = secrets.token_hex(16)
         self._head: Any = None
         self._group: PlacementGroup | None = None  # of a head that has workers itself
@@ -163,7 +163,7 @@ class _Guest:
                     raise
                 self._is_stopping = True
                 self._head.stop.remote()
-        return self._shown.end(self._code, self._of_head(self._head.result.remote()))
+        return self._view.end(self._code, self._of_head(self._head.result.remote()))
 
     def close(self) -> None:
         """Leave nothing in the cluster."""
@@ -286,7 +286,7 @@ class _Guest:
     def _hear(self) -> None:
         reports, self._code = self._of_head(self._asked)
         for report in reports:
-            self._shown.hear(report)
+            self._view.hear(report)
         if self._code is None:
             self._asked = self._head.reports.remote(_LOOK_S)
 
@@ -307,7 +307,7 @@ class _Guest:
                 raise ConfigError(f"node {agent.node[:8]}: {said}")
             self._use_room()
             self._head.wait_for.remote(max(sum(each.count for each in self._placed), self._least))
-        self._shown.say(f"the agent on node {agent.node[:8]} has ended: {said}")
+        self._view.say(f"the agent on node {agent.node[:8]} has ended: {said}")
 
     def _use_room(self) -> None:
         """Place agents where there is room, for as many workers as are missing."""

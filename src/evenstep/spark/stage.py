@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 from evenstep.agents.head import Head, HeadOrder
 from evenstep.agents.shares import limits
-from evenstep.agents.shown import ScriptError, Shown
+from evenstep.agents.view import RunView, ScriptError
 from evenstep.agents.work import ShippedWork
 from evenstep.core.errors import ConfigError
 from evenstep.run.progress import Progress
@@ -89,7 +89,7 @@ def run(
     least, most = limits(workers)
     work = ShippedWork.of(function_or_script, args, options)
     awaited = min(_await_slots(context, least, start_timeout_s), most)
-    shown, token = Shown(on_progress, quiet=quiet), secrets.token_hex(16)
+    view, token = RunView(on_progress, quiet=quiet), secrets.token_hex(16)
     order = HeadOrder(
         context.getConf().get("spark.driver.host"),
         token,
@@ -106,14 +106,14 @@ def run(
         while head.code is None:
             try:
                 for report in head.reports(_LOOK_S):
-                    shown.hear(report)
-                stage.look_after(shown)
+                    view.hear(report)
+                stage.look_after(view)
             except KeyboardInterrupt:
                 if is_stopping:
                     raise
                 is_stopping = True
                 head.stop()
-        return shown.end(head.code, head.result)
+        return view.end(head.code, head.result)
 
 
 class _Stage:
@@ -147,7 +147,7 @@ class _Stage:
         except (PySparkException, Py4JError) as error:
             self._error = error
 
-    def look_after(self, shown: Shown) -> None:
+    def look_after(self, view: RunView) -> None:
         """Submit the tasks again if Spark has given up on them, as it does after several losses."""
         if self._error is None or self._thread.is_alive():
             return
@@ -155,7 +155,7 @@ class _Stage:
         said = said_in(error)
         if isinstance(said, ConfigError) or self._num_stages == _MOST_STAGES:
             raise said from error
-        shown.say("Spark gave up on the tasks of the run; they are being submitted again")
+        view.say("Spark gave up on the tasks of the run; they are being submitted again")
         self._submit()
 
 

@@ -10,7 +10,7 @@ from evenstep.core.errors import ConfigError, EvenstepError, SilenceError, Stopp
 from evenstep.core.output import say
 from evenstep.run.progress import Display, Progress
 
-__all__ = ["ScriptError", "Shown"]
+__all__ = ["RunView", "ScriptError"]
 
 _INTERRUPTED = (Stopped.exit_code, 128 + signal.SIGINT)
 
@@ -19,7 +19,7 @@ class ScriptError(EvenstepError):
     """The script or function failed on a worker. The message is its traceback."""
 
 
-class Shown:
+class RunView:
     """Shows what a head reports.
 
     Args:
