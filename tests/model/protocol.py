@@ -171,14 +171,22 @@ def half(pair: tuple[int, int], which: int, value: int) -> tuple[int, int]:
     return (value, pair[1]) if which == 0 else (pair[0], value)
 
 
-class _Hasty(Roster):
+class _Kept(Roster):
+    """A roster of which there is one object for each value (see `Model._keep`): it is compared and found at once."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+
+
+class _Hasty(_Kept):
     """Without `all_wait`."""
 
     def _all_wait(self) -> bool:
         return True
 
 
-class _Crowded(Roster):
+class _Crowded(_Kept):
     """Without `ended_before_scaled`."""
 
     def _is_free(self, place: int) -> bool:
@@ -203,8 +211,10 @@ class Model:
 
     def __init__(self, size: Size, rules: Rules | None = None) -> None:
         self.size, self.rules = size, rules or Rules()
-        self._kind = Roster if self.rules.all_wait else _Hasty
+        self._kind = _Kept if self.rules.all_wait else _Hasty
         self._kind = self._kind if self.rules.ended_before_scaled else _Crowded
+        self._kept: dict[tuple[Any, ...], Roster] = {}
+        self._turns: dict[tuple[Any, ...], tuple[Roster, list[Decision]]] = {}
         self._program: dict[str, Callable[[State, int], State]] = {
             "obtain": self.obtain,
             "enter": self.enter,
@@ -227,6 +237,7 @@ class Model:
         roster = self._kind(size.workers)
         for p in range(size.workers):
             roster = roster.started(p)
+        roster = self._keep(roster)
         images = (Image((0, 0), (NEVER, NEVER), 0),) * size.images
         return State(tuple(workers), images, roster, deaths=size.deaths)
 
@@ -294,7 +305,7 @@ class Model:
                 self._adopt(s, n)
             return s.put(i, n=s.committed, fresh=False)
         if w.left:  # Group.enter says "waits"
-            return self._turn(s.put(i, at="enter"), s.roster.waits(w.place))
+            return self._turn(s.put(i, at="enter"), "waits", w.place)
         if w.recovered:
             return s.put(i, at="compute")
         return s.put(i, at="rollback" if self._rank(s, w) == 0 else "post recovered")
@@ -461,7 +472,7 @@ class Model:
             raise Violation(f"worker {i} closes with private copies that are not those of the last operation")
         if any(image.live != (s.committed, s.committed) for image in s.images):
             raise Violation(f"worker {i} closes with images {[image.live for image in s.images]}")
-        return s.put(i, at="close")._replace(roster=s.roster.speaks(s.workers[i].place, Script.CLOSED))
+        return s.put(i, at="close")._replace(roster=self._keep(s.roster.speaks(s.workers[i].place, Script.CLOSED)))
 
     def close(self, s: State, i: int) -> State:
         """The process ends with exit code 0."""
@@ -498,8 +509,8 @@ class Model:
         s = s._replace(workers=(*s.workers[:i], Worker(w.place, post=w.post, saw=w.saw), *s.workers[i + 1 :]))
         if code == 0 and not self.rules.form_at_end:
             roster, _ = _Silent(*s.roster).ended(w.place, code, s.committed)
-            return self._turn(s, (self._kind(*roster), []))
-        return self._turn(s, s.roster.ended(w.place, code, s.committed))
+            return s._replace(roster=self._keep(self._kind(*roster)))
+        return self._turn(s, "ended", w.place, code, s.committed)
 
     def start(self, s: State, p: int) -> State:
         """A newcomer in a free place; it begins with the first operation."""
@@ -507,17 +518,27 @@ class Model:
         begun = Worker(p, "obtain", post=before.post, saw=before.saw)
         ghosts = (before,) if before.alive else ()  # only without `ended_before_scaled`
         workers = (*s.workers[:p], begun, *s.workers[p + 1 :], *ghosts)
-        return s._replace(workers=workers, roster=s.roster.started(p))
+        return s._replace(workers=workers, roster=self._keep(s.roster.started(p)))
 
     def scale(self, s: State) -> State:
         """The user wants more or fewer workers."""
         number = self.size.scales[s.scaled]
-        return self._turn(s._replace(scaled=s.scaled + 1), s.roster.scale(number, self.size.places))
+        return self._turn(s._replace(scaled=s.scaled + 1), "scale", number, self.size.places)
 
-    def _turn(self, s: State, turn: "tuple[Roster, list[Decision]]") -> State:
-        """`RunCrew._carry_out`: do what the roster has decided."""
+    def _keep(self, roster: Roster) -> Roster:
+        """The one object for a roster, without what makes no difference."""
+        plain = _without_counts(roster)
+        return self._kept.setdefault(tuple(plain), plain)
+
+    def _turn(self, s: State, event: str, *args: int) -> State:
+        """`RunCrew._carry_out`: do what the roster decides on an event. Being a value, it is asked once."""
+        asked = (s.roster, event, *args)
+        turn = self._turns.get(asked)
+        if turn is None:
+            roster, decisions = getattr(s.roster, event)(*args)
+            turn = self._turns[asked] = (self._keep(roster), decisions)
         roster, decisions = turn
-        s = s._replace(roster=_without_counts(roster))
+        s = s._replace(roster=roster)
         for decision in decisions:
             if isinstance(decision, Lose):
                 s = s._replace(aborted=s.aborted or (decision.was_member and self.rules.loss_aborts))

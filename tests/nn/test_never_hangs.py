@@ -26,6 +26,7 @@ IN_TIME_S = 20.0  # soon, on such a machine
 def ranks_that_are_left_say_so_soon(monkeypatch, request):
     num_ranks = getattr(request.node, "callspec", None) and request.node.callspec.params.get("num_ranks")
     monkeypatch.setattr(process_group, "_REPORT_S", REPORT_S[num_ranks or 2])
+    monkeypatch.setattr(process_group, "_STORE_S", PATIENT_S)
 
 
 class Two(nn.Module):
@@ -152,7 +153,9 @@ def test_a_rank_that_skips_backward_is_named(tmp_path):
     assert "rank 1 did not come to 'a call 0 backward'" in message
 
 
-def test_a_store_that_does_not_answer_is_no_hang(tmp_path):
+def test_a_store_that_does_not_answer_is_no_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_group, "_STORE_S", 1.0)
+
     def body(rank):
         if rank == 0:
             die_once(tmp_path, [1])

@@ -22,6 +22,7 @@ __all__ = ["GroupHandle", "ProcessGroup", "around"]
 
 _TAG_BYTES = 256
 _REPORT_S = 2.0  # how long the remaining ranks may take to report after a failed exchange
+_STORE_S = 2 * _REPORT_S  # how long the store may take to say who has
 
 _LOST = "lost"
 
@@ -114,7 +115,7 @@ class ProcessGroup(Tokenless):
             target=_ask_store, args=(tag, rank, self._members(), answers), name="evenstep-blame", daemon=True
         ).start()
         try:
-            missing = answers.get(timeout=2 * _REPORT_S)
+            missing = answers.get(timeout=_STORE_S)
         except queue.Empty:
             missing = []
         if missing:
