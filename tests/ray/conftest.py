@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
+import forker
 import guests
-import nursery
 from guests import fingerprint, nothing_is_left_behind
 
 __all__ = ["fingerprint", "nothing_is_left_behind"]
@@ -21,9 +21,9 @@ PATIENT = {"health_check_failure_threshold": 100}  # a node is not lost because 
 
 @contextmanager
 def cluster():
-    """Its processes ask a nursery for ours: they have threads, and are no forks of each other."""
+    """Its processes ask a forker for ours: they have threads, and are no forks of each other."""
     path = {"PYTHONPATH": guests.importable(HERE / "site", HERE.parent)}
-    with tempfile.TemporaryDirectory() as folder, nursery.opened(Path(folder)), mock.patch.dict(os.environ, path):
+    with tempfile.TemporaryDirectory() as folder, forker.opened(Path(folder)), mock.patch.dict(os.environ, path):
         yield from nodes()
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import forker
 import guests
-import nursery
 import processes
 from guests import training
 
@@ -157,7 +157,7 @@ def command(cluster, directory):
     where = {**os.environ, "RAY_ADDRESS": cluster.address}
     script, out = guests.put_script(directory), f"{directory}/out"
     words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "1", str(script), out]
-    with nursery.closed():
+    with forker.closed():
         done = subprocess.run(words, env=where, capture_output=True, text=True, check=False, timeout=100)
     return done.returncode, done.stdout, done.stderr
 

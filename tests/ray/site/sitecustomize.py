@@ -1,5 +1,5 @@
 """Python imports this first in every process of the cluster."""
 
-import nursery
+import forker
 
-nursery.install()
+forker.install()

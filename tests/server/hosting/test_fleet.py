@@ -276,8 +276,8 @@ def test_the_command_starts_them_watches_them_and_takes_them_along(script, tmp_p
         url = cli.stdout.split()[-1]
         with connect(url, worker="w") as client:
             assert client.update_parameters({"bias": torch.ones(20)}) == 1
-            nursery = min(processes.descendants(cli.pid))
-            os.kill(max(processes.descendants(nursery)), signal.SIGKILL)
+            starter = min(processes.descendants(cli.pid))
+            os.kill(max(processes.descendants(starter)), signal.SIGKILL)
             assert client.update_parameters({"bias": torch.ones(20)}) == 2
         assert "it is started again from its directory" in cli.stderr
         all_of_them = list(processes.descendants(cli.pid))

@@ -25,18 +25,18 @@ _ABOVE = 500  # where descriptors are out of the way of those that a process sha
 
 @contextmanager
 def opened(folder: Path) -> Iterator[None]:
-    """Have a nursery, forked from this process, at which processes ask that are started meanwhile and `install`."""
-    path = str(folder / "nursery")
+    """Have a forker, forked from this process, at which processes ask that are started meanwhile and `install`."""
+    path = str(folder / "forker")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(path)
         door.listen()
-        nursery = children.fork(lambda: _serve(door), keep=(door.fileno(),))
+        forker = children.fork(lambda: _serve(door), keep=(door.fileno(),))
     os.environ[_VARIABLE] = path
     try:
         yield
     finally:
         del os.environ[_VARIABLE]
-        nursery.kill()
+        forker.kill()
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def install() -> None:
 
 
 class Asked(forks.Streams):
-    """What `subprocess.Popen` is for a process of `evenstep.agents`, for one that the nursery forks.
+    """What `subprocess.Popen` is for a process of `evenstep.agents`, for one that the forker forks.
 
     Attributes:
         pid: Its process id.
@@ -78,20 +78,20 @@ class Asked(forks.Streams):
     ) -> None:
         super().__init__(stderr)
         self._code: int | None = None
-        self._nursery = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._nursery.connect(path)
+        self._forker = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._forker.connect(path)
         text = json.dumps({"command": command, "kept": list(pass_fds), "env": env})
-        socket.send_fds(self._nursery, [text.encode()], [*self.theirs, *pass_fds])
+        socket.send_fds(self._forker, [text.encode()], [*self.theirs, *pass_fds])
         self.hand_over()
-        self.pid: int = json.loads(self._nursery.recv(1 << 10))
+        self.pid: int = json.loads(self._forker.recv(1 << 10))
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code, once it has ended."""
         if self._code is None:
-            if not select.select([self._nursery], [], [], timeout)[0]:
+            if not select.select([self._forker], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
-            self._code = json.loads(self._nursery.recv(1 << 10))
-            self._nursery.close()
+            self._code = json.loads(self._forker.recv(1 << 10))
+            self._forker.close()
         return self._code
 
     def send_signal(self, number: int) -> None:
