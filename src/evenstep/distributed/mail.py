@@ -61,11 +61,11 @@ class _Message:
     target: Tensor | None = None
     fragments: int = 0
     code: int = 0
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(init=False)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_bytes = self.data.numel() * self.data.element_size()
+        self.num_bytes, self.since = self.data.numel() * self.data.element_size(), time.monotonic()
 
     def is_whole(self) -> bool:
         """Whether all of it has been moved."""
