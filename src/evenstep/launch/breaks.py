@@ -19,10 +19,6 @@ class Breaks:
         self._counts: Counter[frozenset[int]] = Counter()
         self._last: dict[frozenset[int], int] = {}  # the generation in which each last broke
 
-    def is_new(self, generation: int, machine: int, other: int) -> bool:
-        """Whether nobody has yet reported that the connection of two machines broke in this generation."""
-        return self._last.get(frozenset({machine, other})) != generation
-
     def note(self, generation: int, machine: int, other: int) -> int | None:
         """The connection of two machines broke; returns which of them is to be given up now, if either is.
 
@@ -30,7 +26,7 @@ class Breaks:
         the one that joined later. A bridge that cannot tell which other machine is at fault names its own twice.
         """
         way = frozenset({machine, other})
-        if not self.is_new(generation, machine, other):
+        if self._last.get(way) == generation:
             return None
         self._last[way] = generation
         self._counts[way] += 1

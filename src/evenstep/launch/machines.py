@@ -68,6 +68,7 @@ class Machines:
         self._last: set[int] = set()  # the machines of the present generation
         self._numbers = here.number  # the last that was given
         self._breaks = Breaks(here.number)
+        self._altered = -1  # the last generation in which a bridge altered data
         self.workers_awaited = self._listen.workers if self._listen is not None else 0
         self._stack = ExitStack()
         self._door: HeadDoor | None = None
@@ -231,12 +232,17 @@ class Machines:
         other = self._places.known_machine_of(culprit)
         if reporter not in self.all or other is None or other not in self.all:
             return  # it broke because a machine was lost
-        if ALTERED in text and self._breaks.is_new(generation, reporter, other):
-            names = f"{self.describe(self.all[other])} and {self.describe(self.all[reporter])}"
-            self._say(f"between {names} {ALTERED}; the step is done again")
         blamed = self._breaks.note(generation, reporter, other)
         if blamed is not None:
             self.lose(self.all[blamed], f"cannot be reached: {text}")
+
+    def say_if_altered(self, generation: int, reporter: int, culprit: int, text: str) -> None:
+        """Say so if a bridge broke because it alters data: once, even if the next generation has begun meanwhile."""
+        other = self._places.known_machine_of(culprit)
+        if ALTERED in text and generation != self._altered and reporter in self.all and other in self.all:
+            self._altered = generation
+            names = f"{self.describe(self.all[other])} and {self.describe(self.all[reporter])}"
+            self._say(f"between {names} {ALTERED}; the step is done again")
 
     def committed(self) -> None:
         """A step is committed: whatever broke before, the run makes progress."""

@@ -201,6 +201,7 @@ class Supervisor:
     def broke(self, machine: int, generation: int, culprit: int, text: str) -> None:
         """See `Hears`."""
         roster = self._crew.roster
+        self._machines.say_if_altered(generation, machine, culprit, text)
         if generation == roster.generation and roster.ending is Ending.NONE and not roster.is_over:
             self._crew.abort(culprit, text)
             self._machines.broke(generation, machine, culprit, text)
