@@ -70,6 +70,20 @@ def test_a_child_has_an_empty_input_a_session_of_its_own_and_no_descriptor_that_
         os.close(kept)
 
 
+@pytest.mark.parametrize("missing", [(0,), (0, 1), (0, 1, 2)])
+def test_a_child_of_a_process_without_streams_has_them(missing):
+    def main():
+        streams = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
+        return 0 if streams[0] == os.devnull and all(streams[fd] == os.devnull for fd in missing) else 4
+
+    def without():
+        for fd in missing:
+            os.close(fd)
+        return fork(main).reap()
+
+    assert fork(without).reap() == 0
+
+
 def test_what_came_along_writes_and_closes_nothing_of_the_childs_own(tmp_path):
     theirs = [(tmp_path / "theirs").open("w")]
     theirs[0].write("not flushed yet")

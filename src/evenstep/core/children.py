@@ -160,7 +160,8 @@ def _live_apart(parent: int | None, streams: tuple[int, int], keep: Collection[i
             os._exit(1)
     os.setsid()
     signal.set_wakeup_fd(-1)
-    null = os.open(os.devnull, os.O_RDWR)
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # the parent has no such stream
     os.dup2(null, 0)
     os.dup2(streams[0], 1)
     os.dup2(streams[1], 2)
