@@ -92,13 +92,13 @@ class GpuTask:
     """A model, its optimizer, its batch and its loss.
 
     Attributes:
-        build: Makes the model.
+        model: Makes the model.
         optimizer: Makes the optimizer.
         batch: Makes the global batch on a device.
         loss: Of the model on a part.
     """
 
-    build: Callable[[], nn.Module]
+    model: Callable[[], nn.Module]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     batch: Callable[[str], tuple[Tensor, Tensor]]
     loss: Callable[[nn.Module, Any], Tensor]

@@ -49,24 +49,32 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 @torch.no_grad()
 def launch_checksums(tensors: Sequence[Tensor]) -> Tensor:
     """As `checksums`, but as signed words [len(tensors)] on the tensors' device, without waiting for it."""
-    flats = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    if all(flat.device.type == "cpu" for flat in flats):
-        numbers = [core.checksum(flat.data_ptr(), flat.numel()) for flat in flats]
+    dense = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    sizes = [tensor.nbytes for tensor in dense]
+    if all(tensor.is_cpu for tensor in dense):
+        numbers = [core.checksum(tensor.data_ptr(), size) for tensor, size in zip(dense, sizes, strict=True)]
         return torch.tensor([number - (number >> 63 << 64) for number in numbers], dtype=torch.int64)
-    sums = _sums(flats) if _kernel() is None else _sums_by_kernel(flats)
-    return sums ^ torch.tensor([flat.numel() for flat in flats]).to(sums.device, non_blocking=True)
+    sums = _sums([_bytes(tensor) for tensor in dense]) if _kernel() is None else _sums_by_kernel(dense, sizes)
+    return sums ^ torch.tensor(sizes).to(sums.device, non_blocking=True)
 
 
-def _sums_by_kernel(flats: Sequence[Tensor]) -> Tensor:
+def _sums_by_kernel(dense: Sequence[Tensor], num_bytes: Sequence[int]) -> Tensor:
     """As `_sums`, in one launch."""
-    device, module = flats[0].device, _kernel()
+    device, module = dense[0].device, _kernel()
     assert module is not None, "called only where Triton is available"
-    words = [flat if flat.data_ptr() % 8 == 0 == flat.numel() % 8 else _padded(flat, 8) for flat in flats]
-    sizes = torch.tensor([flat.numel() // 8 for flat in words])
+    places = [tensor.data_ptr() for tensor in dense]
+    padded = {
+        n: _padded(_bytes(dense[n]), 8)
+        for n, (place, size) in enumerate(zip(places, num_bytes, strict=True))
+        if place % 8 or size % 8
+    }
+    for n, words in padded.items():
+        places[n] = words.data_ptr()
+    sizes = (torch.tensor(num_bytes) + 7) // 8
     owner, begin = _rows(sizes, _PROGRAM)
-    tensors = torch.stack([torch.tensor([flat.data_ptr() for flat in words]), sizes], 1).to(device, non_blocking=True)
+    tensors = torch.stack([torch.tensor(places), sizes], 1).to(device, non_blocking=True)
     programs = torch.stack([owner, begin], 1).to(device, non_blocking=True)
-    totals = torch.zeros(len(flats), dtype=torch.int64, device=device)
+    totals = torch.zeros(len(dense), dtype=torch.int64, device=device)
     if len(owner):
         launch: Any = module.add_up
         launch[(len(owner),)](tensors, programs, totals, PROGRAM=_PROGRAM, BLOCK=1024)
@@ -94,6 +102,10 @@ def _sums(flats: Sequence[Tensor]) -> Tensor:
 def _folded(words: Tensor, by: int) -> Tensor:
     """Each word xor its high bits, by an unsigned shift, which torch does not have."""
     return words ^ (words >> by & (1 << 64 - by) - 1)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _padded(flat: Tensor, to: int) -> Tensor:
