@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from evenstep.core.errors import UnsupportedError
+from evenstep.engine.copies import copy_all
 
 __all__ = ["Lane", "ModelSlots"]
 
@@ -193,10 +193,6 @@ def spanning_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [m for m in modules if m.training and getattr(m, "spans_shards", False)]
 
 
-@torch.no_grad()
 def copy_into(tensors: dict[str, Tensor], to: dict[str, Tensor]) -> None:
     """Copy each tensor into its namesake, in place."""
-    pairs = [(to[name], tensor) for name, tensor in tensors.items() if to[name] is not tensor]
-    if pairs:
-        targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(targets, sources)
+    copy_all((to[name], tensor) for name, tensor in tensors.items() if to[name] is not tensor)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from evenstep.core.fingerprint import digest, fingerprint
+from evenstep.engine.copies import copy_all
 from evenstep.engine.form import Form
 from evenstep.engine.image import Image
 from evenstep.engine.spreading import Spreading
@@ -103,8 +103,7 @@ class State:
         """Keep the committed version of entries that this worker is about to change."""
         if self.image is not None:
             self.image.settle()
-        if entries:
-            torch._foreach_copy_([entry.backup for entry in entries], [entry.live for entry in entries])
+        copy_all((entry.backup, entry.live) for entry in entries)
         self.memory.fence()
         for entry in entries:
             core.store(self._mark(entry), 1 + self.operation)  # after the copy: a mark means a complete backup
