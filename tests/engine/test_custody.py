@@ -85,7 +85,7 @@ def test_what_is_changed_as_it_should_be_is_no_fault(worker_of):
 def copied_of(holdings_of, monkeypatch):
     """A worker whose memory is its own, with an image of its state after every step, or a checkpoint."""
     monkeypatch.setattr(holdings_module, "_memory_of", lambda device, segment: DeviceMemory(torch.device("cpu")))
-    monkeypatch.setattr(step_module, "CudaRecorder", lambda device: FakeRecorder())
+    monkeypatch.setattr(step_module, "CudaRecorder", FakeRecorder)
     with ExitStack() as stack:
 
         def make(spoil=lambda worker: None, *, image=True, saved=None):
@@ -205,7 +205,7 @@ def several(num_workers, spoil, steps=4):
 def sites(monkeypatch):
     """Every worker has a memory of its own, as if it were a GPU."""
     monkeypatch.setattr(holdings_module, "_memory_of", lambda device, segment: DeviceMemory(torch.device("cpu")))
-    monkeypatch.setattr(step_module, "CudaRecorder", lambda device: FakeRecorder())
+    monkeypatch.setattr(step_module, "CudaRecorder", FakeRecorder)
 
 
 @pytest.mark.parametrize(("num_workers", "culprit"), [(2, 1), (3, 0), (3, 2)])

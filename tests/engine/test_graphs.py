@@ -35,7 +35,7 @@ class Script:
         self.draws = self.carries = self.counts = False
         self.sent = []
 
-    def task(self, value=1.0, signature="s", seed=0):
+    def task(self, value=1.0, signature="s", seed=0, *, is_one_of_many=False):
         return Task(
             signature,
             [torch.full((2,), value)],
@@ -43,19 +43,21 @@ class Script:
             lambda anew: {"beta": self.seen},
             lambda inputs, seeds, generators: Piece(self, inputs, seeds),
             lambda numbers: self.sent.append(numbers.item()),
+            is_one_of_many=is_one_of_many,
         )
 
 
 class Recording:
     def __init__(self, script, task, hidden):
         self._script, self._task, self._hidden = script, task, hidden
-        self.num_bytes = 0
+        self.num_bytes, self.num_copies = 0, task.is_one_of_many + 1
 
     def replay(self, inputs, seeds, between):
         self._script.log.append("replayed")
         value = 2 * inputs[0] + self._hidden + seeds[0]
-        self.products = Products(value.double().sum()[None], [], [[inputs[0] * self._hidden]])
-        between(self.products.numbers)
+        products = Products(value.double().sum()[None], [], [[inputs[0] * self._hidden]])
+        between(products.numbers)
+        return products
 
 
 class Recorder:
@@ -96,6 +98,13 @@ def test_replays_are_checked_by_computing_too_less_and_less_often():
     assert script.log.count("replayed") == 68
     assert script.log.count("computed") == 2 + 3, "the first, the eighth and the sixty-fourth replay"
     assert script.log.count("released") == 3
+
+
+def test_every_copy_of_a_graph_is_checked_at_once():
+    script, graphs, _ = make()
+    for n in range(12):
+        graphs.run(script.task(float(n), is_one_of_many=True))
+    assert script.log.count("computed") == 2 + 3, "the first, the second and the eighth replay"
 
 
 def test_other_signatures_are_captured_by_themselves():

@@ -31,7 +31,9 @@ ON_THE_HOST = ("a_gan", "a_contrastive_loss_over_the_whole_batch")  # these make
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ON_THE_HOST])
 def test_graphs_change_no_bit(case):
-    assert trained(CASES[case], graphs="auto") == trained(CASES[case], graphs=False)
+    expected = trained(CASES[case], graphs=False)
+    assert trained(CASES[case], graphs="auto") == expected
+    assert trained(CASES[case], graphs="auto", overlap=True) == expected
 
 
 class Net(nn.Module):
@@ -82,8 +84,8 @@ KINDS = {
 def test_what_people_use_gives_one_result_with_graphs_and_without(kind):
     build, make, options = KINDS[kind]
     found = set()
-    for graphs in ("auto", False):
-        with evenstep.Run(shards=4, device="cuda", quiet=True, graphs=graphs) as run:
+    for graphs, overlap in (("auto", False), ("auto", True), (False, False)):
+        with evenstep.Run(shards=4, device="cuda", quiet=True, graphs=graphs, overlap=overlap) as run:
             found.add(train(run, build(), make, **options))
     assert len(found) == 1
 

@@ -1,6 +1,7 @@
 """The way of a GPU, on the CPU: the same bits as the usual way, computed or replayed."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -20,12 +21,17 @@ def on_device(monkeypatch):
     """Lets runs have private memory and pieces, with a recorder that computes again at every replay."""
 
     def use():
+        recorder = FakeRecorder()
         monkeypatch.setattr(holdings, "_memory_of", lambda device, segment: DeviceMemory(torch.device("cpu")))
-        monkeypatch.setattr(step, "CudaRecorder", lambda device: recorder)
+        monkeypatch.setattr(step, "CudaRecorder", partial(_configured, recorder))
         return recorder
 
-    recorder = FakeRecorder()
     return use
+
+
+def _configured(recorder, device, *, overlap):
+    recorder.overlap = overlap
+    return recorder
 
 
 def trained(case, **options):
@@ -33,14 +39,36 @@ def trained(case, **options):
         return case(run), run.fingerprint()
 
 
+WAYS = {
+    "computed": {"graphs": False},
+    "replayed": {"graphs": "auto"},
+    "two at a time": {"graphs": "auto", "overlap": True},
+}
+
+
 @pytest.mark.filterwarnings("ignore:steps are computed without CUDA graphs")
-@pytest.mark.parametrize("graphs", [False, "auto"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_kind_of_training_ends_on_the_same_bits(case, graphs, on_device):
+def test_every_kind_of_training_ends_on_the_same_bits(case, way, on_device):
     expected = trained(case)
+    on_device()
+    assert trained(case, **way) == expected
+
+
+@pytest.mark.parametrize("recheck", [0, 2])
+def test_two_shards_at_a_time_are_each_waited_for(recheck, on_device):
+    def train(run):
+        model = torch.nn.Linear(6, 3)
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for n in range(12):
+            inputs = torch.randn(14, 6, generator=torch.Generator().manual_seed(n))  # in parts of unlike sizes
+            run.step(inputs, lambda part: model(part).square().mean())
+
+    expected = trained(train)
     recorder = on_device()
-    assert trained(case, graphs=graphs) == expected
-    recorder.recorded.clear()
+    assert trained(train, overlap=True, recheck=recheck) == expected
+    assert len(recorder.recorded) > 1
+    assert recorder.num_joined > 30
 
 
 @pytest.mark.filterwarnings("ignore:steps are computed without CUDA graphs")

@@ -29,6 +29,7 @@ class RunConfig:
         on_nondeterminism: Whether an operation that torch knows to be non-deterministic raises or only warns.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor.
         graphs: Whether steps on a GPU are replayed from CUDA graphs: "auto" where they can be, True or an error, False.
+        overlap: Whether the graphs of two shards are replayed at the same time.
         recheck: One in this many steps is computed twice, by different workers; 0: none.
         tolerate_wrong: How often a worker may be found to compute wrong before it is dismissed.
         image: After how many steps the state on GPUs is copied to the host, where it outlives all workers; "auto": as
@@ -44,6 +45,7 @@ class RunConfig:
     on_nondeterminism: Literal["error", "warn"]
     arithmetic: Literal["native", "portable"] = "native"
     graphs: Literal["auto"] | bool = "auto"
+    overlap: bool = False
     recheck: int = 0
     tolerate_wrong: int = 0
     image: Literal["auto"] | int = "auto"
@@ -82,6 +84,7 @@ class RunConfig:
             ("timeout_s", _is_duration, "a number of seconds above 0"),
             ("on_nondeterminism", ("error", "warn").__contains__, "'error' or 'warn'"),
             ("graphs", ("auto", True, False).__contains__, "'auto', True or False"),
+            ("overlap", (True, False).__contains__, "True or False"),
             ("image", _is_interval, "'auto', or a number of steps from 0"),
         ):
             if not fits(getattr(self, name)):

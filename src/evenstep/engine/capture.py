@@ -2,8 +2,12 @@
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -14,20 +18,30 @@ from evenstep.transport.driver import Driver
 
 __all__ = ["CudaRecorder"]
 
+_MOST_QUEUED = 4  # replays; if a queue holds more graphs than twice this, launching one burns processor time
+
 
 class CudaRecorder:
     """Captures on one device.
 
     Args:
         device: Which device. Captured work must be launched on a stream other than the default.
+        overlap: Whether two pieces of a step run at the same time, if it has several.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, overlap: bool = False) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._alone = [_Track(device, None)]
+        self._pair, self._turns = self._alone, cycle((0, 1))
+        if overlap and device.type == "cuda":
+            self._pair = [_Track(device, torch.cuda.Stream(device)) for _ in range(2)]  # type: ignore[no-untyped-call]  # torch's
 
     def record(self, task: Task) -> "_Recording":
         """See `Recorder`."""
+        tracks = self._pair if task.is_one_of_many else self._alone
+        return _Recording([self._record(task, track) for track in tracks], self._turns)
+
+    def _record(self, task: Task, track: "_Track") -> "_Copy":
         generator = torch.cuda.default_generators[self._device.index or 0]
         before = generator.graphsafe_get_state()
         own = [generator.clone_state() for _ in task.seeds]
@@ -44,16 +58,17 @@ class CudaRecorder:
                 for state in own:
                     graph.register_generator_state(state)
             piece = task.piece(inputs, task.seeds, own)
-            for graph, function in ((forward, piece.forward), (backward, piece.backward)):
-                self._capture(graph, function)
-                _check(graph)
+            with torch.cuda.stream(track.stream):
+                for graph, function in ((forward, piece.forward), (backward, piece.backward)):
+                    self._capture(graph, track, function)
+                    _check(graph)
         finally:
             generator.graphsafe_set_state(before)
         num_bytes = torch.cuda.memory_reserved(self._device) - before_bytes
-        return _Recording(forward, backward, inputs, own, piece.products, num_bytes)
+        return _Copy(track, forward, backward, inputs, own, piece.products, num_bytes)
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+    def _capture(self, graph: torch.cuda.CUDAGraph, track: "_Track", function: Callable[[], None]) -> None:
+        graph.capture_begin(pool=track.pool, capture_error_mode="thread_local")
         try:
             function()
         except BaseException:
@@ -101,28 +116,79 @@ def _check(graph: torch.cuda.CUDAGraph) -> None:
     graph.instantiate()
 
 
+class _Track:
+    """A stream on which graphs are captured and replayed, and the memory that they share.
+
+    Args:
+        device: The device.
+        stream: The stream; None: the current one, whichever that is.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
+        self._device, self._stream = device, stream
+        self.pool = torch.cuda.graph_pool_handle()
+        self._queued: deque[torch.cuda.Event] = deque()
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream."""
+        return self._stream or torch.cuda.current_stream(self._device)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """What is launched inside runs on the stream, after everything that was launched before on the current one.
+
+        Waits while the stream has much to do: launching would wait too, but not leave the processor to others.
+        """
+        if len(self._queued) == _MOST_QUEUED:
+            self._queued.popleft().synchronize()
+        stream = self.stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
+        self._queued.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]  # torch's
+        self._queued[-1].record(stream)
+
+    @property
+    def join(self) -> Callable[[], None] | None:
+        """Makes the stream that is current then wait for the last replay; None: it is on the current one anyway."""
+        if self._stream is None:
+            return None
+        return partial(self._wait_for, self._queued[-1])
+
+    def _wait_for(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The graphs of a piece on one track, and what they read and write."""
+
+    track: _Track
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    inputs: Sequence[Tensor]
+    generators: Sequence[torch.Generator]
+    products: Products
+    num_bytes: int
+
+
 class _Recording:
     """See `Recording`."""
 
-    def __init__(
-        self,
-        forward: torch.cuda.CUDAGraph,
-        backward: torch.cuda.CUDAGraph,
-        inputs: Sequence[Tensor],
-        generators: Sequence[torch.Generator],
-        products: Products,
-        num_bytes: int,
-    ) -> None:
-        self._forward, self._backward = forward, backward
-        self._inputs, self._generators = inputs, generators
-        self.products, self.num_bytes = products, num_bytes
+    def __init__(self, copies: Sequence[_Copy], turns: Iterator[int]) -> None:
+        self._copies, self._turns = copies, turns  # the turns of all recordings, so no two replays use one track
+        self.num_copies, self.num_bytes = len(copies), copies[0].num_bytes
 
-    def replay(self, inputs: Sequence[Tensor], seeds: Sequence[int], between: Callable[[Tensor], None]) -> None:
+    def replay(self, inputs: Sequence[Tensor], seeds: Sequence[int], between: Callable[[Tensor], None]) -> Products:
         """See `Recording`."""
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given, non_blocking=True)
-        for generator, seed in zip(self._generators, seeds, strict=True):
-            generator.manual_seed(seed)
-        self._forward.replay()
-        between(self.products.numbers)
-        self._backward.replay()
+        copy = self._copies[next(self._turns) % len(self._copies)]
+        with copy.track.replaying():
+            for own, given in zip(copy.inputs, inputs, strict=True):
+                own.copy_(given, non_blocking=True)
+            for generator, seed in zip(copy.generators, seeds, strict=True):
+                generator.manual_seed(seed)
+            copy.forward.replay()
+            between(copy.products.numbers)
+            copy.backward.replay()
+        return replace(copy.products, join=copy.track.join)

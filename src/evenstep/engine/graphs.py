@@ -39,12 +39,15 @@ class Products:
         readings: The result of each shard.
         gradients: For each shard, the gradient of every parameter; None where there is none.
         buffers: The buffers as shard 0 left them, if it was among the shards.
+        join: Makes what is launched next wait for them, if they come on a stream of their own; until it is called,
+            another piece may be launched, which runs at the same time.
     """
 
     numbers: Tensor
     readings: list[Reading]
     gradients: list[list[Tensor | None]]
     buffers: dict[str, Tensor] | None = None
+    join: Callable[[], None] | None = None
 
 
 class Capturable(Protocol):
@@ -85,6 +88,7 @@ class Task:
             of the seeds if it is captured.
         between: Called with the numbers of its results when forward has been launched.
         agree: Asks whether all who compute it together say yes; they must ask alike.
+        is_one_of_many: Whether the step has more pieces on this device.
     """
 
     signature: Hashable
@@ -94,21 +98,25 @@ class Task:
     piece: Callable[[Sequence[Tensor], Sequence[int], Sequence[torch.Generator] | None], Capturable]
     between: Callable[[Tensor], None]
     agree: Callable[[bool], bool] = bool
+    is_one_of_many: bool = False
 
 
 class Recording(Protocol):
     """A captured piece.
 
     Attributes:
-        products: The results of a replay, always at the same place.
-        num_bytes: The memory that the graph holds, about as much as computing the piece takes.
+        num_copies: How many graphs there are of it, replayed in turns.
+        num_bytes: The memory that one of them holds, about as much as computing the piece takes.
     """
 
-    products: Products
+    num_copies: int
     num_bytes: int
 
-    def replay(self, inputs: Sequence[Tensor], seeds: Sequence[int], between: Callable[[Tensor], None]) -> None:
-        """Run it again on other inputs with other random numbers. Does not wait."""
+    def replay(self, inputs: Sequence[Tensor], seeds: Sequence[int], between: Callable[[Tensor], None]) -> Products:
+        """Run it again on other inputs with other random numbers. What it gives stays until `num_copies` replays later.
+
+        Does not wait for the device, unless that has much to do already.
+        """
 
 
 class Recorder(Protocol):
@@ -210,16 +218,19 @@ class Graphs:
 
     def _replay(self, known: _Known, task: Task) -> Products:
         known.replays += 1
-        known.recording.replay(task.inputs, task.seeds, task.between)
-        if known.replays in _CHECKS and task.agree(self._recorder.has_room(known.recording.num_bytes)):
-            return self._check(known, task)
-        return known.recording.products
+        products = known.recording.replay(task.inputs, task.seeds, task.between)
+        is_checked = known.replays in _CHECKS or known.replays <= known.recording.num_copies
+        if is_checked and task.agree(self._recorder.has_room(known.recording.num_bytes)):
+            return self._check(known, task, products)
+        return products
 
-    def _check(self, known: _Known, task: Task) -> Products:
+    def _check(self, known: _Known, task: Task, products: Products) -> Products:
         """Compute a piece that was just replayed, and compare: dependencies that the guards cannot see show here."""
-        replayed, computed = _bits(known.recording.products), self.compute(task).products
+        if products.join is not None:
+            products.join()
+        replayed, computed = _bits(products), self.compute(task).products
         if not _equal(replayed, _bits(computed)):
-            if known.replays > 1:
+            if known.replays > known.recording.num_copies:
                 raise NondeterminismError(
                     f"the step function gave other bits than its graph after {known.replays} replays: it depends on "
                     "something that evenstep cannot see, or is not deterministic; use Run(graphs=False) and train "

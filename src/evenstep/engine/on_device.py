@@ -87,20 +87,34 @@ class DeviceCompute:
     def _run_pieces(
         self, work: Work, pieces: Sequence[list[int]], *, spanning: bool
     ) -> Callable[[], dict[int, ShardResult]]:
-        gradients, arrivals = work.prepared.gradients, _Arrivals(self.context.wait, self._stream)
-        assert not isinstance(gradients, Gradients), "on a device gradients come all at once"
+        arrivals = _Arrivals(self.context.wait, self._stream)
+        waiting: list[tuple[list[int], Products]] = []  # one piece at most: it runs at the same time as the next
         for shards in pieces:
-            products = self._run(work, shards, arrivals, spanning=spanning)
-            for shard, found in zip(shards, products.gradients, strict=True):
-                for gradient in found:
-                    points.touch("gradient", gradient)
-                if work.witness is not None:
-                    work.witness.gradients(shard, work.prepared.names, found)
-                if work.counts:
-                    gradients.take(shard, found)
-            if products.buffers is not None:
-                self._keep_buffers(work, shards[0], products.buffers)
+            products = self._run(work, shards, arrivals, len(pieces), spanning=spanning)
+            if waiting:
+                self._take(work, *waiting.pop())
+            waiting.append((shards, products))
+            if products.join is None:
+                self._take(work, *waiting.pop())
+        if waiting:
+            self._take(work, *waiting.pop())
         return arrivals.wait
+
+    def _take(self, work: Work, shards: list[int], products: Products) -> None:
+        """Pass on what a piece gives; call it in the order of the shards."""
+        gradients = work.prepared.gradients
+        assert not isinstance(gradients, Gradients), "on a device gradients come all at once"
+        if products.join is not None:
+            products.join()
+        for shard, found in zip(shards, products.gradients, strict=True):
+            for gradient in found:
+                points.touch("gradient", gradient)
+            if work.witness is not None:
+                work.witness.gradients(shard, work.prepared.names, found)
+            if work.counts:
+                gradients.take(shard, found)
+        if products.buffers is not None:
+            self._keep_buffers(work, shards[0], products.buffers)
 
     def _keep_buffers(self, work: Work, shard: int, buffers: dict[str, Tensor]) -> None:
         for buffer in buffers.values():
@@ -109,10 +123,12 @@ class DeviceCompute:
             work.witness.buffers(shard, buffers)
         self.models.keep_buffers(buffers)
 
-    def _run(self, work: Work, shards: list[int], arrivals: "_Arrivals", *, spanning: bool) -> Products:
+    def _run(
+        self, work: Work, shards: list[int], arrivals: "_Arrivals", num_pieces: int, *, spanning: bool
+    ) -> Products:
         for shard in shards:
             self.context.begins(shard)
-        task = self._task(work, shards, arrivals, spanning=spanning)
+        task = self._task(work, shards, arrivals, num_pieces, spanning=spanning)
         captures = not spanning or self.context.crew(work.sizes).in_queue  # otherwise the host meets others during it
         try:
             products = self._graphs.run(task) if captures else self._graphs.compute(task).products
@@ -123,7 +139,7 @@ class DeviceCompute:
         arrivals.expect(shards, products.readings)
         return products
 
-    def _task(self, work: Work, shards: list[int], arrivals: "_Arrivals", *, spanning: bool) -> Task:
+    def _task(self, work: Work, shards: list[int], arrivals: "_Arrivals", num_pieces: int, *, spanning: bool) -> Task:
         leaves, spec = pytree.tree_flatten([work.parts[shard] for shard in shards])
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[n] for n in places]
@@ -151,12 +167,12 @@ class DeviceCompute:
             tuple(shards) if spanning else (work.keeps in shards, work.sizes[shards[0]], sum(work.sizes)),
             tuple(work.sizes) if spanning else (),
             tuple(trained),
-            work.scale,
             id(work.prepared),
             work.scale,  # a replay would repeat that of the capture
         )
         agree = partial(self.context.agree, work.sizes, work.where + "graphs") if spanning else _as_it_is
-        return Task(signature, inputs, seeds, partial(self._look, work.function), make, arrivals.take, agree)
+        look_now = partial(self._look, work.function)
+        return Task(signature, inputs, seeds, look_now, make, arrivals.take, agree, is_one_of_many=num_pieces > 1)
 
     def _look(self, function: Callable[..., Any], anew: bool) -> Look:
         """What user code can see. Replays run no Python that could change it, so one look serves many of them."""

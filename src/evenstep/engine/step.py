@@ -384,7 +384,8 @@ def _compute_for(holdings: Holdings, context: Context) -> Compute | DeviceComput
     memory, config = holdings.memory, holdings.config
     if memory.shared:
         return Compute(context, holdings.models, config.timeout_s)
-    graphs = Graphs(config.graphs, CudaRecorder(memory.device), lambda why: warnings.warn(why, stacklevel=2))
+    recorder = CudaRecorder(memory.device, overlap=config.overlap)
+    graphs = Graphs(config.graphs, recorder, lambda why: warnings.warn(why, stacklevel=2))
     return DeviceCompute(context, holdings.models, holdings.carries, config.timeout_s, graphs)
 
 

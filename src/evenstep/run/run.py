@@ -62,6 +62,8 @@ class Run:
             changes what the bits depend on; "warn" only warns.
         graphs: On a GPU, "auto" replays steps from CUDA graphs where they can be captured, with the same bits; True
             makes it an error where they cannot; False never does.
+        overlap: On a GPU, replay the graphs of two shards at the same time: the same bits, and faster if one shard does
+            not fill the GPU. Not for kernels of your own that write to memory which they keep between calls.
         recheck: Compute one in this many steps twice before it commits, by different workers, to find a machine that
             computes wrong; 0: none. See docs/wrong-machines.md. `evenstep run --recheck` takes precedence.
         tolerate_wrong: How often a worker may be found to compute wrong before it is dismissed; such a step is done
@@ -97,6 +99,7 @@ class Run:
         progress: bool = True,
         on_nondeterminism: Literal["error", "warn"] = "error",
         graphs: Literal["auto"] | bool = "auto",
+        overlap: bool = False,
         image: Literal["auto"] | int = "auto",
         arithmetic: Literal["native", "portable"] | None = None,
         recheck: int = 0,
@@ -115,6 +118,7 @@ class Run:
             quiet=quiet,
             on_nondeterminism=on_nondeterminism,
             graphs=graphs,
+            overlap=overlap,
             image=image,
             arithmetic=arithmetic,
             recheck=recheck,
