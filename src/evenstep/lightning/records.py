@@ -173,8 +173,8 @@ class PartRecorder:
                 raise UnsupportedError(
                     f"{self._hook} changes self.{name} (from {before!r:.60} to {after!r:.60}), which other workers "
                     "would not see: it is called once for each part of a batch, on the worker that has it. Log it "
-                    "(self.log), use a buffer or a torchmetrics metric that is an attribute, or in a ModuleDict, append to a "
-                    "list, or do it in a hook such as on_train_batch_start"
+                    "(self.log), use a buffer or a torchmetrics metric that is an attribute, or in a ModuleDict, "
+                    "append to a list, or do it in a hook such as on_train_batch_start"
                 )
 
     @contextmanager
