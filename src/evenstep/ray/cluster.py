@@ -83,13 +83,16 @@ def run(
 
     Raises:
         ConfigError: No cluster can be reached, it has too few resources, the function cannot be shipped, or nodes have
-            different versions.
+            different versions; or `workers` or what each takes makes no sense.
         ScriptError: The function or script failed; the message is its traceback.
         KeyboardInterrupt: The run was interrupted, and stopped after a step.
         PeerError: The head's node is lost.
         SilenceError: The first workers were not there in time.
     """
     least, most = limits(workers)
+    for name, amount in (("cpus_per_worker", cpus_per_worker), ("gpus_per_worker", gpus_per_worker)):
+        if not amount >= 0:
+            raise ConfigError(f"{name}={amount}, expected a number of at least 0")
     work = ShippedWork.of(function_or_script, args, options, working_dir)
     connected_here = _connect(address, working_dir)
     view = RunView(on_progress, quiet=quiet)
