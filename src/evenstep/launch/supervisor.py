@@ -127,7 +127,7 @@ class Supervisor:
 
     def _finish(self) -> int:
         self._console.end_progress()
-        self._scribe.finish(self._reports.trained)
+        self._scribe.finish(trained=self._reports.trained and self._crew.failed is None)
         if self._trace is not None:
             self._trace.finish()
         return RunOutcome(
