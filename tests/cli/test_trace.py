@@ -78,6 +78,7 @@ def test_what_every_worker_did_is_there_also_of_one_that_was_killed(script, tmp_
     assert shown.code == 0, shown.stderr
     assert "20 steps, 2 workers; milliseconds of a step" in shown.stdout
     assert "worker 1 was lost in step 7" in shown.stdout
+    assert "the end of the run is not in it" not in shown.stdout
     assert re.search(r"worker 0 +0\.00 +\d+\.\d\d", shown.stdout), "worker 0 waits for worker 1, not for itself"
 
 
@@ -106,6 +107,7 @@ def test_groups_are_told_apart_and_what_they_wait_for_is_there(script, tmp_path)
     assert shown.code == 0, shown.stderr
     assert [f"group {g}: 20 steps, 2 workers; milliseconds of a step" in shown.stdout for g in range(2)] == [True] * 2
     assert "for the servers" in shown.stdout
+    assert "the end of the run is not in it" not in shown.stdout
 
 
 def assert_they_nest(spans):
@@ -128,7 +130,9 @@ def test_the_file_is_whole_even_if_the_supervisor_is_killed(script, tmp_path):
         cli.wait()
     assert processes.until(lambda: not any(map(processes.is_alive, children)))
     json.loads(path.read_text())
-    assert cli_run("trace", "trace.json").code == 0
+    shown = cli_run("trace", "trace.json")
+    assert shown.code == 0
+    assert shown.stdout.splitlines()[-1] == "the end of the run is not in it: the run goes on, or was killed"
 
 
 def test_machines_are_on_one_clock_and_on_one_page(script, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from evenstep.launch.job import Job
 from evenstep.launch.trace_file import TraceFile, mend
 from evenstep.launch.trace_lines import TraceLines
 from evenstep.launch.trails import TrailPiece
+from evenstep.picture.timeline import has_ended
 from evenstep.plan.groups import Standing
 
 
@@ -52,7 +53,8 @@ def test_the_file_is_whole_after_every_write(tmp_path, console):
     console.say('worker 1 "was" killed')
     lines.finish()
     file.close()
-    assert events(path)[-1]["name"] == 'worker 1 "was" killed'
+    assert [event["name"] for event in events(path)[-2:]] == ['worker 1 "was" killed', "the run ends"]
+    assert has_ended(events(path))
 
 
 def test_a_write_that_was_cut_anywhere_is_mended_and_costs_no_earlier_event(tmp_path, console):
@@ -116,10 +118,9 @@ def test_groups_are_processes_on_one_clock_and_do_not_mix(tmp_path, console):
     file.close()
     found = [(e["pid"], e["tid"], e["ts"]) for e in events(path) if e["ph"] == "X"]
     assert found == [(2, 70, 5.0), (3, 71, 5.0)]
-    assert [(e["pid"], e["s"], e["name"]) for e in events(path) if e["ph"] == "i"] == [
-        (2, "p", "of 0"),
-        (3, "p", "of 1"),
-    ]
+    marks = [(e["pid"], e["s"], e["name"]) for e in events(path) if e["ph"] == "i"]
+    assert marks == [(2, "p", "of 0"), (2, "p", "group 0 ends"), (3, "p", "of 1"), (3, "p", "group 1 ends")]
+    assert not has_ended(events(path)), "the run ends when the launcher says so"
     named = [(e["pid"], e["args"]) for e in events(path) if e["name"] in ("process_name", "thread_name")]
     assert named == [
         (1, {"name": "supervisor"}),

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from time import monotonic
 from typing import Any
 
 from evenstep.exchange.tracing import Kind, Span, unpack
@@ -58,21 +59,22 @@ class TraceLines:
             self._write(lines)
 
     def finish(self) -> None:
-        """Write what is left, and tell the user if spans are missing."""
-        if lines := self._said():
-            self._write(lines)
+        """Write what is left and that this is the end, and tell the user if spans are missing."""
+        name = "the run ends" if self._group is None else f"group {self._group} ends"
+        self._write([*self._said(), self._mark(monotonic(), name, "end")])
         if self._lost:
             self._console.say(f"--trace {self._job.trace}: {self._lost} spans are missing, since they came too fast")
 
     def _said(self) -> list[str]:
         news = [(when_s, text) for when_s, text in self._console.said if when_s > self._said_s]
         self._said_s = news[-1][0] if news else self._said_s
+        return [self._mark(when_s, text[:_MOST_TEXT], "supervisor") for when_s, text in news]
+
+    def _mark(self, when_s: float, name: str, kind: str) -> str:
         across = "g" if self._group is None else "p"  # all processes, or this one
-        event = {"ph": "i", "s": across, "pid": self._first, "tid": SUPERVISOR, "cat": "supervisor"}
-        return [
-            json.dumps({**event, "ts": round(1e6 * when_s - self._job.began_ns / 1e3, 3), "name": text[:_MOST_TEXT]})
-            for when_s, text in news
-        ]
+        when = round(1e6 * when_s - self._job.began_ns / 1e3, 3)
+        event = {"ph": "i", "s": across, "pid": self._first, "tid": SUPERVISOR, "cat": kind}
+        return json.dumps({**event, "ts": when, "name": name})
 
     def _introduce(self, machine: int, name: str, place: int, pid: int) -> list[str]:
         lines, process = [], self._first + machine

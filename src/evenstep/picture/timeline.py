@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PHASES", "Timeline", "read", "render"]
+__all__ = ["PHASES", "Timeline", "has_ended", "read", "render"]
 
 PHASES = ("load", "forward", "backward", "compute", "exchange", "wait", "update", "commit", "recovery", "operation")
 _NAMES = {"operation": "rest of the step", "compute": "rest of computing", "outside": "between steps"}
@@ -69,6 +69,11 @@ def read(events: Iterable[Mapping[str, Any]]) -> dict[int, Timeline]:
         group, worker = workers[thread]
         _add(found[group], worker, sorted(theirs, key=lambda span: (span.begin, -span.end)))
     return dict(sorted(found.items()))
+
+
+def has_ended(events: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a trace goes to the end of its run."""
+    return any(event.get("cat") == "end" and event["pid"] == 1 for event in events)
 
 
 def _add(found: Timeline, worker: int, spans: Sequence[_Span]) -> None:
