@@ -54,9 +54,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, if that is wanted."""
     if config.getoption("quick"):
-        chosen = [item for item in items if quick.is_quick(item)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
+        left_out = [item for item in items if not quick.is_quick(item)]
+        config.hook.pytest_deselected(items=left_out)
+        left = set(left_out)
+        items[:] = [item for item in items if item not in left]
     if hasattr(config, "workerinput"):  # one of several processes
         items.sort(key=lanes.order)
 
