@@ -37,6 +37,7 @@ hypothesis.settings.register_profile(  # how long an example takes says more abo
     "patient", hypothesis.settings.default, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("patient")
+_MUCH = 30_000  # objects that a collection goes through: some ten milliseconds
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it, as in `nohup make test &`
 
 
@@ -53,9 +54,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, if that is wanted."""
     if config.getoption("quick"):
-        chosen = [item for item in items if quick.is_quick(item)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
+        left_out = [item for item in items if not quick.is_quick(item)]
+        config.hook.pytest_deselected(items=left_out)
+        left = set(left_out)
+        items[:] = [item for item in items if item not in left]
     if hasattr(config, "workerinput"):  # one of several processes
         items.sort(key=lanes.order)
 
@@ -70,14 +72,20 @@ def pytest_collection_finish() -> None:
     """Everything is imported: what every fork would do, or drag along, is done once."""
     for clear in typing._cleanups:  # a library does so at every exit
         clear()
-    gc.collect()
-    gc.freeze()  # collections need not go through all of torch from now on
-    pages.collapse()
+    pages.settle()
 
 
 def pytest_unconfigure() -> None:
     """Python ends as it always does."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_imported_is_settled() -> Iterator[None]:
+    """What the tests of a file have imported, too, is out of the way of the files that follow."""
+    yield
+    if len(gc.get_objects()) > _MUCH:
+        pages.settle()
 
 
 @pytest.fixture(autouse=True)

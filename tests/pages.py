@@ -5,11 +5,19 @@ third of that if it is in huge ones. A suite forks thousands of times.
 """
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 _MADV_COLLAPSE = 25  # Linux 6.1: now, and whatever the system's setting for such pages
 _SIZE = 2 << 20
+
+
+def settle() -> None:
+    """All that is there now stays for good: collections, here and in forks, neither go through it nor copy it."""
+    gc.collect()
+    gc.freeze()
+    collapse()
 
 
 def collapse() -> None:

@@ -5,6 +5,7 @@ does.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -29,12 +30,17 @@ def is_quick(item: pytest.Item) -> bool:
         return False
     fixtures = item._fixtureinfo.name2fixturedefs.values()
     functions = [item.function, *(each.func for found in fixtures for each in found)]
-    return not any(_starts_processes(function, set()) for function in functions)
+    return not any(map(_starts_any, functions))
+
+
+@cache  # many tests use the same fixtures
+def _starts_any(function: Callable[..., Any]) -> bool:
+    return _starts_processes(function, set())
 
 
 def _starts_processes(function: Callable[..., Any], seen: set[Any]) -> bool:
     code = getattr(function, "__code__", None)
-    if code is None or code in seen or _HERE not in Path(code.co_filename).parents:
+    if code is None or code in seen or not code.co_filename.startswith(f"{_HERE}/"):
         return False
     seen.add(code)
     names = set(_names(code))

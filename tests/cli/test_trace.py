@@ -78,7 +78,36 @@ def test_what_every_worker_did_is_there_also_of_one_that_was_killed(script, tmp_
     assert shown.code == 0, shown.stderr
     assert "20 steps, 2 workers; milliseconds of a step" in shown.stdout
     assert "worker 1 was lost in step 7" in shown.stdout
+    assert "the end of the run is not in it" not in shown.stdout
     assert re.search(r"worker 0 +0\.00 +\d+\.\d\d", shown.stdout), "worker 0 waits for worker 1, not for itself"
+
+
+def test_groups_are_told_apart_and_what_they_wait_for_is_there(script, tmp_path):
+    options = ("--groups", "2", "--workers-per-group", "2", "--servers", "2")
+    done = cli_run("run", *options, "--trace", "trace.json", "train.py", "10")
+    assert done.code == 0, done.stderr
+    assert re.search(r"group [01]: worker 1 \(pid \d+\) was killed by SIGKILL", done.stderr)
+    spans, workers = spans_of(tmp_path / "trace.json")
+    named = [event["args"] for event in events_of(tmp_path / "trace.json") if event["name"] == "thread_name"]
+    assert {(who["group"], who["worker"]) for who in named if "group" in who} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    for group in range(2):
+        theirs = [found for thread, found in spans.items() if thread[0] == group + 2 and workers[thread] == 0]
+        (first,) = theirs
+        committed = [name for _, _, kind, name in first if kind == "operation" and re.fullmatch(r"step \d+", name)]
+        assert committed == [f"step {n}" for n in range(20)], "each step of this group once"
+        waits = {name for _, _, kind, name in first if kind == "wait"}
+        assert waits >= {"wait for the servers", "wait for all groups"}
+    for found in spans.values():
+        assert_they_nest(found)
+    marks = [(e["pid"], e["name"]) for e in events_of(tmp_path / "trace.json") if e["ph"] == "i"]
+    assert (1, "2 groups of 2 workers, 2 servers, a group may be any number of updates ahead") in marks
+    died = sorted(map(int, re.findall(r"group (\d): worker 1 .* was killed", done.stderr)))
+    assert sorted(pid - 2 for pid, text in marks if "killed by SIGKILL" in text) == died
+    shown = cli_run("trace", "trace.json")
+    assert shown.code == 0, shown.stderr
+    assert [f"group {g}: 20 steps, 2 workers; milliseconds of a step" in shown.stdout for g in range(2)] == [True] * 2
+    assert "for the servers" in shown.stdout
+    assert "the end of the run is not in it" not in shown.stdout
 
 
 def assert_they_nest(spans):
@@ -101,7 +130,9 @@ def test_the_file_is_whole_even_if_the_supervisor_is_killed(script, tmp_path):
         cli.wait()
     assert processes.until(lambda: not any(map(processes.is_alive, children)))
     json.loads(path.read_text())
-    assert cli_run("trace", "trace.json").code == 0
+    shown = cli_run("trace", "trace.json")
+    assert shown.code == 0
+    assert shown.stdout.splitlines()[-1] == "the end of the run is not in it: the run goes on, or was killed"
 
 
 def test_machines_are_on_one_clock_and_on_one_page(script, tmp_path, monkeypatch):

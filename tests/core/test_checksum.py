@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evenstep.core import checksum as module
-from evenstep.core.checksum import checksum, checksums, launch_checksums
+from evenstep.core.checksum import checksum, checksums, launch_checksums, launch_checksums_of_pieces
 
 
 def test_it_is_of_the_elements_not_of_their_layout():
@@ -53,7 +53,20 @@ def test_and_so_does_the_kernel(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(module, "_PROGRAM", 2048)
     of = [*flats(), torch.randint(256, (8 * 2048 * 2 + 24,), dtype=torch.uint8)]
-    assert module._sums_by_kernel(of, [flat.numel() for flat in of]).tolist() == expected_sums(of)
+    expected = launch_checksums(of).tolist()
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # the kernel's interpreter takes memory of the host
+    assert launch_checksums(of).tolist() == expected
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("size", [64, 4096, 4096 + 8, 3 * 4096 - 5])
+def test_pieces_have_the_checksums_of_tensors(size, by_kernel, monkeypatch):
+    flat = torch.randint(256, (size,), dtype=torch.uint8)
+    expected = launch_checksums(flat.split(4096)).tolist()
+    if by_kernel:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    assert launch_checksums_of_pieces(flat, 4096).tolist() == expected
 
 
 def test_words_are_for_whoever_waits_for_them():

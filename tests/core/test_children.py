@@ -222,6 +222,16 @@ def test_lines_come_whole_and_before_the_end():
     assert lines[-1] == ("end", 4)
 
 
+def test_an_event_whose_writer_was_killed_in_the_middle_is_none():
+    def main(pipes):
+        os.write(pipes["events"], b'{"a": 1}\n{"b": [')
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    lines = Heard().run(main)
+    assert [line for kind, line in lines if kind == "events"] == [b'{"a": 1}']
+    assert lines[-1] == ("end", -signal.SIGKILL)
+
+
 def test_what_comes_without_an_end_comes_in_pieces_but_an_event_is_whole():
     def main(pipes):
         for fd in (1, pipes["events"]):

@@ -48,11 +48,32 @@ def test_every_step_is_written_once_whoever_dies(tmp_path):
     assert logs[0][0]["logged"] == {"lr": 1e-2}
 
 
-def test_servers_have_pages_of_their_own(tmp_path):
+def test_one_group_with_servers_has_the_figures_of_none(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    found = []
+    for options in (("-n", "1"), ("--framework", "sandblaster", "-n", "2")):
+        path = tmp_path / f"{len(found)}.json"
+        done = cli_run("run", *options, "--log-json", path, "--tensorboard", tmp_path / "board", tmp_path / "train.py")
+        assert done.code == 0, done.stderr
+        found.append([{**json.loads(line), "time": None, "logged": None} for line in path.read_text().splitlines()])
+    assert found[0] == found[1]
+    assert len(found[0]) == 25
+    assert len({path.stat().st_size for path in (tmp_path / "board").iterdir()}) == 1
+
+
+def test_several_groups_have_no_steps_in_common(tmp_path):
     (tmp_path / "train.py").touch()
-    done = cli_run("run", "--groups", "2", "--tensorboard", tmp_path / "board", tmp_path / "train.py")
-    assert done.code == 2
-    assert "--tensorboard with --groups, expected one of them" in done.stderr
+    for option in ("--tensorboard", "--log-json", "--page"):
+        done = cli_run("run", "--groups", "2", option, "1", tmp_path / "train.py")
+        assert done.code == 2
+        assert f"{option} with 2 groups, expected one group" in done.stderr
+
+
+def test_a_script_that_fails_in_its_first_step_says_only_that(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).replace("net(part[0]).pow(2).mean()", "1 / 0"))
+    done = cli_run("run", "-n", "2", "--log-json", tmp_path / "steps.json", tmp_path / "train.py")
+    assert "ZeroDivisionError: division by zero" in done.stderr
+    assert "no step was recorded" not in done.stderr
 
 
 def test_a_full_disk_is_said_once_and_the_other_file_goes_on(new_segment, tmp_path):

@@ -3,8 +3,8 @@
 from evenstep.picture.timeline import read, render
 
 
-def named(worker, tid, pid=1):
-    return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": "w", "worker": worker}}
+def named(worker, tid, pid=1, **more):
+    return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": "w", "worker": worker, **more}}
 
 
 def span(tid, cat, begin, end, name="", pid=1, **args):
@@ -32,7 +32,7 @@ EVENTS = [
 
 
 def test_the_innermost_span_has_the_time():
-    found = read(EVENTS)
+    found = read(EVENTS)[0]
     assert found.steps == {0: 2, 1: 1}
     assert found.spent[0] == {
         "forward": 2000,
@@ -50,7 +50,7 @@ def test_the_innermost_span_has_the_time():
 
 
 def test_what_is_in_no_committed_step_is_not_of_a_step():
-    found = read(EVENTS)
+    found = read(EVENTS)[0]
     assert found.spent[1] == {"operation": 6000}
     assert found.waited.get(1, {}) == {}
     assert found.again == {1: 1}
@@ -66,3 +66,26 @@ def test_tables_say_it_in_milliseconds_of_a_step():
     assert any(line.split() == ["layer", "0.33", "0.50", "100", "%"] for line in lines)
     assert "worker 1 was lost in step 1, 0.010 s after the beginning" in lines
     assert render(read([])) == "no step was committed while it was traced"
+
+
+def test_groups_have_tables_of_their_own():
+    events = [
+        named(0, 10, 2, group=0),
+        named(0, 10, 3, group=1),
+        named(1, 11, 3, group=1),
+        span(10, "operation", 0, 2000, "step 0", 2, step=0),
+        span(10, "wait", 1000, 3000, "wait for server 0", 3),
+        span(10, "operation", 0, 4000, "step 0", 3, step=0),
+        span(11, "wait", 1000, 2000, "wait for worker 0", 3, worker=0),
+        span(11, "operation", 0, 4000, "step 0", 3, step=0),
+    ]
+    found = read(events)
+    assert {group: each.steps for group, each in found.items()} == {0: {0: 1}, 1: {0: 1, 1: 1}}
+    assert found[1].waited == {0: {"server 0": 2000}, 1: {0: 1000}}, "worker 0 of its own group"
+    lines = render(found).splitlines()
+    assert lines[0] == "group 0: 1 step, 1 worker; milliseconds of a step"
+    second = lines[lines.index("group 1: 1 step, 2 workers; milliseconds of a step") :]
+    assert [line.split() for line in second if line.startswith("worker")] == [
+        ["worker", "0", "0.00", "0.00", "2.00"],
+        ["worker", "1", "1.00", "0.00", "0.00"],
+    ]

@@ -10,6 +10,8 @@ import pytest
 import forker
 import guests
 import processes
+from evenstep.cli.trace import events_of
+from evenstep.picture import timeline
 from guests import training
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
@@ -158,7 +160,8 @@ def command(cluster, directory):
     """`evenstep run --on ray`, of a script with a module beside it."""
     where = {**os.environ, "RAY_ADDRESS": cluster.address}
     script, out = guests.put_script(directory), f"{directory}/out"
-    words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "1", str(script), out]
+    traced = ["--trace", f"{directory}/trace.json"]
+    words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "1", *traced, str(script), out]
     with forker.closed():
         done = subprocess.run(words, env=where, capture_output=True, text=True, check=False, timeout=100)
     return done.returncode, done.stdout, done.stderr
@@ -171,6 +174,12 @@ def test_the_command_line_runs_a_script_with_what_lies_beside_it(ray, tmp_path):
     assert f"on 1 {tmp_path}/out" in out
     assert (tmp_path / "out").read_text() == guests.fingerprint_of_script(tmp_path)
     assert f"fingerprint {(tmp_path / 'out').read_text()}" in out
+    found = timeline.read(events := events_of(tmp_path / "trace.json"))[0]
+    assert found.steps[0] == found.steps[1] > 0, "every step, of the worker that keeps the state and of the node's"
+    assert found.spent[1]["forward"] > found.spent[0].get("forward", 0.0) == 0.0, "who computes"
+    machines = [(e["pid"], e["args"]["name"][:9]) for e in events if e["name"] == "process_name"]
+    assert sorted(machines) == [(1, "machine 0"), (2, "machine 1")]
+    assert any("joined with 1" in e["name"] for e in events if e["ph"] == "i"), "what the head said"
 
 
 def test_options_of_one_machine_are_refused():
@@ -178,7 +187,8 @@ def test_options_of_one_machine_are_refused():
 
     done = cli_run("run", "--on", "spark", "-n", "2", __file__)
     assert (done.code, done.stderr.strip()) == (2, "evenstep: --on spark, expected ray, or ray://HOST:PORT")
-    for option, value in (("--weights", "1,1"), ("--groups", "2"), ("--listen", "127.0.0.1:0"), ("--grace", "3")):
+    given = ("--weights 1,1", "--groups 2", "--listen 127.0.0.1:0", "--grace 3", "--staleness 0", "--page 0")
+    for option, value in map(str.split, given):
         done = cli_run("run", "--on", "ray", option, value, "-n", "2", __file__)
         assert done.code == 2
         assert f"{option} applies to one machine and has no meaning with --on ray; leave it out" in done.stderr

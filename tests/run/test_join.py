@@ -25,7 +25,7 @@ def segment_fd():
 
 
 def test_alone_it_is_a_group_of_one_with_a_ledger_of_its_own():
-    ledger = alone(5.0)
+    ledger = alone(Environment(), 5.0)
     assert (ledger.group.rank, ledger.group.num_workers, ledger.group.elastic) == (0, 1, False)
     assert ledger.done == 0
     ledger.group.close()

@@ -53,6 +53,21 @@ def test_what_is_saved_comes_back_to_the_bit(saving_of, tmp_path):
     assert saving.position == {"epoch": 1, "batch": 2}
 
 
+def test_a_fingerprint_that_is_asked_for_waits_for_what_is_on_its_way(saving_of, monkeypatch):
+    worker, saving = saving_of()
+    told, group, before = [], worker.engine.group, worker.engine.state.fingerprint()
+
+    def collect():
+        next(iter(worker.engine.state.entries.values())).live.add_(1.0)  # as when values come from a server
+
+    monkeypatch.setattr(saving._others, "collect", collect)
+    monkeypatch.setattr(group, "tell", told.append)
+    group.board.ask_fingerprint()
+    saving.heed()
+    assert worker.engine.state.fingerprint() != before
+    assert told == [{"fingerprint now": [2, worker.engine.state.fingerprint()]}]
+
+
 def test_who_is_not_to_write_does_not(saving_of, tmp_path):
     _, saving = saving_of()
     saving.save(tmp_path / "there", writes=False)

@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 
+from evenstep.cli.trace import events_of
 from evenstep.core.errors import UnsupportedError
+from evenstep.picture import timeline
 from evenstep.server import connect
 from evenstep.testing import Fault, plant
 from evenstep.testing.faults import struck
@@ -97,7 +99,7 @@ def test_a_worker_that_sends_on_its_own_goes_on_where_it_died(job, tmp_path, sta
     with serving(tmp_path, "--staleness", str(staleness).lower(), "--lease", "5", build=build) as cli:
         url = url_of(cli)
         path, marker = job(f'server=evenstep.Server("{url}", staleness={staleness}, {options})')
-        done = cli_run("run", "-n", "2", path, marker)
+        done = cli_run("run", "-n", "2", "--trace", tmp_path / "trace.json", path, marker)
         assert done.code == 0, done.stderr
         assert "was killed by SIGKILL" in done.stderr
         sent = 7 if not options else 3
@@ -105,6 +107,13 @@ def test_a_worker_that_sends_on_its_own_goes_on_where_it_died(job, tmp_path, sta
         found, version = look(url)
         assert version == (2 * STEPS if not options else STEPS), "each worker has sent each of its updates once"
         assert all(bool(torch.isfinite(value).all()) for value in found.values())
+    traced = timeline.read(events := events_of(tmp_path / "trace.json"))[0]
+    assert traced.steps[0] == STEPS
+    assert traced.steps[1] >= STEPS, "those of both of its lives"
+    assert all(traced.spent[worker]["forward"] > 0 for worker in range(2))
+    waits = {(event["tid"], event["name"]) for event in events if event.get("cat") == "wait"}
+    assert len(waits) == 3, "both workers, and the one that came back"
+    assert {name for _, name in waits} == {"wait for the server"}, "and for nobody else"
 
 
 def test_a_synchronous_worker_that_sends_on_its_own_ends_the_run_with_a_sentence(job, tmp_path):

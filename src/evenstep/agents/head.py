@@ -4,6 +4,7 @@ The head runs on the caller's machine: if that machine is lost, so is the run; a
 module does not import torch: only the head's own process needs it (`head_process.py`).
 """
 
+import fcntl
 import json
 import os
 import selectors
@@ -23,6 +24,7 @@ __all__ = ["Head", "HeadOrder"]
 
 Report = dict[str, Any]
 _ENDING_S = 5.0
+_PIPE_BYTES = 1 << 20  # the caller may be far away, and a trace is long
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class HeadOrder:
         max_restarts: How many workers may be replaced; None: any number.
         step_timeout_s: How long a step may take; None: as the script says.
         resume: Whether to continue from the newest checkpoint.
+        trace: The file that the caller writes a trace to, of which the head reports the events; None: there is none.
     """
 
     host: str
@@ -48,6 +51,7 @@ class HeadOrder:
     max_restarts: int | None = None
     step_timeout_s: float | None = None
     resume: bool = False
+    trace: str | None = None
 
 
 class Head:
@@ -64,6 +68,8 @@ class Head:
     def __init__(self, work: ShippedWork, order: HeadOrder) -> None:
         with _listening(order.host) as door:
             reading, writing = os.pipe()
+            with suppress(PermissionError):  # this user has many pipes
+                fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             self._result = os.memfd_create("evenstep result", 0)
             self.address: tuple[str, int] = (order.host, door.getsockname()[1])
             given = (door.fileno(), writing, self._result)
@@ -101,7 +107,7 @@ class Head:
             *lines, rest = (begun + data).split(b"\n")
             if not data:
                 self._selector.unregister(key.fd)
-                lines += [rest] if rest else []
+                lines += [rest] if rest and kind != "event" else []  # the head was killed in the middle of an event
             self._pipes[key.fd] = (kind, rest)
             found += [_report(kind, line) for line in lines]
         if not self._selector.get_map() and self.code is None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from evenstep.agents import process
 from evenstep.agents.head import HeadOrder
@@ -40,6 +41,7 @@ def main(words: Sequence[str]) -> int:
         step_timeout_s=order.step_timeout_s,
         resume=order.resume,
         report=report,
+        trace=None if order.trace is None else Path(order.trace),
         listen=listen,
         keeper=order.workers == 0,
     )

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from evenstep.agents.shipping import unship
@@ -25,9 +25,13 @@ class RunView:
     Args:
         on_progress: Called with each progress report.
         quiet: Print nothing.
+
+    Attributes:
+        trace: Takes the events of a trace, if there is one.
     """
 
     def __init__(self, on_progress: Callable[[Progress], None] | None, *, quiet: bool) -> None:
+        self.trace: Callable[[Sequence[str]], None] | None = None
         self._on_progress, self._quiet, self._display = on_progress, quiet, Display()
         self._fingerprint: str | None = None
         self._error: str | None = None
@@ -48,6 +52,8 @@ class RunView:
         self._last = report.get("err", self._last)
         if "progress" in event and self._on_progress is not None:
             self._on_progress(Progress(**event["progress"]))
+        if "trace" in event and self.trace is not None:
+            self.trace(event["trace"])
         if not self._quiet:
             self._show(report, event)
 

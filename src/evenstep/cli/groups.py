@@ -38,19 +38,17 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_figures(options: argparse.Namespace) -> None:
+def refuse_figures(options: argparse.Namespace, setup: Setup | None) -> None:
     """Refuse options that only make sense where all workers step together.
 
     Raises:
         ConfigError: One of them was given.
     """
-    given = [name for name in ("page", "log_json", "tensorboard", "trace") if getattr(options, name) is not None]
-    beside = ("on", "groups", "servers", "framework")
-    elsewhere = [name for name in beside if getattr(options, name) is not None]
-    if given and elsewhere:
+    given = [name for name in ("page", "log_json", "tensorboard") if getattr(options, name) is not None]
+    if given and setup is not None and setup.groups > 1:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')} with --{elsewhere[0]}, expected one of them: it shows steps of workers "
-            "that all step together; servers have pages of their own"
+            f"--{given[0].replace('_', '-')} with {setup.groups} groups, expected one group: it shows steps of workers "
+            "that all step together; --trace takes several groups"
         )
 
 

@@ -9,7 +9,7 @@ from evenstep.core.output import say
 __all__ = ["add_arguments", "run_on"]
 
 _GRACE_S = 30.0  # the default of --grace
-_TAKEN = {"on", "workers", "shards", "max_restarts", "no_replace", "step_timeout", "resume"}
+_TAKEN = {"on", "workers", "shards", "max_restarts", "no_replace", "step_timeout", "resume", "trace"}
 _OURS = {"command", "own", "module", "script", "args"}  # what the parser itself adds
 
 
@@ -32,7 +32,8 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
     if cluster != "ray" and not cluster.startswith("ray://"):
         raise ConfigError(f"--on {cluster}, expected ray, or ray://HOST:PORT")
     for name, value in vars(options).items():
-        if name not in _TAKEN | _OURS and value not in (None, False, _GRACE_S):
+        is_given = value is not None and value is not False and (name, value) != ("grace", _GRACE_S)  # 0 is given
+        if name not in _TAKEN | _OURS and is_given:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} applies to one machine and has no meaning with --on {cluster}; leave it out")
     if not isinstance(script, Path):
@@ -51,6 +52,7 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
             max_restarts=0 if options.no_replace else options.max_restarts,
             step_timeout_s=options.step_timeout,
             resume=options.resume,
+            trace=options.trace,
             working_dir=str(script.resolve().parent),
         )
     except ray.ScriptError as error:

@@ -25,8 +25,11 @@ def add_parser(commands: Any) -> None:
 
 
 def _trace(options: argparse.Namespace) -> int:
+    events = events_of(options.file)
     try:
-        print(timeline.render(timeline.read(events_of(options.file))))
+        print(timeline.render(timeline.read(events)))
+        if not timeline.has_ended(events):
+            print("\nthe end of the run is not in it: the run goes on, or was killed")
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{options.file} has events that evenstep did not write ({error!r})") from error
     return 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evenstep.native import core
 
-__all__ = ["checksum", "checksums", "launch_checksums"]
+__all__ = ["checksum", "checksums", "launch_checksums", "launch_checksums_of_pieces"]
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _ALSO_ODD = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -54,31 +54,48 @@ def launch_checksums(tensors: Sequence[Tensor]) -> Tensor:
     if all(tensor.is_cpu for tensor in dense):
         numbers = [core.checksum(tensor.data_ptr(), size) for tensor, size in zip(dense, sizes, strict=True)]
         return torch.tensor([number - (number >> 63 << 64) for number in numbers], dtype=torch.int64)
-    sums = _sums([_bytes(tensor) for tensor in dense]) if _kernel() is None else _sums_by_kernel(dense, sizes)
-    return sums ^ torch.tensor(sizes).to(sums.device, non_blocking=True)
-
-
-def _sums_by_kernel(dense: Sequence[Tensor], num_bytes: Sequence[int]) -> Tensor:
-    """As `_sums`, in one launch."""
-    device, module = dense[0].device, _kernel()
-    assert module is not None, "called only where Triton is available"
+    device = dense[0].device
+    if _kernel() is None:
+        return _sums([_bytes(tensor) for tensor in dense]) ^ torch.tensor(sizes).to(device)
     places = [tensor.data_ptr() for tensor in dense]
-    padded = {
-        n: _padded(_bytes(dense[n]), 8)
-        for n, (place, size) in enumerate(zip(places, num_bytes, strict=True))
-        if place % 8 or size % 8
-    }
+    padded = {n: _padded(_bytes(dense[n]), 8) for n, size in enumerate(sizes) if places[n] % 8 or size % 8}
     for n, words in padded.items():
         places[n] = words.data_ptr()
-    sizes = (torch.tensor(num_bytes) + 7) // 8
-    owner, begin = _rows(sizes, _PROGRAM)
-    tensors = torch.stack([torch.tensor(places), sizes], 1).to(device, non_blocking=True)
-    programs = torch.stack([owner, begin], 1).to(device, non_blocking=True)
-    totals = torch.zeros(len(dense), dtype=torch.int64, device=device)
-    if len(owner):
+    return _sums_by_kernel(places, sizes, device)
+
+
+def launch_checksums_of_pieces(flat: Tensor, num_bytes: int) -> Tensor:
+    """As `launch_checksums`, of the pieces of so many bytes of a tensor of bytes; the last piece is what is left."""
+    first, size = flat.data_ptr(), flat.numel()
+    if flat.is_cpu or _kernel() is None or first % 8 or num_bytes % 8 or size % 8:
+        return launch_checksums([flat[begin : begin + num_bytes] for begin in range(0, size, num_bytes)])
+    places = range(first, first + size, num_bytes)
+    return _sums_by_kernel(places, [min(num_bytes, first + size - place) for place in places], flat.device)
+
+
+def _sums_by_kernel(places: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """The checksums of pieces of a device's memory, in one launch.
+
+    Nothing large is copied from the host: a copy from ordinary memory would wait for the device.
+
+    Args:
+        places: Their addresses, multiples of 8.
+        sizes: The bytes of each; what comes after them in the last word is zero.
+        device: The device.
+    """
+    module = _kernel()
+    assert module is not None, "called only where Triton is available"
+    words = [-(-size // 8) for size in sizes]
+    table = torch.tensor([places, words, sizes], dtype=torch.int64)
+    table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    num_programs = sum(-(-count // _PROGRAM) for count in words)
+    owner, begin = _rows(table[1], _PROGRAM, num_programs)
+    totals = torch.zeros(len(words), dtype=torch.int64, device=device)
+    if num_programs:
         launch: Any = module.add_up
-        launch[(len(owner),)](tensors, programs, totals, PROGRAM=_PROGRAM, BLOCK=1024)
-    return totals
+        tensors, programs = table[:2].t().contiguous(), torch.stack([owner, begin], 1)
+        launch[(num_programs,)](tensors, programs, totals, PROGRAM=_PROGRAM, BLOCK=1024)
+    return totals ^ table[2]
 
 
 def _sums(flats: Sequence[Tensor]) -> Tensor:
@@ -86,8 +103,8 @@ def _sums(flats: Sequence[Tensor]) -> Tensor:
     device = flats[0].device
     sizes = torch.tensor([-(-flat.numel() // 8) for flat in flats])
     words = torch.cat([_padded(flat, 8 * _ROW) for flat in flats]).view(torch.int64).view(-1, _ROW)
-    owner, begin = (each.to(device) for each in _rows(sizes, _ROW))
     sizes = sizes.to(device)
+    owner, begin = _rows(sizes, _ROW, len(words))
     totals = torch.zeros(len(flats), dtype=torch.int64, device=device)
     within, step = torch.arange(_ROW, device=device), _PIECE // _ROW
     for first in range(0, len(words), step):
@@ -112,8 +129,8 @@ def _padded(flat: Tensor, to: int) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % to))
 
 
-def _rows(sizes: Tensor, row: int) -> tuple[Tensor, Tensor]:
-    """For every row of `row` words: which tensor it belongs to, and which of its words comes first."""
+def _rows(sizes: Tensor, row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """For every row of `row` words, of `num_rows` in all: whose it is, and which of its words comes first."""
     rows = -(-sizes // row)
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), rows)
-    return owner, (torch.arange(len(owner)) - (rows.cumsum(0) - rows)[owner]) * row
+    owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), rows, output_size=num_rows)
+    return owner, (torch.arange(num_rows, device=sizes.device) - (rows.cumsum(0) - rows)[owner]) * row

@@ -192,15 +192,15 @@ class _Pipe:
         """The complete lines that have arrived, and whether the pipe has ended."""
         data = os.read(self.fd, 65536)
         *lines, rest = (self._begun + data).split(b"\n")
-        if rest and (not data or (len(rest) > _LONGEST_LINE_BYTES and self.kind != "events")):
-            lines, rest = [*lines, rest], b""
+        if self.kind != "events" and rest and (not data or len(rest) > _LONGEST_LINE_BYTES):
+            lines, rest = [*lines, rest], b""  # an event without an end is none: its writer was killed in the middle
         self._begun = rest
         return lines, not data
 
     def rest(self) -> list[bytes]:
         """The last line, if it never got its line feed."""
         rest, self._begun = self._begun, b""
-        return [rest] if rest else []
+        return [rest] if rest and self.kind != "events" else []
 
 
 class Children:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core import points
-from evenstep.core.checksum import checksums, launch_checksums
+from evenstep.core.checksum import checksums, launch_checksums_of_pieces
 from evenstep.exchange.group import Group
 from evenstep.plan.placement import cut
 from evenstep.transport.memory import FlatRegion, aligned
@@ -151,7 +151,7 @@ class Image:
             pieces = place.pieces(first, end)
             if pieces:
                 share = slice(pieces[0].start, pieces[-1].stop)
-                seals = launch_checksums([place.flat[piece] for piece in pieces]) ^ operations
+                seals = launch_checksums_of_pieces(place.flat[share], _PIECE_BYTES) ^ operations
                 place.rooms[which][share].copy_(place.flat[share], non_blocking=True)
                 place.seals[which][first:end].copy_(seals, non_blocking=True)
 

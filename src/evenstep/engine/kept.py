@@ -129,27 +129,28 @@ class Kept:
             news: The news of all workers, in the order of the parameters: it determines the layout.
             mine: The parameters for which this worker has the values.
         """
+        self._reserve(news)
         for i, tensors, _ in news:
             held = self._optimizer.state[self._parameters[i]]
             self._undo.setdefault(i, dict(held))
-            self._reserve(i, tensors)
             if i in mine:
                 for key in tensors:
                     self._entries[i][key].live.copy_(held[key])
             self._hold(i, tensors)
 
-    def _reserve(self, i: int, tensors: dict[str, Any]) -> None:
+    def _reserve(self, news: News) -> None:
         """Make room for tensors without any. Trying an operation again makes the same room, so it may stay."""
-        known = self._entries.setdefault(i, {})
         fresh = {
-            f"{self._prefix}.{self._names[i]}.{key}": Form.unpack(packed)
+            (i, key): Form.unpack(packed)
+            for i, tensors, _ in news
             for key, packed in sorted(tensors.items())
-            if key not in known
+            if key not in self._entries.setdefault(i, {})
         }
         if not fresh:  # even an empty reservation takes room, and another attempt would take it again
             return
-        for entry in self._state.add(fresh):
-            known[entry.name.rpartition(".")[2]] = entry
+        entries = self._state.add({f"{self._prefix}.{self._names[i]}.{key}": form for (i, key), form in fresh.items()})
+        for (i, key), entry in zip(fresh, entries, strict=True):
+            self._entries[i][key] = entry
 
     def _hold(self, i: int, keys: Iterable[str]) -> None:
         """Make the optimizer use the shared tensors."""
@@ -159,10 +160,11 @@ class Kept:
 
     def adopt(self, news: News, took_part: bool) -> None:
         """Adopt the news of a committed operation."""
+        if not took_part:
+            self._reserve(news)
         for i, tensors, values in news:
             held = self._optimizer.state[self._parameters[i]]
             if not took_part:
-                self._reserve(i, tensors)
                 self._hold(i, tensors)
             for key in tensors:
                 self._entries[i][key].counts = True

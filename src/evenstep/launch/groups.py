@@ -1,6 +1,7 @@
 """The launcher of several groups: a supervisor process for each, servers beside them, one display, one exit code.
 
-A group's supervisor looks after its workers as in any run. Its output, progress and fingerprint arrive through pipes.
+A group's supervisor looks after its workers as in any run. Its output, progress, fingerprint and the events of a trace
+arrive through pipes.
 The first group or server that fails ends the run: the others are stopped, and only its error is shown.
 """
 
@@ -10,6 +11,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 from evenstep.core.children import Child, Children, signal_name
@@ -20,6 +22,8 @@ from evenstep.launch.console import Console
 from evenstep.launch.job import Job
 from evenstep.launch.servers import ServerProcess, start_servers
 from evenstep.launch.supervisor import supervise
+from evenstep.launch.trace_file import TraceFile
+from evenstep.launch.trace_lines import TraceLines, name_of
 from evenstep.plan.groups import Setup, Standing
 from evenstep.run.progress import Merger, Progress
 
@@ -41,8 +45,8 @@ class _Group:
 
 
 class _Conductor:
-    def __init__(self, job: Job, setup: Setup, console: Console) -> None:
-        self._job, self._setup, self._console = job, setup, console
+    def __init__(self, job: Job, setup: Setup, console: Console, trace: TraceFile | None) -> None:
+        self._job, self._setup, self._console, self._trace = job, setup, console, trace
         self._children = Children(self._on_lines, self._on_end)
         self._servers: list[ServerProcess] = []
         self._groups: list[_Group] = []
@@ -71,6 +75,7 @@ class _Conductor:
                     if self._deadline is not None and time.monotonic() >= self._deadline:
                         self._signal_all(signal.SIGKILL)
                 children.finish(_DRAIN_S)
+                self._finish_trace()
                 return self._finish()
             finally:
                 for group in self._groups:
@@ -113,6 +118,8 @@ class _Conductor:
         if "progress" in event:
             for progress in self._merger.add(group.number, Progress(**event["progress"])):
                 self._console.progress(progress)
+        if "trace" in event and self._trace is not None:
+            self._trace.append(event["trace"])
         if "error" in event and (self._failed is None or self._failed is group):
             self._console.show_error(event["error"])
         group.fingerprint = event.get("fingerprint", group.fingerprint)
@@ -170,6 +177,12 @@ class _Conductor:
                 "which group? `evenstep scale N --job PID` changes the workers of one; `status` shows them"
             )
 
+    def _finish_trace(self) -> None:
+        """Note in the trace what was said of all groups."""
+        if self._trace is not None:
+            self._trace.append([name_of("process_name", 1, 0, "all groups")])
+            TraceLines(self._trace.append, self._job, self._console).finish()
+
     def _finish(self) -> int:
         self._console.end_progress()
         if self._failed is not None:
@@ -187,10 +200,14 @@ def conduct(job: Job, setup: Setup) -> int:
     """Run a job in groups to its end; returns the exit code, as `supervise` does.
 
     Raises:
+        ConfigError: The trace cannot be written; nothing was started.
         ServerError: A server cannot be started.
     """
-    with Console(None, 0) as console:
+    with Console(None, 0) as console, ExitStack() as stack:
+        trace = None
+        if job.trace is not None:
+            trace = stack.enter_context(closing(TraceFile(job.trace, job.script, console.say)))
         import torch._inductor.config  # noqa: F401  # takes a second, which every worker would spend in its first step
 
         console.say(setup.describe())
-        return _Conductor(job, setup, console).run()
+        return _Conductor(job, setup, console, trace).run()

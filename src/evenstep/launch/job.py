@@ -1,8 +1,9 @@
 """What to run: a script, and everything the command line says about its workers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic_ns
 
 from evenstep.core.events import Event
 from evenstep.launch.door import Listen
@@ -27,7 +28,8 @@ class Job:
         weights: The share of the work of each worker; None: measured.
         resume: Whether to continue from the newest checkpoint.
         standing: The position of these workers among groups, if there are groups and servers.
-        report: Takes progress, fingerprint and the error that ended the run, if another process shows them.
+        report: Takes progress, fingerprint, the error that ended the run and the events of a trace, if another process
+            shows them and writes the trace.
         recheck: One step in this many is computed twice; None: as the script says.
         tolerate_wrong: How often a worker may compute wrong before it is dismissed; None: as the script says.
         log_json: The file that gets a line of JSON for every step.
@@ -36,6 +38,7 @@ class Job:
         page: The port of the page of the run; 0: any; None: there is no page.
         listen: How other machines join; None: they cannot.
         keeper: Whether the one worker of this machine only keeps the state, as long as there are others.
+        began_ns: When it began, by this machine's monotonic clock: the zero of its trace.
     """
 
     script: Path | str
@@ -58,3 +61,4 @@ class Job:
     page: int | None = None
     listen: Listen | None = None
     keeper: bool = False
+    began_ns: int = field(default_factory=monotonic_ns, compare=False)

@@ -48,11 +48,11 @@ class Scribe:
             self._write(_MOST)
             self._next_s = monotonic() + _EVERY_S
 
-    def finish(self, trained: bool) -> None:
+    def finish(self, *, trained: bool) -> None:
         """Write the rest.
 
         Args:
-            trained: Whether the script has made a run.
+            trained: Whether the script has made a run, and has not failed.
         """
         if not self._records:
             return

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 from evenstep.core.children import Child, signal_name
@@ -33,6 +34,7 @@ from evenstep.launch.reports import Reports
 from evenstep.launch.roster import Ending
 from evenstep.launch.scribe import Scribe
 from evenstep.launch.trace_file import TraceFile
+from evenstep.launch.trace_lines import TraceLines
 from evenstep.launch.trails import TrailPiece
 from evenstep.launch.worker import warm_up
 from evenstep.page.answers import answer
@@ -43,6 +45,7 @@ from evenstep.transport.segment import Segment
 __all__ = ["supervise"]
 
 _DRAIN_S = 1.0  # how long to keep reading after the last worker has ended, if something that it started still writes
+_MOST_EVENTS = 500  # of a trace, in one report
 _LOOK_S = 0.25  # how often to look for workers that are stopped or stuck
 
 
@@ -67,7 +70,7 @@ class Supervisor:
         control: Control,
         scribe: Scribe,
         page: PageProcess | None = None,
-        trace: TraceFile | None = None,
+        trace: TraceLines | None = None,
     ) -> None:
         self._job, self._console, self._control = job, console, control
         self._segment, self._scribe, self._page, self._trace = segment, scribe, page, trace
@@ -124,7 +127,7 @@ class Supervisor:
 
     def _finish(self) -> int:
         self._console.end_progress()
-        self._scribe.finish(self._reports.trained)
+        self._scribe.finish(trained=self._reports.trained and self._crew.failed is None)
         if self._trace is not None:
             self._trace.finish()
         return RunOutcome(
@@ -304,5 +307,18 @@ def supervise(job: Job) -> int:
         control = stack.enter_context(closing(Control()))
         scribe = stack.enter_context(closing(Scribe(segment, job, console.say)))
         page = None if job.page is None else stack.enter_context(closing(PageProcess(job.page, f"--page {job.page}")))
-        trace = None if job.trace is None else stack.enter_context(closing(TraceFile(job.trace, job, console)))
+        trace = None if job.trace is None else _traced(job, job.trace, console, stack)
         return Supervisor(job, console, segment, control, scribe, page, trace).run()
+
+
+def _traced(job: Job, path: Path, console: Console, stack: ExitStack) -> TraceLines:
+    """What makes the trace of a job; its events go to a file, or to the process that writes it."""
+    report = job.report
+    if report is None:
+        return TraceLines(stack.enter_context(closing(TraceFile(path, job.script, console.say))).append, job, console)
+
+    def write(lines: Sequence[str]) -> None:
+        for first in range(0, len(lines), _MOST_EVENTS):
+            report({"trace": lines[first : first + _MOST_EVENTS]})
+
+    return TraceLines(write, job, console)

@@ -1,6 +1,7 @@
 """Where the time of a run's steps went, and who waited for whom, from a trace: pure arithmetic over its spans.
 
 Time in nested spans of one worker belongs to the innermost. A wait inside an exchange inside a backward is a wait.
+Groups of workers step by themselves, so each has a summary of its own; workers without groups are one group.
 """
 
 from collections import defaultdict
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PHASES", "Timeline", "read", "render"]
+__all__ = ["PHASES", "Timeline", "has_ended", "read", "render"]
 
 PHASES = ("load", "forward", "backward", "compute", "exchange", "wait", "update", "commit", "recovery", "operation")
 _NAMES = {"operation": "rest of the step", "compute": "rest of computing", "outside": "between steps"}
@@ -27,7 +28,7 @@ class _Span:
 
 @dataclass
 class Timeline:
-    """A summary of a trace. Times are microseconds, summed over committed steps.
+    """A summary of what the workers of a group did. Times are microseconds, summed over committed steps.
 
     Attributes:
         steps: How many steps each worker took part in.
@@ -48,25 +49,31 @@ class Timeline:
     recoveries: list[tuple[float, float]] = field(default_factory=list)
 
 
-def read(events: Iterable[Mapping[str, Any]]) -> Timeline:
-    """Summarise the events of a trace.
+def read(events: Iterable[Mapping[str, Any]]) -> dict[int, Timeline]:
+    """Summarise the events of a trace, by group.
 
     Raises:
         KeyError: They are not ours.
     """
-    workers: dict[tuple[int, int], int] = {}
+    workers: dict[tuple[int, int], tuple[int, int]] = {}
     spans: dict[tuple[int, int], list[_Span]] = defaultdict(list)
     for event in events:
         thread = (event["pid"], event["tid"])
         if event["ph"] == "M" and event["name"] == "thread_name" and "worker" in event["args"]:
-            workers[thread] = event["args"]["worker"]
+            workers[thread] = event["args"].get("group", 0), event["args"]["worker"]
         elif event["ph"] == "X":
             begin = event["ts"]
             spans[thread].append(_Span(begin, begin + event["dur"], event["cat"], event["name"], event["args"]))
-    found = Timeline()
+    found: dict[int, Timeline] = defaultdict(Timeline)
     for thread, theirs in spans.items():
-        _add(found, workers[thread], sorted(theirs, key=lambda span: (span.begin, -span.end)))
-    return found
+        group, worker = workers[thread]
+        _add(found[group], worker, sorted(theirs, key=lambda span: (span.begin, -span.end)))
+    return dict(sorted(found.items()))
+
+
+def has_ended(events: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a trace goes to the end of its run."""
+    return any(event.get("cat") == "end" and event["pid"] == 1 for event in events)
 
 
 def _add(found: Timeline, worker: int, spans: Sequence[_Span]) -> None:
@@ -119,12 +126,19 @@ def _close(found: Timeline, worker: int, open_: list[_Span]) -> None:
             found.tags[exchange.name][1] += own
 
 
-def render(found: Timeline) -> str:
-    """The summary as tables, in milliseconds per step."""
+def render(found: Mapping[int, Timeline]) -> str:
+    """The summaries of all groups as tables, in milliseconds per step."""
+    if len(found) < 2:
+        return "\n".join(_rendered(next(iter(found.values()), Timeline()), ""))
+    return "\n\n".join("\n".join(_rendered(each, f"group {group}: ")) for group, each in found.items())
+
+
+def _rendered(found: Timeline, of: str) -> list[str]:
     workers = sorted(found.steps)
     if not workers:
-        return "no step was committed while it was traced"
-    lines = [f"{max(found.steps.values())} steps, {len(workers)} workers; milliseconds of a step"]
+        return [f"{of}no step was committed while it was traced", *_faults(found)]
+    steps, count = max(found.steps.values()), len(workers)
+    lines = [f"{of}{steps} step{'s'[: steps > 1]}, {count} worker{'s'[: count > 1]}; milliseconds of a step"]
     rows = [
         [_NAMES.get(p, p), *(_ms(found, w, found.spent[w].get(p, 0.0)) for w in workers)] for p in (*PHASES, "outside")
     ]
@@ -141,12 +155,12 @@ def render(found: Timeline) -> str:
         heads = [f"for worker {each}" if isinstance(each, int) else f"for {each}" for each in whom]
         lines += ["", "who waits for whom", *_table(["", *heads], rows)]
     tags = sorted(found.tags.items(), key=lambda item: -item[1][1])[:_MOST_TAGS]
-    number, total = max(found.steps.values()), sum(waited for _, waited in found.tags.values())
+    total = sum(waited for _, waited in found.tags.values())
     rows = [
         [
             tag,
             f"{count / sum(found.steps.values()):.2f}",
-            f"{waited / number / 1e3:.2f}",
+            f"{waited / steps / 1e3:.2f}",
             f"{100 * waited / (total or 1):.0f} %",
         ]
         for tag, (count, waited) in tags
@@ -156,8 +170,7 @@ def render(found: Timeline) -> str:
         "what it is waited for in",
         *_table(["exchange", "a step", "waited, all workers", "of all waits"], rows),
     ]
-    lines += _faults(found)
-    return "\n".join(lines)
+    return lines + _faults(found)
 
 
 def _faults(found: Timeline) -> list[str]:

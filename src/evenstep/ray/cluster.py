@@ -4,7 +4,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from evenstep.agents.view import RunView, ScriptError
 from evenstep.agents.work import ShippedWork
 from evenstep.core import env
 from evenstep.core.errors import ConfigError, PeerError, SilenceError
+from evenstep.core.output import say
+from evenstep.launch.trace_file import TraceFile
 from evenstep.ray.actors import AgentActor, HeadActor
 from evenstep.run.progress import Progress
 
@@ -50,6 +52,7 @@ def run(
     resume: bool = False,
     working_dir: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    trace: str | Path | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Any:
@@ -75,6 +78,7 @@ def run(
         resume: Continue from the newest checkpoint of an earlier run.
         working_dir: A directory that Ray's runtime environment copies to all nodes, and in which workers run.
         on_progress: Called with each progress report of the run.
+        trace: A file, written by this process, for what every worker did when; as for `evenstep run --trace`.
         quiet: Show nothing of what the workers print.
         **options: Keyword arguments of the function.
 
@@ -83,7 +87,7 @@ def run(
 
     Raises:
         ConfigError: No cluster can be reached, it has too few resources, the function cannot be shipped, or nodes have
-            different versions; or `workers` or what each takes makes no sense.
+            different versions; an argument makes no sense; or the trace cannot be written.
         ScriptError: The function or script failed; the message is its traceback.
         KeyboardInterrupt: The run was interrupted, and stopped after a step.
         PeerError: The head's node is lost.
@@ -94,16 +98,22 @@ def run(
         if not amount >= 0:
             raise ConfigError(f"{name}={amount}, expected a number of at least 0")
     work = ShippedWork.of(function_or_script, args, options, working_dir)
-    connected_here = _connect(address, working_dir)
-    view = RunView(on_progress, quiet=quiet)
-    more = {"shards": shards, "max_restarts": max_restarts, "step_timeout_s": step_timeout_s, "resume": resume}
-    guest = _Guest(work, least, most, {"CPU": cpus_per_worker, "GPU": gpus_per_worker}, start_timeout_s, view)
-    try:
+    needs, view = {"CPU": cpus_per_worker, "GPU": gpus_per_worker}, RunView(on_progress, quiet=quiet)
+    more: dict[str, Any] = {
+        "shards": shards,
+        "max_restarts": max_restarts,
+        "step_timeout_s": step_timeout_s,
+        "resume": resume,
+    }
+    with ExitStack() as stack:
+        if trace is not None:  # before Ray has threads here, which do not go well with a fork
+            name = str(getattr(function_or_script, "__name__", function_or_script))
+            view.trace = stack.enter_context(closing(TraceFile(Path(trace), name, say))).append
+            more["trace"] = str(trace)
+        if _connect(address, working_dir):
+            stack.callback(ray.shutdown)
+        guest = stack.enter_context(closing(_Guest(work, least, most, needs, start_timeout_s, view)))
         return guest.run(more)
-    finally:
-        guest.close()
-        if connected_here:
-            ray.shutdown()
 
 
 @dataclass

@@ -30,6 +30,7 @@ from evenstep.engine.results import Results
 from evenstep.engine.updates import Feature, share_among
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
+from evenstep.exchange.tracing import Kind
 from evenstep.plan.summing import Span, Summing
 from evenstep.run.names import bare, bare_names, compare, full
 from evenstep.run.refusals import WITH_SERVERS, refuse
@@ -177,9 +178,11 @@ class AggregatedUpdates:
         if (options := options_for_server(work.prepared.optimizers[0])) != self._options:
             more["options"] = options
         update = {head + names[i]: self._sums[i] for i in present}
-        reply = client.update({**update, **buffers}, timeout_s=self._patience_s, **more)
-        points.reach("inside update")
-        self._holdings.replace(full(client.get_parameters(names, min_version=reply["version"])))
+        with self._group.tracer.span(Kind.WAIT, "the server"):
+            reply = client.update({**update, **buffers}, timeout_s=self._patience_s, **more)
+            points.reach("inside update")
+            values = client.get_parameters(names, min_version=reply["version"])
+        self._holdings.replace(full(values))
 
     def settle(self, prepared: Trained, samples: Samples) -> None:
         """See `Updates`."""

@@ -30,6 +30,7 @@ class Arrivals:
     Args:
         group: The workers.
         bundles: The entries of each bundle that change; nobody waits for a bundle without any.
+        sources: Where each bundle comes from, in words.
         check: Raises if waiting has become pointless.
 
     Attributes:
@@ -37,8 +38,14 @@ class Arrivals:
         watch: Called with ("needs" or "has", bundle), for tests that look at the order of things.
     """
 
-    def __init__(self, group: Group, bundles: Sequence[Sequence[StateEntry]], check: Callable[[], None]) -> None:
-        self._group, self._bundles, self._check = group, bundles, check
+    def __init__(
+        self,
+        group: Group,
+        bundles: Sequence[Sequence[StateEntry]],
+        sources: Sequence[str],
+        check: Callable[[], None],
+    ) -> None:
+        self._group, self._bundles, self._sources, self._check = group, bundles, sources, check
         words = group.segment.memory.words(len(bundles))
         self._words = [words.data_ptr() + 8 * bundle for bundle in range(len(bundles))]
         self._memory = words  # keeps the addresses valid
@@ -71,7 +78,7 @@ class Arrivals:
         if self._have[bundle] == self.version or not self._bundles[bundle]:
             return
         self.watch("needs", bundle)
-        deadline = time.monotonic() + self._group.timeout_s
+        deadline, begin_ns = time.monotonic() + self._group.timeout_s, time.monotonic_ns()
         with self._written:
             while core.load(self._words[bundle]) < self.version:
                 self._group.check()
@@ -80,6 +87,7 @@ class Arrivals:
                     name, timeout_s = self._bundles[bundle][0].name, self._group.timeout_s
                     raise UnreachableError(f"'{name}' did not come from its server within {timeout_s:g} s")
                 self._written.wait(_SLICE_S)
+        self._group.tracer.waited(begin_ns, -1, self._sources[bundle])
         with torch.no_grad():
             for entry in self._bundles[bundle]:
                 entry.pull()

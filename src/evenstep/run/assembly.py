@@ -93,7 +93,7 @@ class Assembly:
         timeout_s = self._config.timeout_s
         if not apart and not is_alone(self._env):
             return join(self._env, timeout_s)  # stays open: another run of this process may continue in it
-        ledger = alone(timeout_s)
+        ledger = alone(self._env, timeout_s)
         opened.callback(ledger.group.close)
         return ledger
 

@@ -12,6 +12,7 @@ Without a lock (hogwild) the group makes the update itself, and when it is commi
 parameters in the server's memory.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,13 +168,18 @@ class GroupedUpdates:
         )  # fmt: skip
         trained = set(prepared.names)
         changing = [[entries[name] for name in names if name in trained] for names in bundles.names]
-        arrivals = Arrivals(self._group, changing, self._check)
+        arrivals = Arrivals(self._group, changing, [self._name_of_server(b) for b in bundles.server_of], self._check)
         courier = Courier(Line(self._send_bundle, servers.fetch, arrivals.write, servers.close), timeout_s)
         self._traffic = Traffic(prepared, servers, arrivals, courier)
         self.others.meet_at(servers, arrivals)
         prepared.gradients.expects = self._expect
         bundle_of = {i: bundles.bundle_of[name] for i, name in self._holdings.names.items()}
         self._hooks = Awaited.wait_for(model, bundle_of, arrivals.need)
+
+    def _name_of_server(self, server: int) -> str:
+        """The name of one of the servers of this group, as in messages."""
+        standing = self._standing
+        return f"server {sum(map(len, standing.servers[: standing.server_group])) + server}"
 
     def _check(self) -> None:
         """Raise the error that has stopped the courier, if any: nothing more would arrive."""
@@ -234,7 +240,9 @@ class GroupedUpdates:
         for bundle in self._owned_bundles:
             if bundle not in self._sent:
                 self._hand_over(bundle, sums)
+        begin_ns = time.monotonic_ns()
         self.traffic.courier.wait_sent()
+        self._group.tracer.waited(begin_ns, -1, "the servers")
         work.prepared.stepped_elsewhere()
         return []
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from evenstep.core.errors import ConfigError, Stopped
 from evenstep.engine.holdings import Holdings
+from evenstep.exchange.tracing import Kind
 from evenstep.plan.groups import Standing
 from evenstep.run.arrivals import Arrivals
 from evenstep.run.servers import Servers
@@ -51,17 +52,21 @@ class Groups:
         servers, arrivals = self._met
         self._step_aside(servers)
         if self._group.rank == 0:
-            servers.meet(f"{tag}: all are here")
+            self._meet(servers, f"{tag}: all are here")
             servers.flush()
             if self._standing.group == 0:
                 entries = self._holdings.state.entries
                 servers.put_buffers({name: entries[name].live for name in self._holdings.models.slots.buffers})
-            servers.meet(f"{tag}: all is told")
+            self._meet(servers, f"{tag}: all is told")
             self._holdings.replace(servers.everything(0))
         self._group.barrier(f"{tag}: one model")
         arrivals.forget()
         self._holdings.pull()
         self._holdings.settle()
+
+    def _meet(self, servers: Servers, tag: str, value: Any = None) -> dict[str, Any]:
+        with self._group.tracer.span(Kind.WAIT, "all groups"):
+            return servers.meet(tag, value)
 
     def _step_aside(self, servers: Servers) -> None:
         """Stop being counted until the next update: a group that waits for all others must not hold any back."""
@@ -78,7 +83,7 @@ class Groups:
         found: dict[str, float] = {}
         if self._group.rank == 0:
             mine = [num_samples, {name: value.hex() for name, value in means.items()}]
-            found = merge_means(list(servers.meet(f"{tag}: merged", mine).values()))
+            found = merge_means(list(self._meet(servers, f"{tag}: merged", mine).values()))
         shared: dict[str, float] = self._group.gather_json(f"{tag}: merged", found)[0]
         return shared
 

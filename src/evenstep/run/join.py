@@ -6,6 +6,7 @@ from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError
 from evenstep.exchange.group import Group
 from evenstep.exchange.ledger import Ledger
+from evenstep.exchange.tracing import Tracer
 from evenstep.run.nodes import meet
 from evenstep.transport.segment import Segment
 
@@ -19,11 +20,14 @@ def is_alone(env: Environment) -> bool:
     return env.num_workers == 1 and env.segment_fd is None and not env.torchrun
 
 
-def alone(timeout_s: float) -> Ledger:
-    """Become the only worker of a group; the caller closes it."""
+def alone(env: Environment, timeout_s: float) -> Ledger:
+    """Become the only worker of a group; the caller closes it. If there is a launcher, it can trace what is done."""
     segment = Segment.create(1)
     try:
-        return Ledger(Group.around(segment, 0, timeout_s))
+        ledger = Ledger(Group.around(segment, 0, timeout_s))
+        if env.segment_fd is not None:
+            ledger.group.tracer = Tracer(_inherited(env), env.worker)
+        return ledger
     except BaseException:
         segment.close()
         raise

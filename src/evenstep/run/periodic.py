@@ -19,6 +19,7 @@ from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
 from evenstep.engine.updates import Feature
+from evenstep.exchange.tracing import Kind
 from evenstep.plan.summing import Span, Summing
 from evenstep.run.apart import Apart
 from evenstep.run.names import bare
@@ -95,13 +96,13 @@ class PeriodicUpdates:
         trained = [name for name, parameter in slots.parameters.items() if parameter.requires_grad]
         changes = {name: self._since[name] - entries[name].live for name in trained}
         buffers = {name: entries[name].live for name in slots.buffers} if self._apart.shards[0] == 0 else {}
-        version = client.update_parameters(
-            bare({**changes, **buffers}),
-            kind="delta",
-            buffers=list(bare(buffers)),
-            note=Report(self._apart.worker, {}, {}, self._apart.last, 0.0).pack(),
-        )
-        self._apart.take_over(client.get_parameters(min_version=version))
+        note = Report(self._apart.worker, {}, {}, self._apart.last, 0.0).pack()
+        with self._holdings.group.tracer.span(Kind.WAIT, "the server"):
+            version = client.update_parameters(
+                bare({**changes, **buffers}), kind="delta", buffers=list(bare(buffers)), note=note
+            )
+            values = client.get_parameters(min_version=version)
+        self._apart.take_over(values)
         self._remember()
         self._holdings.models.remember()
 

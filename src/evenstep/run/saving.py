@@ -226,6 +226,7 @@ class Saving:
             return
         if self._group.rank == 0 and (wanted := self._group.board.fingerprints_asked) != self._fingerprints:
             self._fingerprints = wanted
+            self._others.collect()
             self._group.tell({"fingerprint now": [self._engine.version, self._engine.state.fingerprint()]})
         _, asked, stop = self._ledger.asked
         saves = self._checkpoints if self._group.rank == 0 and self._group.at_home else None

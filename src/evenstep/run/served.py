@@ -28,6 +28,7 @@ from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.reports import Report
 from evenstep.engine.results import Results
 from evenstep.engine.updates import Feature
+from evenstep.exchange.tracing import Kind
 from evenstep.plan.summing import Span, Summing
 from evenstep.run.apart import Apart
 from evenstep.run.names import bare, bare_names
@@ -96,9 +97,9 @@ class ServedUpdates:
         update, more = self._synchronously(work) if self._synchronous else self._asynchronously(work)
         if (options := options_for_server(work.prepared.optimizers[0])) != self._options:
             more["options"] = options
-        reply = self._apart.client.update(
-            {**buffers, **update}, timeout_s=self._holdings.config.timeout_s, note=note, buffers=list(buffers), **more
-        )
+        more |= {"timeout_s": self._holdings.config.timeout_s, "note": note, "buffers": list(buffers)}
+        with self._holdings.group.tracer.span(Kind.WAIT, "the server"):
+            reply = self._apart.client.update({**buffers, **update}, **more)
         self._options, self._made = options, reply["version"]
         return [Report.unpack(theirs) for theirs in reply["notes"]]
 
@@ -117,7 +118,9 @@ class ServedUpdates:
 
     def update(self, work: Work, sums: dict[int, Tensor | None]) -> News:
         """Take over the server's result."""
-        self._apart.take_over(self._apart.client.get_parameters(min_version=self._made))
+        with self._holdings.group.tracer.span(Kind.WAIT, "the server"):
+            values = self._apart.client.get_parameters(min_version=self._made)
+        self._apart.take_over(values)
         return []
 
     def settle(self, prepared: Trained, samples: Samples) -> None:
