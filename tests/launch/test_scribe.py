@@ -61,12 +61,28 @@ def test_one_group_with_servers_has_the_figures_of_none(tmp_path):
     assert len({path.stat().st_size for path in (tmp_path / "board").iterdir()}) == 1
 
 
-def test_several_groups_have_no_steps_in_common(tmp_path):
+def test_several_groups_have_steps_of_their_own(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    path, board = tmp_path / "steps.json", tmp_path / "board"
+    groups = ("--groups", "2", "--workers-per-group", "1")
+    done = cli_run("run", *groups, "--log-json", path, "--tensorboard", board, tmp_path / "train.py")
+    assert done.code == 0, done.stderr
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    for group in range(2):
+        *steps, last = (line for line in found if line["group"] == group)
+        assert [line["step"] for line in steps] == list(range(1, 13)), "24 batches, every other one"
+        assert (last["step"], last["logged"]) == (12, {"last": 7.0})
+    assert sorted(place.name for place in board.iterdir()) == ["group-0", "group-1"]
+    assert all(next(place.iterdir()).read_bytes().count(b"loss") == 12 for place in board.iterdir())
+
+
+def test_what_no_group_can_write_is_one_sentence(tmp_path):
     (tmp_path / "train.py").touch()
-    for option in ("--tensorboard", "--log-json", "--page"):
-        done = cli_run("run", "--groups", "2", option, "1", tmp_path / "train.py")
+    for option, said in (("--log-json", "cannot write"), ("--tensorboard", "cannot create")):
+        done = cli_run("run", "--groups", "2", option, "/dev/null/there", tmp_path / "train.py")
         assert done.code == 2
-        assert f"{option} with 2 groups, expected one group" in done.stderr
+        assert done.stderr.startswith(f"evenstep: {option}: {said} /dev/null/there: Not a directory; name another")
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_script_that_fails_in_its_first_step_says_only_that(tmp_path):

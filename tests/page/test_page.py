@@ -234,3 +234,23 @@ def test_a_run_goes_on_without_its_page(run):
     cli.kill(signal.SIGTERM)
     assert cli.wait().code == 75
     assert ask_page(url)[0] == 0
+
+
+def test_every_group_has_a_page_and_the_button_of_one_stops_all(tmp_path, monkeypatch, browser):
+    monkeypatch.chdir(tmp_path)
+    script = textwrap.dedent(SCRIPT).replace('run.checkpoint("checkpoints", every=10**9)', "pass")
+    (tmp_path / "train.py").write_text(script)
+    with Cli("run", "--groups", "2", "--workers-per-group", "1", "--page", "train.py") as cli:
+        invited = r"group (\d): page (\S+), its buttons need the token (\S+)"
+        assert processes.until(lambda: len(re.findall(invited, cli.stderr)) == 2, 60.0)
+        pages = {int(group): (url, token) for group, url, token in re.findall(invited, cli.stderr)}
+        for group, (url, _) in pages.items():
+            assert processes.until(lambda url=url: ask_page(url)[1].get("step", 0) > 3, 60.0)
+            assert ask_page(url)[1]["group"] == group
+        url, token = pages[1]
+        browser.open(url)
+        browser.until(lambda: "train.py · group 1 · 4 shards" in browser.text("#about"), "which group it is of")
+        assert ask_page(url, "/press/stop", method="POST", Authorization=f"Bearer {token}")[0] == 200
+        done = cli.wait()
+    assert done.code == 75, done.stderr
+    assert done.stderr.count("stopped by SIGTERM after step") == 2, "each after its step"

@@ -6,7 +6,7 @@ import os
 from evenstep.core.errors import ConfigError
 from evenstep.plan.groups import FRAMEWORKS, Setup, choose
 
-__all__ = ["add_arguments", "refuse_figures", "setup_of"]
+__all__ = ["add_arguments", "setup_of"]
 
 
 def add_arguments(run: argparse.ArgumentParser) -> None:
@@ -36,20 +36,6 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--framework", metavar="NAME", help=f"a classic set-up by name: {', '.join(FRAMEWORKS)}; see docs/groups.md"
     )
-
-
-def refuse_figures(options: argparse.Namespace, setup: Setup | None) -> None:
-    """Refuse options that only make sense where all workers step together.
-
-    Raises:
-        ConfigError: One of them was given.
-    """
-    given = [name for name in ("page", "log_json", "tensorboard") if getattr(options, name) is not None]
-    if given and setup is not None and setup.groups > 1:
-        raise ConfigError(
-            f"--{given[0].replace('_', '-')} with {setup.groups} groups, expected one group: it shows steps of workers "
-            "that all step together; --trace takes several groups"
-        )
 
 
 def setup_of(options: argparse.Namespace) -> Setup | None:

@@ -259,7 +259,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.on is not None:
         return on.run_on(options, script, options.workers)
     setup = groups.setup_of(options)
-    groups.refuse_figures(options, setup)
     wanted = (options.workers or "auto") if setup is None else str(setup.workers)
     num_workers = _num_workers(wanted, options.shards)
     weights = _weights(options.weights, num_workers)

@@ -20,6 +20,7 @@ from evenstep.core.events import Event, send
 from evenstep.core.signals import Signals
 from evenstep.launch.console import Console
 from evenstep.launch.job import Job
+from evenstep.launch.records import JsonLines, make_directory
 from evenstep.launch.servers import ServerProcess, start_servers
 from evenstep.launch.supervisor import supervise
 from evenstep.launch.trace_file import TraceFile
@@ -100,7 +101,8 @@ class _Conductor:
             def report(event: Event) -> None:
                 send(pipes["events"], event)
 
-            return supervise(replace(self._job, num_workers=setup.workers, standing=standing, report=report))
+            page = self._job.page and self._job.page + number  # each has its own; 0: any port
+            return supervise(replace(self._job, num_workers=setup.workers, standing=standing, report=report, page=page))
 
         self._groups.append(_Group(number, self._children.start(main, ("out", "err", "events"))))
 
@@ -129,6 +131,8 @@ class _Conductor:
             if server.child is child:
                 return self._on_server_end(server)
         group, code = next(group for group in self._groups if group.child is child), child.reap()
+        if code == Stopped.exit_code and self._stop_signal is None and self._failed is None:
+            self._on_signal(signal.SIGTERM)  # this group was asked to stop, as by its page: so do the others
         stopped = self._stop_signal is not None and code == Stopped.exit_code
         if code != 0 and not stopped and self._failed is None:
             if code < 0:
@@ -200,10 +204,14 @@ def conduct(job: Job, setup: Setup) -> int:
     """Run a job in groups to its end; returns the exit code, as `supervise` does.
 
     Raises:
-        ConfigError: The trace cannot be written; nothing was started.
+        ConfigError: A file of figures or the trace cannot be written; nothing was started.
         ServerError: A server cannot be started.
     """
     with Console(None, 0) as console, ExitStack() as stack:
+        if job.log_json is not None:
+            JsonLines(job.log_json).close()  # what no group can write is refused once
+        if job.tensorboard is not None:
+            make_directory(job.tensorboard)
         trace = None
         if job.trace is not None:
             trace = stack.enter_context(closing(TraceFile(job.trace, job.script, console.say)))

@@ -62,3 +62,8 @@ class Job:
     listen: Listen | None = None
     keeper: bool = False
     began_ns: int = field(default_factory=monotonic_ns, compare=False)
+
+    @property
+    def group(self) -> int | None:
+        """The number of its group, if there are several."""
+        return None if self.standing is None or self.standing.groups == 1 else self.standing.group

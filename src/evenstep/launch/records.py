@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from evenstep.core.errors import ConfigError
 from evenstep.exchange.figures import StepFigures
 
-__all__ = ["EventFile", "JsonLines", "Record"]
+__all__ = ["EventFile", "JsonLines", "Record", "make_directory"]
 
 
 class Record(Protocol):
@@ -36,19 +36,21 @@ class JsonLines:
 
     Args:
         path: The file; lines are appended, so a resumed run continues it.
+        group: The number of the group whose steps they are, if there are several; each appends its own.
 
     Raises:
         ConfigError: It cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = _open(path, "--log-json")
+    def __init__(self, path: Path, group: int | None = None) -> None:
+        self._file, self._group = _open(path, "--log-json"), {} if group is None else {"group": group}
 
     def add(self, found: StepFigures) -> None:
         """See `Record`."""
         fields = {name: value for name, value in found._asdict().items() if value is not None and value != {}}
         line = memoryview(
-            json.dumps(_plain({"time": round(time.time(), 3), **fields}), allow_nan=False).encode() + b"\n"
+            json.dumps(_plain({"time": round(time.time(), 3), **self._group, **fields}), allow_nan=False).encode()
+            + b"\n"
         )
         while line:
             line = line[self._file.write(line) :]
@@ -87,19 +89,16 @@ class EventFile:
 
     Args:
         directory: The directory; created if it does not exist.
+        group: The number of the group whose steps they are, if there are several; it has a folder of its own.
 
     Raises:
         ConfigError: It cannot be written.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, group: int | None = None) -> None:
+        directory = directory if group is None else directory / f"group-{group}"
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.evenstep"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"--tensorboard: cannot create {directory}: {error.strerror}; name another directory"
-            ) from error
+        make_directory(directory)
         self._file = _open(directory / name, "--tensorboard")
         self._write(_bytes(3, b"brain.Event:2"))
 
@@ -126,6 +125,20 @@ class EventFile:
     def close(self) -> None:
         """See `Record`."""
         self._file.close()
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory for event files if it does not exist.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--tensorboard: cannot create {directory}: {error.strerror}; name another directory"
+        ) from error
 
 
 def _open(path: Path, option: str) -> FileIO:

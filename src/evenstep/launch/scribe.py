@@ -37,7 +37,7 @@ class Scribe:
                 ("--tensorboard", job.tensorboard, EventFile),
             ):
                 if place is not None:
-                    record: Record = kind(place)
+                    record: Record = kind(place, job.group)
                     opened.callback(record.close)
                     self._records[f"{option} {place}"] = record
             self._opened = opened.pop_all()

@@ -269,6 +269,7 @@ class Supervisor:
             "restarts": roster.restarts,
             "num_shards": self._crew.shards,
             "script": str(self._job.script),
+            "group": self._job.group,
             "buttons": ["add", "remove", "checkpoint", "fingerprint", "stop"],
             **self._seen.described(self._console.said),
             **self._machines.described({worker.place: worker.is_member for worker in roster.alive}),

@@ -83,8 +83,8 @@ class Assembly:
                 self.operations.version = lambda: self.engine.version
                 self._compose(opened)
                 self._begin(progress=progress and shows)
-                served = standing is not None or server is not None
-                porter = open_page(page, env, self.ledger.group, config.shards, served=served)
+                port = page and page + self.group  # every group has its own; 0: any
+                porter = open_page(port, env, self.ledger.group, config.shards, served=server is not None)
                 if porter is not None:
                     opened.callback(porter.close)
             self._opened = opened.pop_all()

@@ -41,7 +41,7 @@ def open_page(port: int | None, env: Environment, group: Group, shards: int, *, 
         env: The environment of the run: a supervisor serves the page itself.
         group: The workers.
         shards: K.
-        served: Whether workers meet at a server.
+        served: Whether workers meet at a server that the script names.
 
     Raises:
         ConfigError: There can be none.
@@ -49,7 +49,9 @@ def open_page(port: int | None, env: Environment, group: Group, shards: int, *, 
     if port is None:
         return None
     if served:
-        raise ConfigError("Run(page=...) with a server: its steps are shown on the server's own page; open that one")
+        raise ConfigError(
+            "Run(page=...) with Run(server=...): its steps are shown on the server's own page; open that one"
+        )
     if env.supervised:
         group.tell({"page": port})
         return None
