@@ -131,6 +131,10 @@ def test_how_a_run_ends_is_told_apart(code):
     shown.hear({"err": "evenstep: worker 0 was killed by SIGSEGV"})
     with pytest.raises(SilenceError, match=r"^worker 0 was killed by SIGSEGV \(exit code 139\)$"):
         shown.end(139, None)
+    shown = RunView(None, quiet=True)
+    shown.hear({"err": "evenstep: worker 0 (pid 7 on here) ended with exit code 3"})
+    with pytest.raises(SilenceError, match=r"^worker 0 \(pid 7 on here\) ended with exit code 3$"):
+        shown.end(3, None)
 
 
 def test_an_agent_that_does_not_get_on_is_given_up(monkeypatch):

@@ -82,6 +82,7 @@ CASES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "a scheduler on a plateau": (OnPlateau, {"max_epochs": 3}),
     "clipping by norm": (Classifier, {"gradient_clip_val": 0.05}),
     "clipping by value": (Classifier, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "no clipping, said by 0": (Classifier, {"gradient_clip_val": 0}),
     "mixed precision": (Classifier, {"precision": "bf16-mixed"}),
     "half precision": (Classifier, {"precision": "bf16-true"}),
     "double precision": (Classifier, {"precision": "64-true"}),

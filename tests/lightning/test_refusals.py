@@ -2,8 +2,10 @@
 
 import copy
 import warnings
+from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -11,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningR
 from lightning.pytorch.loggers import CSVLogger
 from modules import Classifier, loader, trainer
 from torch.utils.data import DataLoader, DistributedSampler
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.lightning import Exact
@@ -34,6 +36,78 @@ class Counting(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen += len(batch[0])
         return self.loss(batch)
+
+
+class Meter:
+    """The mean of what it is given, as half of all training scripts have one."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+
+class Keeping(Classifier):
+    """Keeps something of every batch in an attribute that other workers do not see."""
+
+    kept: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = self.begin()
+
+    def begin(self) -> Any:
+        raise NotImplementedError
+
+    def keep(self, loss: torch.Tensor, batch: Any) -> None:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.keep(loss.detach(), batch)
+        return loss
+
+
+class InTensor(Keeping):
+    def begin(self) -> Any:
+        return torch.zeros(())
+
+    def keep(self, loss: torch.Tensor, batch: Any) -> None:
+        self.kept += loss
+
+
+class InDeque(Keeping):
+    def begin(self) -> Any:
+        return deque([1.0, 2.0, 3.0], maxlen=3)
+
+    def keep(self, loss: torch.Tensor, batch: Any) -> None:
+        self.kept.append(float(loss))
+
+
+class InArray(Keeping):
+    def begin(self) -> Any:
+        return np.zeros(3)
+
+    def keep(self, loss: torch.Tensor, batch: Any) -> None:
+        self.kept += np.bincount(batch[1].numpy(), minlength=3)
+
+
+class InMeter(Keeping):
+    def begin(self) -> Any:
+        return Meter()
+
+    def keep(self, loss: torch.Tensor, batch: Any) -> None:
+        self.kept.update(float(loss))
+
+
+class InUnregisteredMetric(Keeping):
+    def begin(self) -> Any:
+        return {"mean": MeanMetric()}
+
+    def keep(self, loss: torch.Tensor, batch: Any) -> None:
+        self.kept["mean"].update(loss)
 
 
 class Popping(Classifier):
@@ -145,6 +219,11 @@ MODULES: dict[type[Classifier], str] = {
     Manual: "has automatic_optimization=False.* return the loss",
     Silent: "returned a NoneType; expected the loss",
     Counting: r"changes self.seen \(from 0 to 3\), which other workers would not see",
+    InTensor: r"changes self\.kept",
+    InDeque: r"changes self\.kept",
+    InArray: r"changes self\.kept",
+    InMeter: r"changes self\.kept",
+    InUnregisteredMetric: r"changes self\.kept .* a torchmetrics metric that is an attribute, or in a ModuleDict",
     Popping: "changes the list self.kept otherwise than by appending",
     Fickle: r"logs \['two'\] in one part of a batch and \[\] in another",
     Gathering: "all_gather inside a step.* use self.trainer.strategy.run.gather",

@@ -111,7 +111,8 @@ def mistakes(cluster):
     late = {"late": lambda: evenstep.ray.run(guests.fails, workers=1, start_timeout_s=0.001)}
     said = guests.said_by(**guests.common_mistakes(evenstep.ray.run))
     left()  # or what the one that failed had is not free yet
-    said |= guests.said_by(**room, **gpu, **late)
+    less = {"less": lambda: evenstep.ray.run(guests.fails, workers=1, cpus_per_worker=-1)}
+    said |= guests.said_by(**room, **gpu, **late, **less)
     left()
     return said
 
@@ -120,6 +121,7 @@ def test_mistakes_get_a_sentence_and_errors_of_the_script_their_traceback(ray):
     said = ray.call(mistakes)
     guests.check_mistakes(said)
     assert said["room"].startswith("ConfigError: there is room for 2 workers, expected at least 9: each takes 1 CPU")
+    assert said["less"] == "ConfigError: cpus_per_worker=-1, expected a number of at least 0"
     assert said["late"].startswith("SilenceError: the first workers did not start within 0.001 s: 1 were expected")
     assert said["gpu"].startswith(
         "ConfigError: there is room for 0 workers, expected at least 1 on one node, since GPUs of several nodes are "

@@ -81,7 +81,8 @@ class RunView:
         if self._error is not None:
             raise ScriptError(self._error)
         if code:
-            raise SilenceError(f"{self._last.removeprefix('evenstep: ')} (exit code {code})")
+            said, how = self._last.removeprefix("evenstep: "), f"exit code {code}"
+            raise SilenceError(said if said.endswith(how) else f"{said} ({how})")
         if self._fingerprint is not None and not self._quiet:
             self._display.write(f"fingerprint {self._fingerprint}", sys.stdout)
         return None if result is None else unship(result)

@@ -6,10 +6,12 @@ every worker, for all parts (`effects.py`).
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -171,8 +173,8 @@ class PartRecorder:
                 raise UnsupportedError(
                     f"{self._hook} changes self.{name} (from {before!r:.60} to {after!r:.60}), which other workers "
                     "would not see: it is called once for each part of a batch, on the worker that has it. Log it "
-                    "(self.log), use a torchmetrics metric or a buffer, append to a list, or do it in a hook such as "
-                    "on_train_batch_start"
+                    "(self.log), use a buffer or a torchmetrics metric that is an attribute, or in a ModuleDict, "
+                    "append to a list, or do it in a hook such as on_train_batch_start"
                 )
 
     @contextmanager
@@ -282,14 +284,28 @@ def _look(module: LightningModule) -> dict[str, Any]:
 
 
 def _seen(value: Any) -> Any:
-    if isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, torch.Tensor):
-        return f"a tensor ({id(value)})"
+    """Something that is different once a value has changed; None: it is not looked at."""
     if isinstance(value, dict | set):
         if len(value) > _LOOKED_AT:
             return len(value)
         return (
             {key: _seen(item) for key, item in value.items()} if isinstance(value, dict) else frozenset(map(id, value))
         )
-    return len(value) if type(value) is list else None
+    if type(value) is list:
+        return len(value)
+    if isinstance(value, torch.nn.Module | Tensor) or not hasattr(value, "__dict__"):
+        return _seen_of_one(value)
+    numbers = ((name, _seen_of_one(item)) for name, item in vars(value).items())
+    return {name: seen for name, seen in numbers if seen is not None} or None  # such as those of an AverageMeter
+
+
+def _seen_of_one(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return f"a tensor ({id(value)}, changed {0 if value.is_inference() else value._version} times)"
+    if isinstance(value, Metric):  # in a plain dict or object, so that it is not among those of the module
+        return f"a metric, updated {value._update_count} times"
+    if isinstance(value, np.ndarray):
+        return f"an array ({id(value)}), {value.tobytes().hex() if value.size <= _LOOKED_AT else value.shape}"
+    return f"a deque of {list(value)}" if isinstance(value, deque) and len(value) <= _LOOKED_AT else None

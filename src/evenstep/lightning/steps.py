@@ -91,7 +91,7 @@ class Steps:
             }
             return loss, {_NOTE: Note(base64.b64encode(pack(note, "what training_step did")).decode())}
 
-        limit, by_value = trainer.gradient_clip_val, trainer.gradient_clip_algorithm == "value"
+        limit, by_value = trainer.gradient_clip_val or None, trainer.gradient_clip_algorithm == "value"
         with self._record("training_step") as recording:
             loss, metrics = self._run.step(
                 samples,

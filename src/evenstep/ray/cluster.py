@@ -87,13 +87,16 @@ def run(
 
     Raises:
         ConfigError: No cluster can be reached, it has too few resources, the function cannot be shipped, or nodes have
-            different versions; or the trace cannot be written.
+            different versions; an argument makes no sense; or the trace cannot be written.
         ScriptError: The function or script failed; the message is its traceback.
         KeyboardInterrupt: The run was interrupted, and stopped after a step.
         PeerError: The head's node is lost.
         SilenceError: The first workers were not there in time.
     """
     least, most = limits(workers)
+    for name, amount in (("cpus_per_worker", cpus_per_worker), ("gpus_per_worker", gpus_per_worker)):
+        if not amount >= 0:
+            raise ConfigError(f"{name}={amount}, expected a number of at least 0")
     work = ShippedWork.of(function_or_script, args, options, working_dir)
     needs, view = {"CPU": cpus_per_worker, "GPU": gpus_per_worker}, RunView(on_progress, quiet=quiet)
     more: dict[str, Any] = {
