@@ -45,7 +45,7 @@ def spans_of(path):
     spans, workers = {}, {}
     for event in events_of(path):
         thread = event["pid"], event["tid"]
-        if event["ph"] == "X":
+        if event["ph"] == "X" and event["cat"] != "request":
             found = (event["ts"], event["ts"] + event["dur"], event["cat"], event["name"])
             spans.setdefault(thread, []).append(found)
         elif "worker" in event.get("args", {}):
@@ -107,6 +107,9 @@ def test_groups_are_told_apart_and_what_they_wait_for_is_there(script, tmp_path)
     assert shown.code == 0, shown.stderr
     assert [f"group {g}: 20 steps, 2 workers; milliseconds of a step" in shown.stdout for g in range(2)] == [True] * 2
     assert "for the servers" in shown.stdout
+    updates = re.findall(r"server (\d), update +(\d+) ", shown.stdout)
+    assert [server for server, _ in updates] == ["0", "1"]
+    assert sum(int(count) for _, count in updates) >= 2 * 20 * 3, "of each group, step and layer with parameters"
     assert "the end of the run is not in it" not in shown.stdout
 
 

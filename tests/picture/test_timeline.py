@@ -1,6 +1,6 @@
 """What a trace comes to: worked out by hand."""
 
-from evenstep.picture.timeline import read, render
+from evenstep.picture.timeline import read, render, requests
 
 
 def named(worker, tid, pid=1, **more):
@@ -58,14 +58,14 @@ def test_what_is_in_no_committed_step_is_not_of_a_step():
 
 
 def test_tables_say_it_in_milliseconds_of_a_step():
-    lines = render(read(EVENTS)).splitlines()
+    lines = render(read(EVENTS), {}).splitlines()
     assert lines[0] == "2 steps, 2 workers; milliseconds of a step"
     rows = {line.rpartition("  ")[0].rstrip()[:20].strip(): line.split()[-2:] for line in lines if "  " in line}
     assert rows["wait"] == ["0.50", "0.00"]
     assert any(line.split() == ["a", "step,", "all", "in", "all", "5.00", "6.00"] for line in lines)
     assert any(line.split() == ["layer", "0.33", "0.50", "100", "%"] for line in lines)
     assert "worker 1 was lost in step 1, 0.010 s after the beginning" in lines
-    assert render(read([])) == "no step was committed while it was traced"
+    assert render(read([]), {}) == "no step was committed while it was traced"
 
 
 def test_groups_have_tables_of_their_own():
@@ -82,10 +82,24 @@ def test_groups_have_tables_of_their_own():
     found = read(events)
     assert {group: each.steps for group, each in found.items()} == {0: {0: 1}, 1: {0: 1, 1: 1}}
     assert found[1].waited == {0: {"server 0": 2000}, 1: {0: 1000}}, "worker 0 of its own group"
-    lines = render(found).splitlines()
+    lines = render(found, {}).splitlines()
     assert lines[0] == "group 0: 1 step, 1 worker; milliseconds of a step"
     second = lines[lines.index("group 1: 1 step, 2 workers; milliseconds of a step") :]
     assert [line.split() for line in second if line.startswith("worker")] == [
         ["worker", "0", "0.00", "0.00", "2.00"],
         ["worker", "1", "1.00", "0.00", "0.00"],
+    ]
+
+
+def test_servers_have_a_table():
+    thread = {"ph": "M", "name": "thread_name", "pid": 4, "tid": 1, "args": {"name": "group 0", "server": 0}}
+    served = [span(1, "request", at, at + 500, "update", 4) for at in (0, 1000)] + [span(1, "request", 9, 10, "get", 4)]
+    events = [thread, named(0, 10, 2, group=0), span(10, "operation", 0, 2000, "step 0", 2, step=0), *served]
+    assert requests(events) == {(0, "get"): (1, 1.0), (0, "update"): (2, 1000.0)}
+    assert set(read(events)) == {0}, "they are no workers"
+    *_, heads, get, update = render(read(events), requests(events)).splitlines()
+    assert [line.split() for line in (heads, get, update)] == [
+        ["requests", "ms", "each"],
+        ["server", "0,", "get", "1", "0.00"],
+        ["server", "0,", "update", "2", "0.50"],
     ]

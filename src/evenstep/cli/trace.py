@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
 def _trace(options: argparse.Namespace) -> int:
     events = events_of(options.file)
     try:
-        print(timeline.render(timeline.read(events)))
+        print(timeline.render(timeline.read(events), timeline.requests(events)))
         if not timeline.has_ended(events):
             print("\nthe end of the run is not in it: the run goes on, or was killed")
     except (KeyError, TypeError, AttributeError) as error:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 from evenstep.core.errors import EvenstepError
@@ -236,15 +237,16 @@ class Children:
         writing = {kind: pipe[1] for kind, pipe in pipes.items()}
         streams = (writing.get("out", 1), writing.get("err", 2))
         child = fork(lambda: main(writing), streams=streams, keep={*keep, *writing.values()} - set(streams))
-        for kind, (reading, theirs) in pipes.items():
+        for _, theirs in pipes.values():
             os.close(theirs)
-            os.set_blocking(reading, False)
-            self._selector.register(reading, selectors.EVENT_READ, _Pipe(child, kind, reading))
-        self.adopt(child)
+        self.adopt(child, {kind: reading for kind, (reading, _) in pipes.items()})
         return child
 
-    def adopt(self, child: Child) -> None:
-        """Take on a child that was forked elsewhere."""
+    def adopt(self, child: Child, pipes: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Take on a child that was forked elsewhere, and the ends of pipes from which to read what it writes."""
+        for kind, reading in pipes.items():
+            os.set_blocking(reading, False)
+            self._selector.register(reading, selectors.EVENT_READ, _Pipe(child, kind, reading))
         self._children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
 

@@ -18,7 +18,7 @@ from evenstep.transport.driver import Driver
 
 __all__ = ["CudaRecorder"]
 
-_MOST_QUEUED = 4  # replays; if a queue holds more graphs than twice this, launching one burns processor time
+_MOST_QUEUED = 4  # replays; if the device is given more graphs than twice this, launching one burns processor time
 
 
 class CudaRecorder:
@@ -31,10 +31,12 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device, *, overlap: bool = False) -> None:
         self._device = device
-        self._alone = [_Track(device, None)]
+        queue: deque[torch.cuda.Event] = deque()
+        self._alone = [_Track(device, None, queue)]
         self._pair, self._turns = self._alone, cycle((0, 1))
         if overlap and device.type == "cuda":
-            self._pair = [_Track(device, torch.cuda.Stream(device)) for _ in range(2)]  # type: ignore[no-untyped-call]  # torch's
+            streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]  # torch's
+            self._pair = [_Track(device, stream, queue) for stream in streams]
 
     def record(self, task: Task) -> "_Recording":
         """See `Recorder`."""
@@ -122,12 +124,14 @@ class _Track:
     Args:
         device: The device.
         stream: The stream; None: the current one, whichever that is.
+        queue: The ends of replays that were launched last, on all tracks.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
-        self._device, self._stream = device, stream
+    def __init__(
+        self, device: torch.device, stream: torch.cuda.Stream | None, queue: "deque[torch.cuda.Event]"
+    ) -> None:
+        self._device, self._stream, self._queue = device, stream, queue
         self.pool = torch.cuda.graph_pool_handle()
-        self._queued: deque[torch.cuda.Event] = deque()
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -138,23 +142,23 @@ class _Track:
     def replaying(self) -> Iterator[None]:
         """What is launched inside runs on the stream, after everything that was launched before on the current one.
 
-        Waits while the stream has much to do: launching would wait too, but not leave the processor to others.
+        Waits while the device has much to do: launching would wait too, but not leave the processor to others.
         """
-        if len(self._queued) == _MOST_QUEUED:
-            self._queued.popleft().synchronize()
+        if len(self._queue) == _MOST_QUEUED:
+            self._queue.popleft().synchronize()
         stream = self.stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield
-        self._queued.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]  # torch's
-        self._queued[-1].record(stream)
+        self._queue.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]  # torch's
+        self._queue[-1].record(stream)
 
     @property
     def join(self) -> Callable[[], None] | None:
         """Makes the stream that is current then wait for the last replay; None: it is on the current one anyway."""
         if self._stream is None:
             return None
-        return partial(self._wait_for, self._queued[-1])
+        return partial(self._wait_for, self._queue[-1])
 
     def _wait_for(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)

@@ -53,7 +53,7 @@ class _Conductor:
         self._groups: list[_Group] = []
         self._merger = Merger(setup.groups)
         self._failed: _Group | ServerProcess | None = None
-        self._code = 0
+        self._code, self._is_over = 0, False
         self._stop_signal: int | None = None
         self._deadline: float | None = None
         self._stopped_since: dict[Child, float] = {}
@@ -64,9 +64,10 @@ class _Conductor:
             children.watch(signals, signals.deliver)
             try:
                 token = secrets.token_urlsafe(24)
-                self._servers = start_servers(self._setup, token)
+                traced_from_ns = None if self._trace is None else self._job.began_ns
+                self._servers = start_servers(self._setup, token, traced_from_ns)
                 for server in self._servers:
-                    children.adopt(server.child)
+                    children.adopt(server.child, {} if server.events is None else {"events": server.events})
                 for number in range(self._setup.groups):
                     self._start(number, token)
                 while any(group.child.alive for group in self._groups):
@@ -109,19 +110,26 @@ class _Conductor:
     # ---- what happens ----
 
     def _on_lines(self, child: Child, kind: str, lines: Sequence[bytes]) -> None:
-        group = next(group for group in self._groups if group.child is child)
         if kind == "events":
-            for line in lines:
-                self._on_event(group, json.loads(line))
-        elif self._failed is None or self._failed is group:
+            for event in map(json.loads, lines):
+                self._on_event(child, event)
+            return
+        group = self._group_of(child)
+        if self._failed is None or self._failed is group:
             self._console.pass_on(lines, is_error=kind == "err")
 
-    def _on_event(self, group: _Group, event: Event) -> None:
+    def _group_of(self, child: Child) -> _Group:
+        return next(group for group in self._groups if group.child is child)
+
+    def _on_event(self, child: Child, event: Event) -> None:
+        if "trace" in event:
+            if self._trace is not None:
+                self._trace.append(event["trace"])
+            return  # it may be a server's, and all others are a group's
+        group = self._group_of(child)
         if "progress" in event:
             for progress in self._merger.add(group.number, Progress(**event["progress"])):
                 self._console.progress(progress)
-        if "trace" in event and self._trace is not None:
-            self._trace.append(event["trace"])
         if "error" in event and (self._failed is None or self._failed is group):
             self._console.show_error(event["error"])
         group.fingerprint = event.get("fingerprint", group.fingerprint)
@@ -130,7 +138,7 @@ class _Conductor:
         for server in self._servers:
             if server.child is child:
                 return self._on_server_end(server)
-        group, code = next(group for group in self._groups if group.child is child), child.reap()
+        group, code = self._group_of(child), child.reap()
         if code == Stopped.exit_code and self._stop_signal is None and self._failed is None:
             self._on_signal(signal.SIGTERM)  # this group was asked to stop, as by its page: so do the others
         stopped = self._stop_signal is not None and code == Stopped.exit_code
@@ -155,7 +163,7 @@ class _Conductor:
                 child.signal(signal.SIGKILL)
 
     def _on_server_end(self, server: ServerProcess) -> None:
-        if self._failed is None:
+        if self._failed is None and not self._is_over:
             self._console.say(f"{server.describe_end()}; the run cannot go on")
             self._fail(server, ServerError.exit_code)
 
@@ -182,8 +190,13 @@ class _Conductor:
             )
 
     def _finish_trace(self) -> None:
-        """Note in the trace what was said of all groups."""
+        """Note in the trace what the servers have done until their end, and what was said of all groups."""
         if self._trace is not None:
+            self._is_over, deadline = True, time.monotonic() + _END_S
+            for server in self._servers if self._failed is None else ():
+                server.say_goodbye()
+                while server.child.alive and time.monotonic() < deadline:
+                    self._children.turn(_LOOK_S)
             self._trace.append([name_of("process_name", 1, 0, "all groups")])
             TraceLines(self._trace.append, self._job, self._console).finish()
 

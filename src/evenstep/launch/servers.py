@@ -5,13 +5,15 @@ import os
 import select
 import signal
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from evenstep.core.children import Child, default_signals, fork
 from evenstep.core.errors import ServerError
+from evenstep.core.events import send
+from evenstep.launch.server_trace import ServerTrace
+from evenstep.launch.trace_lines import in_reports
 from evenstep.plan.groups import Setup
 from evenstep.server.hosting.replicas import Replica
 from evenstep.server.hosting.server import ParameterServer
@@ -21,6 +23,7 @@ __all__ = ["ServerProcess", "start_servers"]
 
 _START_S = 30.0
 _STOP_S = 10.0
+_FLUSH_S = 0.2
 _LIMITS = Limits(connections=4096)  # every part of every group has its own connection
 
 
@@ -33,27 +36,40 @@ class ServerProcess:
         child: Its process.
         control: A pipe to it, for lines; when it closes, the server ends.
         urls: Where it listens.
+        events: A pipe from it, if it is traced, for events as JSON lines; its reader closes it.
     """
 
     number: int
     child: Child
     control: int
     urls: dict[str, str]
+    events: int | None = None
 
     def describe_end(self) -> str:
         """How it ended, as a sentence."""
         return f"server {self.number} {self.child.describe_end()}, and its parameters are gone"
 
+    def say_goodbye(self) -> None:
+        """Let it end by itself."""
+        if self.control >= 0:
+            os.close(self.control)
+            self.control = -1
+
     def stop(self, *, at_once: bool = False) -> None:
         """End it: it may finish, and is killed if that takes too long; `at_once`: it is killed now."""
-        os.close(self.control)
+        self.say_goodbye()
         if at_once or not self.child.wait(_STOP_S):
             self.child.signal(signal.SIGKILL)
         self.child.reap()
 
 
-def start_servers(setup: Setup, token: str) -> list[ServerProcess]:
+def start_servers(setup: Setup, token: str, traced_from_ns: int | None = None) -> list[ServerProcess]:
     """Start all servers, and introduce those that hold the same parameters to each other.
+
+    Args:
+        setup: How many there are, and what they do.
+        token: What every request must carry.
+        traced_from_ns: The zero of the trace that they take part in, if there is one.
 
     Raises:
         ServerError: One cannot be started; none is left running.
@@ -61,7 +77,7 @@ def start_servers(setup: Setup, token: str) -> list[ServerProcess]:
     servers: list[ServerProcess] = []
     try:
         for number in range(setup.servers):
-            server = _start(number, setup, token)
+            server = _start(number, setup, token, traced_from_ns)
             servers.append(server)
         for server in servers:
             peers = [
@@ -72,22 +88,23 @@ def start_servers(setup: Setup, token: str) -> list[ServerProcess]:
             os.write(server.control, json.dumps(peers).encode() + b"\n")
     except BaseException:
         for server in servers:
+            if server.events is not None:
+                os.close(server.events)
             server.stop()
         raise
     return servers
 
 
-def _start(number: int, setup: Setup, token: str) -> ServerProcess:
+def _start(number: int, setup: Setup, token: str, traced_from_ns: int | None) -> ServerProcess:
     told, control = os.pipe()
     reading, report = os.pipe()
-    child = fork(lambda: _serve(number, setup, token, told, report), keep={told, report})
+    child = fork(lambda: _serve(number, setup, token, told, report, traced_from_ns), keep={told, report})
     os.close(told)
     os.close(report)
-    try:
-        urls = json.loads(_line(reading, _START_S) or "{}")
-    finally:
+    urls = json.loads(_line(reading, _START_S) or "{}")
+    server = ServerProcess(number, child, control, urls, reading if urls and traced_from_ns is not None else None)
+    if server.events is None:
         os.close(reading)
-    server = ServerProcess(number, child, control, urls)
     if not urls:
         server.stop()
         raise ServerError(f"server {number} did not start; its own message is above")
@@ -105,7 +122,7 @@ def _line(fd: int, timeout_s: float) -> str:
     return data.decode()
 
 
-def _serve(number: int, setup: Setup, token: str, told: int, report: int) -> int:
+def _serve(number: int, setup: Setup, token: str, told: int, report: int, traced_from_ns: int | None) -> int:
     """The body of a server's process; returns its exit code."""
     default_signals()
     torch.set_num_threads(1)  # as in a run
@@ -114,13 +131,21 @@ def _serve(number: int, setup: Setup, token: str, told: int, report: int) -> int
     )
     with parameter_server as server:
         os.write(report, json.dumps(server.urls).encode() + b"\n")
-        os.close(report)
         peers = json.loads(_line(told, _START_S) or "[]")
+        trace = None
+        if traced_from_ns is None:
+            os.close(report)
+        else:
+            process = setup.groups + 2 + number  # after the launcher and the groups
+            trace = ServerTrace(number, process, traced_from_ns, in_reports(lambda event: send(report, event)))
+            server.service.watch = trace.note
         group = number // setup.servers_per_group
         replica = Replica(server.store, f"server group {group}", peers, token) if peers else None
-        with suppress(OSError):
-            while os.read(told, 1):  # nothing more is sent; when the pipe closes, we end
-                pass
+        while not select.select([told], [], [], None if trace is None else _FLUSH_S)[0]:
+            assert trace is not None, "without a timeout, select returns when something is there"
+            trace.flush()  # nothing more is sent to us; when the pipe closes, we end
         if replica is not None:
             replica.close()
+    if trace is not None:
+        trace.flush()
     return 0

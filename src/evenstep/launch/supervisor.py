@@ -34,7 +34,7 @@ from evenstep.launch.reports import Reports
 from evenstep.launch.roster import Ending
 from evenstep.launch.scribe import Scribe
 from evenstep.launch.trace_file import TraceFile
-from evenstep.launch.trace_lines import TraceLines
+from evenstep.launch.trace_lines import TraceLines, in_reports
 from evenstep.launch.trails import TrailPiece
 from evenstep.launch.worker import warm_up
 from evenstep.page.answers import answer
@@ -45,7 +45,6 @@ from evenstep.transport.segment import Segment
 __all__ = ["supervise"]
 
 _DRAIN_S = 1.0  # how long to keep reading after the last worker has ended, if something that it started still writes
-_MOST_EVENTS = 500  # of a trace, in one report
 _LOOK_S = 0.25  # how often to look for workers that are stopped or stuck
 
 
@@ -314,12 +313,6 @@ def supervise(job: Job) -> int:
 
 def _traced(job: Job, path: Path, console: Console, stack: ExitStack) -> TraceLines:
     """What makes the trace of a job; its events go to a file, or to the process that writes it."""
-    report = job.report
-    if report is None:
-        return TraceLines(stack.enter_context(closing(TraceFile(path, job.script, console.say))).append, job, console)
-
-    def write(lines: Sequence[str]) -> None:
-        for first in range(0, len(lines), _MOST_EVENTS):
-            report({"trace": lines[first : first + _MOST_EVENTS]})
-
-    return TraceLines(write, job, console)
+    if job.report is not None:
+        return TraceLines(in_reports(job.report), job, console)
+    return TraceLines(stack.enter_context(closing(TraceFile(path, job.script, console.say))).append, job, console)

@@ -11,16 +11,18 @@ from functools import lru_cache
 from time import monotonic
 from typing import Any
 
+from evenstep.core.events import Event
 from evenstep.exchange.tracing import Kind, Span, unpack
 from evenstep.launch.console import Console
 from evenstep.launch.job import Job
 from evenstep.launch.trails import TrailPiece
 
-__all__ = ["SUPERVISOR", "TraceLines", "name_of"]
+__all__ = ["SUPERVISOR", "TraceLines", "in_reports", "name_of"]
 
 SUPERVISOR = 1  # its thread in the trace; no worker has that process id
 _STEP = re.compile(r"step \d+: ")  # how the tags of a step's exchanges begin
 _MOST_TEXT = 400
+_MOST_EVENTS = 500  # in one report
 
 
 class TraceLines:
@@ -96,6 +98,16 @@ class TraceLines:
         begin, lasted = (span.begin_ns - zero_ns) / 1e3, span.duration_ns / 1e3
         what = _what(span.kind, _STEP.sub("", span.name, count=1), span.number)
         return f'{{"ph":"X","pid":{self._first + machine},"tid":{pid},"ts":{begin:.3f},"dur":{lasted:.3f},{what}}}'
+
+
+def in_reports(report: Callable[[Event], None]) -> Callable[[Sequence[str]], None]:
+    """What takes events if another process writes the trace: a function that reports them to it."""
+
+    def write(lines: Sequence[str]) -> None:
+        for first in range(0, len(lines), _MOST_EVENTS):
+            report({"trace": lines[first : first + _MOST_EVENTS]})
+
+    return write
 
 
 def name_of(what: str, process: int, thread: int, name: str, **more: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PHASES", "Timeline", "has_ended", "read", "render"]
+__all__ = ["PHASES", "Timeline", "has_ended", "read", "render", "requests"]
 
 PHASES = ("load", "forward", "backward", "compute", "exchange", "wait", "update", "commit", "recovery", "operation")
 _NAMES = {"operation": "rest of the step", "compute": "rest of computing", "outside": "between steps"}
@@ -61,13 +61,27 @@ def read(events: Iterable[Mapping[str, Any]]) -> dict[int, Timeline]:
         thread = (event["pid"], event["tid"])
         if event["ph"] == "M" and event["name"] == "thread_name" and "worker" in event["args"]:
             workers[thread] = event["args"].get("group", 0), event["args"]["worker"]
-        elif event["ph"] == "X":
+        elif event["ph"] == "X" and event["cat"] != "request":
             begin = event["ts"]
             spans[thread].append(_Span(begin, begin + event["dur"], event["cat"], event["name"], event["args"]))
     found: dict[int, Timeline] = defaultdict(Timeline)
     for thread, theirs in spans.items():
         group, worker = workers[thread]
         _add(found[group], worker, sorted(theirs, key=lambda span: (span.begin, -span.end)))
+    return dict(sorted(found.items()))
+
+
+def requests(events: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], tuple[int, float]]:
+    """What servers did: by server and kind of request, how many there were and how long they took in all."""
+    servers: dict[tuple[int, int], int] = {}
+    found: dict[tuple[int, str], tuple[int, float]] = {}
+    for event in events:
+        thread = (event["pid"], event["tid"])
+        if event["ph"] == "M" and "server" in event["args"]:
+            servers[thread] = event["args"]["server"]
+        elif event.get("cat") == "request":
+            count, took = found.get(key := (servers[thread], event["name"]), (0, 0.0))
+            found[key] = count + 1, took + event["dur"]
     return dict(sorted(found.items()))
 
 
@@ -126,11 +140,16 @@ def _close(found: Timeline, worker: int, open_: list[_Span]) -> None:
             found.tags[exchange.name][1] += own
 
 
-def render(found: Mapping[int, Timeline]) -> str:
-    """The summaries of all groups as tables, in milliseconds per step."""
+def render(found: Mapping[int, Timeline], served: Mapping[tuple[int, str], tuple[int, float]]) -> str:
+    """The summaries of all groups as tables, in milliseconds per step, and of what servers did for them."""
     if len(found) < 2:
-        return "\n".join(_rendered(next(iter(found.values()), Timeline()), ""))
-    return "\n\n".join("\n".join(_rendered(each, f"group {group}: ")) for group, each in found.items())
+        parts = [_rendered(next(iter(found.values()), Timeline()), "")]
+    else:
+        parts = [_rendered(each, f"group {group}: ") for group, each in found.items()]
+    if served:
+        rows = [[f"server {s}, {what}", str(n), f"{took / n / 1e3:.2f}"] for (s, what), (n, took) in served.items()]
+        parts.append(["what servers did", *_table(["", "requests", "ms each"], rows)])
+    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _rendered(found: Timeline, of: str) -> list[str]:

@@ -129,6 +129,4 @@ def test_a_token_is_asked_for_and_goes_nowhere_but_to_the_server(browser):
         kept = browser.js(places + "...Object.values(localStorage), document.documentElement.outerHTML].join()")
         assert "/status" in kept
         assert TOKEN not in kept
-        assert server._host._service.status()["refused"] == {"401": 1}, (
-            "it asked once without knowing it, and not again"
-        )
+        assert server.service.status()["refused"] == {"401": 1}, "it asked once without knowing it, and not again"

@@ -75,7 +75,7 @@ class Host:
         except BaseException:
             self._let_go()
             raise
-        self._service = Service(self.store, config.limits, token)
+        self.service = Service(self.store, config.limits, token)
         self._transports: list[_Transport] = []
         self.ports: dict[str, int] = dict(ports or {})
         self.name = name or f"evenstep-{secrets.token_hex(8)}"
@@ -125,7 +125,7 @@ class Host:
         secure = "s" if self.config.certfile else ""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         if name == "memory":
-            self._transports.append(MemoryServer(self._service, self.name))
+            self._transports.append(MemoryServer(self.service, self.name))
             self.urls[name] = f"memory://{self.name}"
             return
         context = self._context() if secure else None
@@ -137,7 +137,7 @@ class Host:
         if name == "tcp":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            self._transports.append(Connections(self._service, listener, "tcp", context))
+            self._transports.append(Connections(self.service, listener, "tcp", context))
         else:
             self._transports.append(self._http(listener, context))
         self.urls[name] = f"{name}{secure}://{host}:{port}"
@@ -153,7 +153,7 @@ class Host:
                 f"HTTP needs {error.name}: pip install 'evenstep[server]', or use transports=('tcp', 'memory')"
             ) from error
         hosts = frozenset({"127.0.0.1", "localhost", "::1", self.config.host}) if self.config.on_loopback else None
-        return HttpServer(self._service, listener, context, hosts)
+        return HttpServer(self.service, listener, context, hosts)
 
     def _context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -188,11 +188,11 @@ class Host:
 
     def _hurry(self, hurried: bool) -> None:
         self.store.attendance.hurry(hurried)
-        self._service.meetings.hurry(hurried)
+        self.service.meetings.hurry(hurried)
 
     def figures(self) -> dict[str, Any]:
         """Its figures, for a log."""
-        return self._service.figures()
+        return self.service.figures()
 
     def check(self) -> None:
         """Nothing to do: what happens to this server happens to this process."""

@@ -18,6 +18,7 @@ from evenstep.core.errors import ConfigError
 from evenstep.server.hosting.config import ServerConfig
 from evenstep.server.hosting.fleet import Fleet, check_directory
 from evenstep.server.hosting.host import Host
+from evenstep.server.service.service import Service
 from evenstep.server.store.optimizers import MakeOptimizer
 from evenstep.server.store.store import Store
 
@@ -81,9 +82,18 @@ class ParameterServer:
         Raises:
             ConfigError: There are several, in other processes.
         """
+        return self.service.store
+
+    @property
+    def service(self) -> Service:
+        """What answers requests, over all transports.
+
+        Raises:
+            ConfigError: There are several, in other processes.
+        """
         if not isinstance(self._host, Host):
             raise ConfigError("several servers are other processes; ask them: connect(server.url).status()")
-        return self._host.store
+        return self._host.service
 
     @property
     def urls(self) -> dict[str, str]:

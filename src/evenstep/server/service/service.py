@@ -98,9 +98,14 @@ class Service:
         store: The state.
         limits: How much strangers may use.
         token: The secret that every request must carry; None: none.
+
+    Attributes:
+        watch: Called after every request, in the thread of its connection: with its verb, who sent it ("" if it does
+            not say), and when it began and ended by `time.monotonic`.
     """
 
     def __init__(self, store: Store, limits: Limits, token: str | None) -> None:
+        self.watch: Callable[[str, str, float, float], None] | None = None
         self.store, self.limits = store, limits
         self._token = token.encode() if token is not None else None
         self.memory = UpdateMemory()
@@ -270,11 +275,13 @@ class ServiceCall:
         spare, self._spare, self._area, self._head = self._spare, None, None, None
         if spare is not None:
             service.memory.recycle(spare, lasting=self._store.keeps_no_update)
-        seconds, sent_bytes = time.monotonic() - self._begin_s, 0
+        end_s, sent_bytes = time.monotonic(), 0
         if reply is not None:
             sent_bytes = reply.num_bytes + reply.image_bytes
             reply.close()
-        service.finished(self.verb, seconds, self.body_bytes + self._placed_bytes, sent_bytes)
+        service.finished(self.verb, end_s - self._begin_s, self.body_bytes + self._placed_bytes, sent_bytes)
+        if service.watch is not None:
+            service.watch(self.verb, getattr(self._request, "worker", ""), self._begin_s, end_s)
 
     def _wait_s(self, wanted_s: float) -> float:
         return min(wanted_s, self._service.limits.wait_s)
