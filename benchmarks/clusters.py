@@ -12,28 +12,42 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
+import models
+from models import TASKS, Task
 from results import Record, add_option, shown
 
-SAMPLES, WIDTH = 2048, 256
+SMALL = Task(
+    "an MLP of 0.26 million parameters",
+    lambda: models.mlp((256,) * 5),
+    lambda n: models.vectors(n, 256, 256),
+    models.classify,
+    128,
+    models.sgd,
+    steps=200,
+)
+"""Its step takes about 5 ms, so that little but the way between nodes is measured."""
+LARGE = replace(TASKS["transformer"], name="a transformer of 3.4 million parameters")
+cloudpickle.register_pickle_by_value(models)  # the nodes do not have it
 
 
-def training(steps: int, stamps: str | None = None) -> list[float]:
-    """Train an MLP; returns when every step was over, as worker 0 saw it."""
-    import torch
-
+def training(steps: int, stamps: str | None = None, task: Task = SMALL) -> list[float]:
+    """Train a model; returns when every step was over, as worker 0 saw it."""
     import evenstep
 
-    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0)))
     times = []
     with evenstep.Run(shards=8, seed=0, quiet=True) as run:
-        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-        model = torch.nn.Sequential(*layers)
-        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
-        for batch in run.batches(data, batch_size=128, epochs=1 + steps * 128 // SAMPLES):
-            run.step(batch, lambda part: model(part[0]).square().mean())
+        model = task.model()
+        model, _ = run.prepare(model, task.optimizer(model.parameters()))
+        for batch in run.batches(
+            task.dataset(16 * task.batch_size), batch_size=task.batch_size, epochs=1 + steps // 16
+        ):
+            run.step(batch, lambda part: task.loss(model, part))
             times.append(time.time())
             if stamps and not run.local_shards:  # on a cluster, worker 0 keeps the state and computes nothing
                 Path(stamps, f"{len(times)}").write_text(str(times[-1]))
@@ -59,7 +73,7 @@ def timed(function: Callable[[], object]) -> float:
 
 def step_ms(times: list[float]) -> float:
     """The median time of a step, without the first ones."""
-    return 1000 * statistics.median(b - a for a, b in itertools.pairwise(times[10:]))
+    return 1000 * statistics.median(b - a for a, b in itertools.pairwise(times[len(times) // 5 :]))
 
 
 @contextmanager
@@ -98,9 +112,10 @@ def on_ray(steps: int) -> Iterator[Line]:
         begin = time.time()
         first_s = evenstep.ray.run(training, 1, workers=2, quiet=True)[0] - begin
         yield line("Ray: to the first step, beyond an empty actor", first_s - empty_s, "s", "< 5")
-        on_two = step_ms(evenstep.ray.run(training, steps, workers=2, quiet=True))
-        here = step_ms(on_this_machine(steps))
-        yield line("Ray: step on 2 nodes / evenstep run -n 2", on_two / here, "", "1.15")
+        for task, count in ((SMALL, steps), (LARGE, max(10, steps // 8))):
+            on_two = step_ms(evenstep.ray.run(training, count, None, task, workers=2, quiet=True))
+            here = step_ms(on_this_machine(count, task))
+            yield line(f"Ray: step of {task.name}, 2 nodes / evenstep run -n 2", on_two / here, "", "1.15")
         with tempfile.TemporaryDirectory() as folder:
             killed: list[float] = []
 
@@ -119,7 +134,7 @@ def on_ray(steps: int) -> Iterator[Line]:
             yield line("Ray: a node killed, until the next step is committed", gap, "s", "< 3")
 
 
-def on_this_machine(steps: int) -> list[float]:
+def on_this_machine(steps: int, task: Task) -> list[float]:
     """The same under `evenstep run -n 2`."""
     import json
     import subprocess
@@ -128,7 +143,7 @@ def on_this_machine(steps: int) -> list[float]:
         script = Path(folder, "train.py")
         script.write_text(
             f"import sys, json\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport clusters\n"
-            f"times = clusters.training({steps})\n"
+            f"times = clusters.training({steps}, task=clusters.{'SMALL' if task is SMALL else 'LARGE'})\n"
             f"from evenstep.core import env\n"
             f"if env.read().worker == 0: json.dump(times, open({folder + '/times'!r}, 'w'))\n"
         )
@@ -178,9 +193,25 @@ def on_spark(rows: int) -> Iterator[Line]:
 
             ours = min(timed(into_batches) for _ in range(3))
             yield line("Rows into training / pyarrow reading the files alone", alone / ours, "", "0.7")
+            alike = min(timed(lambda: shuffled(files, rows)) for _ in range(3))
+            yield line("Rows into training / pyarrow taking as many at random", alike / ours, "", "-")
             yield line("Rows into training", rows / ours, "rows/s", "-")
     finally:
         session.stop()
+
+
+def shuffled(files: list[Path], rows: int) -> None:
+    """What training needs of the files, by pyarrow alone: their rows in random order, in parts of 1,024."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.concat_tables([pq.read_table(file) for file in files]).combine_chunks()
+    order = np.random.default_rng(0).permutation(rows)
+    for first in range(0, rows, 1024):
+        part = table.take(order[first : first + 1024])
+        part["features"].combine_chunks().flatten().to_numpy().reshape(-1, 8)
+        part["label"].to_numpy()
 
 
 def main() -> None:

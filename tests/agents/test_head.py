@@ -121,8 +121,9 @@ def test_without_agents_the_head_computes_and_errors_stops_and_mistakes_are_told
 
 @pytest.mark.parametrize("code", [75, 130])
 def test_how_a_run_ends_is_told_apart(code):
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stop:
         RunView(None, quiet=True).end(code, None)
+    assert stop.value.args == (code,)
     shown = RunView(None, quiet=True)
     shown.hear({"event": {"mistake": "one sentence"}})
     with pytest.raises(ConfigError, match=r"^one sentence$"):
@@ -133,8 +134,9 @@ def test_how_a_run_ends_is_told_apart(code):
         shown.end(139, None)
     shown = RunView(None, quiet=True)
     shown.hear({"err": "evenstep: worker 0 (pid 7 on here) ended with exit code 3"})
-    with pytest.raises(SilenceError, match=r"^worker 0 \(pid 7 on here\) ended with exit code 3$"):
+    with pytest.raises(SilenceError, match=r"^worker 0 \(pid 7 on here\) ended with exit code 3$") as failed:
         shown.end(3, None)
+    assert failed.value.exit_code == 3
 
 
 def test_an_agent_that_does_not_get_on_is_given_up(monkeypatch):

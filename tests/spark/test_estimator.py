@@ -129,17 +129,31 @@ def mistakes(session):
         said(lambda: good.copy({good.validationSplit: 1.5}).fit(data)),
         said(lambda: good.copy({good.storage: "/nowhere"}).fit(data)),
         said(lambda: good.setParams(epochz=3)),
+        said(lambda: good.copy({good.metrics: ["precision"]}).fit(data)),
+        *[said(lambda name=name: good.copy({good.getParam(name): 0}).fit(data)) for name in ("epochs", "shards")],
+        *[
+            said(lambda mark=mark: good.copy({good.validationIndicatorCol: "mark"}).fit(data.selectExpr("*", mark)))
+            for mark in ("int(first) as mark", "nullif(first > 0.5, true) as mark", "false as mark")
+        ],
     ]
 
 
 def test_mistakes_get_a_sentence(spark):
-    missing, loss, column, split, storage, name = spark.call(mistakes)
+    missing, loss, column, split, storage, name, metric, epochs, shards, kind, null, none = spark.call(mistakes)
     assert missing == "ConfigError: Estimator(model=...) is missing; expected a function that builds the model"
     assert loss.startswith("ConfigError: loss='crossentropy'; expected a function of torch.nn.functional")
     assert column.startswith("ConfigError: the DataFrame has no column 'nowhere'; its columns are features")
     assert split == "ConfigError: validationSplit=1.5, expected a fraction between 0 and 1"
     assert storage.startswith("ConfigError: storage='/nowhere' is not a directory")
     assert name.startswith("ConfigError: Estimator has no parameter 'epochz'")
+    assert metric.startswith("ConfigError: metric='precision'; expected one of accuracy")
+    assert epochs == "ConfigError: epochs=0, expected a whole number above 0"
+    assert shards == "ConfigError: shards=0, expected a whole number above 0"
+    assert kind == "ConfigError: column 'mark' is int; expected boolean: whether a row validates"
+    assert null == (
+        "ConfigError: column 'mark' of the DataFrame has rows without a value; expected true or false in each"
+    )
+    assert none == "ConfigError: the DataFrame has no rows for validation; expected at least one"
 
 
 @pytest.mark.parametrize("what", ["loss", "optimizer", "metric", "model"])

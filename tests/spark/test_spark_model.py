@@ -94,6 +94,8 @@ def test_arguments_that_make_no_sense_are_refused():
         SparkModel(build, mode="sync")
     with pytest.raises(ConfigError, match="frequency='step', expected one of 'epoch', 'batch'"):
         SparkModel(build, frequency="step")
+    with pytest.raises(ConfigError, match="metric='precision'; expected one of accuracy"):
+        SparkModel(build, metrics=["precision"])
     with pytest.raises(ConfigError, match="num_workers=0"):
         SparkModel(build, num_workers=0)
     with pytest.raises(CheckpointError, match="holds no model"):

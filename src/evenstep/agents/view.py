@@ -70,19 +70,21 @@ class RunView:
         Raises:
             ScriptError: The script failed.
             ConfigError: The head could not start.
-            KeyboardInterrupt: The run was stopped by the user.
-            SilenceError: The run failed for another reason.
+            KeyboardInterrupt: The run was stopped by the user; its argument is the exit code.
+            SilenceError: The run failed for another reason; it has the exit code of the run.
         """
         self._display.close()
         if code in _INTERRUPTED:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(code)
         if self._mistake is not None:
             raise ConfigError(self._mistake)
         if self._error is not None:
             raise ScriptError(self._error)
         if code:
             said, how = self._last.removeprefix("evenstep: "), f"exit code {code}"
-            raise SilenceError(said if said.endswith(how) else f"{said} ({how})")
+            error = SilenceError(said if said.endswith(how) else f"{said} ({how})")
+            error.exit_code = code if code > 0 else error.exit_code
+            raise error
         if self._fingerprint is not None and not self._quiet:
             self._display.write(f"fingerprint {self._fingerprint}", sys.stdout)
         return None if result is None else unship(result)

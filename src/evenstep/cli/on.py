@@ -1,6 +1,7 @@
 """`evenstep run --on ray`: the same command on the nodes of a cluster."""
 
 import argparse
+import signal
 from pathlib import Path
 
 from evenstep.core.errors import ConfigError
@@ -45,8 +46,10 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
         raise ConfigError(f"-n {workers} with --on {cluster}, expected a number of workers: -n 8")
     from evenstep import ray  # here: importing it takes seconds, and it may not be installed
 
+    run = ray.run  # which imports Ray, and that has its own way to end on SIGTERM
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as on one machine: like Ctrl-C
     try:
-        ray.run(
+        run(
             script,
             *options.args,
             workers=int(workers),
@@ -61,4 +64,10 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
     except ray.ScriptError as error:
         say(str(error))
         return error.exit_code
+    except KeyboardInterrupt as stop:
+        if not stop.args:  # before there was a run
+            raise
+        return int(stop.args[0])
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0

@@ -210,10 +210,11 @@ class _Guest:
         except ConfigError as error:
             needs = " and ".join(f"{amount:g} {kind}" for kind, amount in self._needs.items() if amount)
             free = ", ".join(f"{free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU" for free in nodes.values())
+            there = "1 node has" if len(nodes) == 1 else f"{len(nodes)} nodes have"
             where = " on one node, since GPUs of several nodes are not used together" if self._needs["GPU"] else ""
             raise ConfigError(
-                f"{error}{where}: each takes {needs}, and {len(nodes)} nodes have free: {free or 'nothing'}; ask for "
-                "fewer or smaller workers, or add nodes"
+                f"{error}{where}: each takes {needs}, and {there} free: {free or 'nothing'}; ask for fewer or "
+                "smaller workers, or add nodes"
             ) from None
         return {node: count for node, count in zip(nodes, shares, strict=True) if count}
 

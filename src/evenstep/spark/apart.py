@@ -1,7 +1,7 @@
 """What a partition does when it trains by itself and meets the others only at a parameter server."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from evenstep.engine.randomness import derive, seed_all
 from evenstep.server import connect
 from evenstep.spark.training import Means, Training, build, figures_of, loss_of, state_of
 
-__all__ = ["Meeting", "train_apart"]
+__all__ = ["Meeting", "Share", "merged_buffers", "train_apart"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,37 @@ class Meeting:
     validation_split: float
 
 
-def train_apart(job: Training, meeting: Meeting, number: int, rows: Iterator[Any]) -> Iterator[list[dict[str, float]]]:
-    """Train on the rows of a partition; yields its history, or nothing if it has no rows.
+@dataclass(frozen=True)
+class Share:
+    """What a worker has beside the parameters, which are at the server.
+
+    Attributes:
+        num_rows: How many rows it has trained on.
+        history: Figures for every epoch.
+        buffers: Of its model, such as the statistics of batch norm.
+    """
+
+    num_rows: int
+    history: list[dict[str, float]]
+    buffers: dict[str, np.ndarray[Any, Any]]
+
+
+def merged_buffers(shares: Sequence[Share]) -> dict[str, Tensor]:
+    """The buffers of all workers as one model's: means over rows, or the largest where they are whole numbers."""
+    found: dict[str, Tensor] = {}
+    for name, first in shares[0].buffers.items():
+        values = [share.buffers[name] for share in shares]
+        if first.dtype.kind == "f":
+            weights = [share.num_rows for share in shares]
+            merged = np.average(np.stack(values).astype(np.float64), axis=0, weights=weights)
+        else:
+            merged = np.max(np.stack(values), axis=0)
+        found[name] = torch.from_numpy(np.asarray(merged, first.dtype))
+    return found
+
+
+def train_apart(job: Training, meeting: Meeting, number: int, rows: Iterator[Any]) -> Iterator[Share]:
+    """Train on the rows of a partition; yields its share, or nothing if it has no rows.
 
     A task that Spark runs again sends its updates under the same sequence numbers, so the server applies none twice.
     """
@@ -67,7 +96,7 @@ def train_apart(job: Training, meeting: Meeting, number: int, rows: Iterator[Any
             history.append(means.value)
             if checked is not None:
                 history[-1] |= _validate(job, model, checked)
-    yield history
+    yield Share(len(part[0]), history, {name: value.numpy() for name, value in model.named_buffers()})
 
 
 def _address(meeting: Meeting) -> str:
@@ -119,10 +148,11 @@ def _validate(job: Training, model: nn.Module, checked: list[Tensor]) -> dict[st
 
 
 def _pull(client: Any, model: nn.Module) -> None:
+    """Fetch the newest parameters; buffers stay the worker's own, see `Share`."""
+    newest = client.get_parameters()
     with torch.no_grad():
-        held = model.state_dict()
-        for name, value in client.get_parameters().items():
-            held[name].copy_(value)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(newest[name])
 
 
 def _push(client: Any, model: nn.Module, before: dict[str, Tensor], sequence: int) -> dict[str, Tensor]:

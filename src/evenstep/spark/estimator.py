@@ -11,6 +11,7 @@ from pyspark.ml import Estimator as MLEstimator
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # Spark's own word
+from pyspark.sql.types import BooleanType
 
 from evenstep.core.errors import ConfigError
 from evenstep.spark.model import Model
@@ -95,8 +96,11 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
     def _fit(self, dataset: DataFrame) -> Model:
         if not self.isDefined(self.model):
             raise ConfigError("Estimator(model=...) is missing; expected a function that builds the model")
+        self.check_counts("epochs", "batchSize", "shards", "numWorkers", "inferenceBatchSize")
         for name in ("model", "loss", "optimizer"):
             resolve(name, self.getOrDefault(name))
+        for metric in self.getOrDefault(self.metrics):
+            resolve("metric", metric)
         storage = self.getOrDefault(self.storage) if self.isDefined(self.storage) else None
         if storage is not None and not Path(storage).is_dir():
             raise ConfigError(
@@ -119,7 +123,7 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
         columns = [*self.inputs(), self.getLabelCol()]
         key = self.getOrDefault(self.keyCol) if self.isDefined(self.keyCol) else None
         train_rows, validation_rows = self._divide(dataset, columns, key)
-        train_files, validation_files = write_into(folder / "train", train_rows, columns, key), None
+        train_files, validation_files = write_into(folder / "training", train_rows, columns, key), None
         if validation_rows is not None:
             validation_files = write_into(folder / "validation", validation_rows, columns, key)
         get = self.getOrDefault
@@ -144,10 +148,7 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
         """The rows for training, and those for validation; chosen neither at random nor by partition."""
         part = self.getOrDefault(self.validationSplit)
         if self.isDefined(self.validationIndicatorCol):
-            name = self.getValidationIndicatorCol()
-            if name not in dataset.columns:
-                raise ConfigError(f"the DataFrame has no column {name!r}; its columns are {', '.join(dataset.columns)}")
-            return dataset.filter(~F.col(f"`{name}`")), dataset.filter(F.col(f"`{name}`"))
+            return _marked(dataset, self.getValidationIndicatorCol())
         return divide(dataset, columns, key, part)
 
     def write(self) -> Any:
@@ -158,6 +159,19 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
     def read(cls) -> Any:
         """The reader that loads it."""
         return _EstimatorReader(cls)
+
+
+def _marked(dataset: DataFrame, name: str) -> tuple[DataFrame, DataFrame]:
+    """The rows for training, and those that a column marks for validation."""
+    kinds = {field.name: field.dataType for field in dataset.schema.fields}
+    if name not in kinds:
+        raise ConfigError(f"the DataFrame has no column {name!r}; its columns are {', '.join(kinds)}")
+    if not isinstance(kinds[name], BooleanType):
+        raise ConfigError(f"column {name!r} is {kinds[name].simpleString()}; expected boolean: whether a row validates")
+    mark = F.col(f"`{name}`")
+    if dataset.filter(mark.isNull()).head(1):
+        raise ConfigError(f"column {name!r} of the DataFrame has rows without a value; expected true or false in each")
+    return dataset.filter(~mark), dataset.filter(mark)
 
 
 def divide(dataset: DataFrame, columns: list[str], key: str | None, part: float) -> tuple[DataFrame, DataFrame | None]:

@@ -134,6 +134,7 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
         return model
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
+        self.check_counts("inferenceBatchSize")
         classification, inputs = self.is_classification(), self.inputs()
         probability = self.getProbabilityCol() if self.isSet(self.probabilityCol) else None
         if probability is not None and not classification:

@@ -13,6 +13,7 @@ from pyspark.ml.param.shared import (
     HasValidationIndicatorCol,
 )
 
+from evenstep.core.errors import ConfigError
 from evenstep.spark.names import is_classification, name_of
 
 __all__ = ["TrainingParams"]
@@ -68,6 +69,16 @@ class TrainingParams(
             inferenceBatchSize=1024,
             seed=0,
         )
+
+    def check_counts(self, *names: str) -> None:
+        """Check parameters that count something.
+
+        Raises:
+            ConfigError: One of them is not above 0.
+        """
+        for name in names:
+            if self.getOrDefault(name) < 1:
+                raise ConfigError(f"{name}={self.getOrDefault(name)}, expected a whole number above 0")
 
     def inputs(self) -> tuple[str, ...]:
         """The columns that are passed to the model."""

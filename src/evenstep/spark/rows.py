@@ -67,14 +67,14 @@ def _is_plain(kind: Any) -> bool:
 
 
 def write_into(folder: Path, frame: DataFrame, columns: Sequence[str], key: str | None = None) -> str:
-    """Create a directory and `write` the rows there; returns its path."""
+    """Create a directory, named after what the rows are for, and `write` them there; returns its path."""
     folder.mkdir()
     folder.chmod(0o777)  # executors may be another user's
-    write(frame, columns, str(folder), key)
+    write(frame, columns, str(folder), key, f" for {folder.name}")
     return str(folder)
 
 
-def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | None = None) -> int:
+def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | None = None, purpose: str = "") -> int:
     """Write some columns of a DataFrame as Parquet files; returns the number of rows.
 
     Which row is where in which file depends on the rows alone: another number of partitions or executors gives the same
@@ -85,6 +85,7 @@ def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | N
         columns: Which columns.
         directory: An existing directory that all executors share.
         key: The column that determines the order, instead of the content of all `columns`.
+        purpose: What the rows are for, for errors.
 
     Raises:
         ConfigError: There is no row, or a column is missing, has nulls, or cannot be a tensor.
@@ -92,7 +93,7 @@ def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | N
     chosen = plain(frame, [*columns, *([key] if key is not None else [])])
     count = chosen.count()
     if not count:
-        raise ConfigError("the DataFrame has no rows; expected at least one")
+        raise ConfigError(f"the DataFrame has no rows{purpose}; expected at least one")
     files, names = num_files(count), list(dict.fromkeys(columns))
 
     def prepare(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from evenstep.core.errors import CheckpointError, ConfigError
 from evenstep.server import ParameterServer
-from evenstep.spark.apart import Meeting, train_apart
+from evenstep.spark.apart import Meeting, merged_buffers, train_apart
 from evenstep.spark.estimator import divide
 from evenstep.spark.names import is_classification, name_of, resolve
 from evenstep.spark.rows import write_into
@@ -97,7 +97,13 @@ class SparkModel:
                 raise ConfigError(f"{name}={value!r}, expected one of {', '.join(map(repr, known))}")
         if num_workers is not None and num_workers < 1:
             raise ConfigError(f"num_workers={num_workers!r}, expected a whole number above 0, or None")
-        resolve("model", model)
+        for what, named in (
+            ("model", model),
+            ("loss", loss),
+            ("optimizer", optimizer),
+            *(("metric", m) for m in metrics),
+        ):
+            resolve(what, named)
         self._mode, self._frequency, self._over = mode, frequency, parameter_server
         self._num_workers, self._storage = num_workers, storage
         names = {m.rpartition(":")[2] if isinstance(m, str) else m.__name__: m for m in metrics}
@@ -154,7 +160,7 @@ class SparkModel:
         folder.chmod(0o777)
         try:
             train_rows, validation_rows = divide(frame, [_X, _Y], None, validation_split)
-            train_files, validation_files = write_into(folder / "train", train_rows, [_X, _Y]), None
+            train_files, validation_files = write_into(folder / "training", train_rows, [_X, _Y]), None
             if validation_rows is not None:
                 validation_files = write_into(folder / "validation", validation_rows, [_X, _Y])
             job = replace(job, train=train_files, validation=validation_files)
@@ -192,8 +198,9 @@ class SparkModel:
                 ).collect()
             except PySparkException as error:
                 raise said_in(error) from error
-        self.weights = safetensors.torch.save(state_of(model))
-        self.training_histories += found
+        buffers = {name: value for name, value in merged_buffers(found).items() if name in model.state_dict()}
+        self.weights = safetensors.torch.save({**state_of(model), **buffers})
+        self.training_histories += [share.history for share in found]
 
     # ---- using it ----
 

@@ -90,13 +90,14 @@ def train(job: Training) -> Fitted:
         for batch in run.batches(data, job.batch_size, job.epochs):
             assert batch.position is not None, "batches of a data set have a position"
             means = epochs[batch.position.epoch]
-            loss, metrics = run.step(batch, lambda part: loss_of(job, model, part), optimizer)
+            found = run.step(batch, lambda part: loss_of(job, model, part), optimizer)
+            loss, metrics = found if job.metrics else (found, {})
             means.add(len(batch), {"loss": float(loss), **metrics})
             if batch.is_last:
                 history.append(means.value)
                 if checked is not None:
-                    found = run.evaluate(checked, job.batch_size, lambda part: figures_of(job, model, part))
-                    history[-1] |= {f"validation_{name}": value for name, value in found.items()}
+                    figures = run.evaluate(checked, job.batch_size, lambda part: figures_of(job, model, part))
+                    history[-1] |= {f"validation_{name}": value for name, value in figures.items()}
         fingerprint = run.fingerprint()
     with torch.inference_mode():
         width = model.eval()(*inputs_of(data.part([0]), job.inputs))[0].numel()
@@ -155,5 +156,30 @@ def figures_of(job: Training, model: nn.Module, part: dict[str, Tensor]) -> dict
 
 
 def _target(job: Training, part: dict[str, Tensor], output: Tensor) -> Tensor:
+    """The target as the loss takes it.
+
+    Raises:
+        ConfigError: A label is not the number of a class, or does not have as many numbers as the output.
+    """
     label = part[job.label]
-    return label.long() if job.classification else label.to(output.dtype).reshape(output.shape)
+    if not job.classification:
+        if label.numel() != output.numel():
+            widths = [value.numel() // len(value) for value in (output, label)]
+            raise ConfigError(
+                f"the model gives {widths[0]} numbers for a row and column {job.label!r} has {widths[1]}; expected "
+                "as many of both"
+            )
+        return label.to(output.dtype).reshape(output.shape)
+    classes = label.long()
+    wrong = label != classes
+    if wrong.any():
+        raise ConfigError(
+            f"column {job.label!r} has the value {label[wrong][0]:g}; expected the number of a class, from 0 on, or a "
+            "loss of regression such as 'mse_loss'"
+        )
+    if output.ndim == 2 and (wrong := (classes < 0) | (classes >= output.shape[1])).any():
+        raise ConfigError(
+            f"column {job.label!r} has the value {classes[wrong][0]}, but the model gives scores for {output.shape[1]} "
+            f"classes; expected numbers from 0 to {output.shape[1] - 1}"
+        )
+    return classes
