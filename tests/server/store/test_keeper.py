@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import processes
 from evenstep.core.errors import CheckpointError, ConfigError, UnreachableError
 from evenstep.native import core
 from evenstep.server import ParameterServer, connect
@@ -241,7 +242,7 @@ def test_after_a_full_disk_a_durable_server_goes_on_by_itself(tmp_path, full_dis
         sending = threading.Thread(target=lambda: client.update_parameters(gradients(2), sequence=3))
         sending.start()
         time.sleep(0.2)
-        assert server.store.version == 1
+        assert server.store.status()["version"] == 1
         full_disk(log, 1 << 30)
         sending.join()
         assert client.update_parameters(gradients(3), sequence=4) == 3
@@ -270,8 +271,9 @@ def test_all_workers_of_an_update_that_the_disk_refused_send_it_again(tmp_path, 
         threads = [threading.Thread(target=client.update_parameters, args=(gradients(1),)) for client in (a, b)]
         for thread in threads:
             thread.start()
-        time.sleep(0.3)
-        assert server.store.version == 0
+        told = lambda: [text for _, text in server.store.status()["events"]]  # noqa: E731  # short
+        assert processes.until(lambda: any("updates are refused until it can" in text for text in told()))
+        assert server.store.status()["version"] == 0  # which waits until no attempt is under way
         full_disk(log, 1 << 30)
         for thread in threads:
             thread.join()
