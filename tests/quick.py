@@ -1,4 +1,4 @@
-"""Which tests `make quick` runs: those that start no process, and are no long computation.
+"""Which tests `make quick` runs: those that start no process, and neither compute nor wait for seconds.
 
 Whether a test starts processes is read off its code: it, or a helper or fixture that it uses, names something that
 does.

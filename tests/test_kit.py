@@ -1,6 +1,7 @@
 """The test kit itself: it must see leaks, and carry back whatever happens in a worker."""
 
 import ctypes
+import gc
 import mmap
 import os
 import signal
@@ -99,3 +100,10 @@ def test_memory_that_is_moved_into_huge_pages_is_what_it_was():
         pages.collapse()
         assert memory[:] == text
         del view
+
+
+def test_what_is_settled_is_gone_through_by_no_collection():
+    kept = [[] for _ in range(10)]
+    assert any(each is kept for each in gc.get_objects())
+    pages.settle()
+    assert not any(each is kept for each in gc.get_objects())

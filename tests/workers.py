@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import runpy
 import select
 import signal
 import subprocess
@@ -251,17 +252,38 @@ def cli_run(*argv: str | Path, timeout_s: float = 100.0, variables: dict[str, st
         return cli.wait(timeout_s)
 
 
+def python_run(*argv: str | Path, timeout_s: float = 100.0) -> Completed:
+    """Run what `python script ...` runs, in a fork of this process: a script that nobody has launched."""
+    with Cli(*argv, program=be_python) as cli:
+        return cli.wait(timeout_s)
+
+
+def be_python(argv: Sequence[str]) -> int:
+    """What `python` does with a script and its arguments."""
+    sys.argv = list(argv)
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    runpy.run_path(argv[0], run_name="__main__")
+    return 0
+
+
 class Cli:
     """A command line that runs in a fork of this process. A context manager: it is gone afterwards.
+
+    Args:
+        argv: What the program is given.
+        variables: Set on top of this process's environment.
+        program: Ours, unless it is said.
 
     Attributes:
         pid: Its process id.
     """
 
-    def __init__(self, *argv: str | Path, variables: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *argv: str | Path, variables: dict[str, str] | None = None, program: Callable[[Sequence[str]], int] = main
+    ) -> None:
         self._files = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("out", "err")]
         self._code: int | None = None
-        self.pid = fork_cli([str(arg) for arg in argv], self._attach, variables)
+        self.pid = fork_cli([str(arg) for arg in argv], self._attach, variables, program)
 
     def _attach(self) -> None:
         os.setsid()
@@ -314,7 +336,12 @@ class Cli:
         return Completed(self._code, self.stdout, self.stderr, self._read(0))
 
 
-def fork_cli(argv: Sequence[str], attach: Callable[[], None], variables: dict[str, str] | None = None) -> int:
+def fork_cli(
+    argv: Sequence[str],
+    attach: Callable[[], None],
+    variables: dict[str, str] | None = None,
+    program: Callable[[Sequence[str]], int] = main,
+) -> int:
     """Run the command line in a fork of this process, with standard streams that `attach` makes; return its pid."""
     _let_threads_end()
     pid = os.fork()
@@ -331,7 +358,7 @@ def fork_cli(argv: Sequence[str], attach: Callable[[], None], variables: dict[st
         _FINALIZERS.append(weakref.finalize._registry)  # kept: a fork that frees what it has inherited copies it first
         weakref.finalize._registry = {}  # workers run exit handlers: our folders are not theirs to remove
         try:
-            code = main(argv)
+            code = program(argv)
         except SystemExit as request:
             code = request.code if isinstance(request.code, int) else 0 if request.code is None else 1
         except BaseException:  # noqa: BLE001  # the border of the process

@@ -115,6 +115,7 @@ def page_head(count, num_bytes):
     return b"\x15" + number(0) + sizes + b"\x2c" + page + b"\0"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("null", [False, True])
 def test_a_page_that_is_not_what_its_head_says_is_never_read_past_its_file(tmp_path, null):
     schema = pa.schema([pa.field("x", pa.int64(), nullable=null)])

@@ -7,17 +7,13 @@ may be others; fingerprints may too, but those that are the same on the page are
 differ there differ.
 """
 
-import os
 import re
-import runpy
-import sys
-import traceback
 from pathlib import Path
 
 import pytest
 
 from evenstep.testing import Fault, plant
-from workers import cli_run
+from workers import cli_run, python_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^<!-- run(?:: (.*?))? -->\n```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -37,39 +33,15 @@ def build():
 """
 
 
-def python(path, *arguments):
-    """What a script prints that `python` runs, here in a fork."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.dup2(writing, 1)
-            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # as long as the process lives
-            sys.path.insert(0, str(Path(path).parent.resolve()))
-            sys.argv = [path, *arguments]
-            runpy.run_path(path, run_name="__main__")
-            sys.stdout.flush()
-            code = 0
-        except BaseException:  # noqa: BLE001  # the border of the process
-            traceback.print_exc(file=sys.stdout)
-            sys.stdout.flush()
-        finally:
-            os._exit(code)
-    os.close(writing)
-    with open(reading) as stream:
-        said = stream.read()
-    assert os.waitpid(pid, 0)[1] == 0, said
-    return said
-
-
 def typed(line, mark, folder):
     """Do what a line of a console says; returns what it printed."""
     program, *arguments = line.partition("#")[0].split()
     if few := re.search(r"for (\d+) epochs", mark):
         arguments[-1] = few[1]
     if program == "python":
-        return python(*arguments)
+        done = python_run(*arguments)
+        assert done.code == 0, done.stderr
+        return done.stdout
     assert program == "evenstep", f"who knows what {line!r} does"
     # Who replaces it comes late, and so the others go on without it, however slow they are.
     faults = [Fault("kill", "backward", 7, worker=1), Fault("slow", "join", worker=1, seconds=2.0)]

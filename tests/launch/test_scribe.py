@@ -29,12 +29,12 @@ SCRIPT = """
 """
 
 
-def test_every_step_is_written_once_whoever_dies(tmp_path):
+def test_every_step_is_written_once_whoever_dies_with_servers_or_without(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     logs = []
-    for workers in (1, 3):
+    for workers, servers in ((1, ()), (3, ()), (2, ("--servers", "1"))):
         path = tmp_path / f"{workers}.json"
-        done = cli_run("run", "-n", str(workers), "--log-json", path, tmp_path / "train.py")
+        done = cli_run("run", "-n", str(workers), *servers, "--log-json", path, tmp_path / "train.py")
         assert done.code == 0, done.stderr
         assert (workers == 3) == ("killed by SIGKILL" in done.stderr)
         *steps, last = map(json.loads, path.read_text().splitlines())
@@ -44,21 +44,8 @@ def test_every_step_is_written_once_whoever_dies(tmp_path):
         assert (last["step"], last["logged"]) == (24, {"last": 7.0})
         assert all(found["logged"].pop("workers") <= workers for found in steps)
         logs.append([{**found, "time": None} for found in steps])
-    assert logs[0] == logs[1], "the same figures on any number of workers"
+    assert logs[0] == logs[1] == logs[2], "the same figures on any number of workers"
     assert logs[0][0]["logged"] == {"lr": 1e-2}
-
-
-def test_one_group_with_servers_has_the_figures_of_none(tmp_path):
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    found = []
-    for options in (("-n", "1"), ("--framework", "sandblaster", "-n", "2")):
-        path = tmp_path / f"{len(found)}.json"
-        done = cli_run("run", *options, "--log-json", path, "--tensorboard", tmp_path / "board", tmp_path / "train.py")
-        assert done.code == 0, done.stderr
-        found.append([{**json.loads(line), "time": None, "logged": None} for line in path.read_text().splitlines()])
-    assert found[0] == found[1]
-    assert len(found[0]) == 25
-    assert len({path.stat().st_size for path in (tmp_path / "board").iterdir()}) == 1
 
 
 def test_several_groups_have_steps_of_their_own(tmp_path):

@@ -1,5 +1,6 @@
 """What a page's script does not show, on several workers: one result for any number of them, and when one dies."""
 
+import hashlib
 import os
 import warnings
 from pathlib import Path
@@ -76,10 +77,17 @@ def everything(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_one_two_and_three_workers_come_to_the_same(tmp_path):
-    (alone,), *others = (
-        run_workers(workers, lambda _, workers=workers: everything(tmp_path / str(workers))) for workers in (1, 2, 3)
-    )
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one worker finds."""
+    (found,) = run_workers(1, lambda _: everything(tmp_path_factory.mktemp("alone")))
+    return found
+
+
+def test_one_two_and_three_workers_come_to_the_same(tmp_path, alone):
+    others = [
+        run_workers(workers, lambda _, workers=workers: everything(tmp_path / str(workers))) for workers in (2, 3)
+    ]
     assert alone["resumed"] == alone["two losses"][0], "as if it had never stopped"
     assert alone["after"][1] == {"steps": 8, "shards": 8, "seed": 0}
     for several in others:
@@ -87,27 +95,23 @@ def test_one_two_and_three_workers_come_to_the_same(tmp_path):
 
 
 SCRIPT = """
-import sys
+import hashlib, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_on_workers import everything
 found = everything(Path({folder!r}))
-print("found", hash_of(found))
+print("found", hashlib.sha256(repr(found).encode()).hexdigest())
 """
 
 
-def test_who_dies_while_checkpoints_are_written_and_read_changes_nothing(tmp_path, script):
-    text = SCRIPT.replace("hash_of(found)", "__import__('hashlib').sha256(repr(found).encode()).hexdigest()")
-    said = []
-    for workers, faults in ((1, []), (3, [Fault("kill", "after commit", n, worker=w) for n, w in ((40, 0), (75, 1))])):
-        folder = tmp_path / str(workers)
-        path = script(text.format(tests=str(Path(__file__).parent), folder=str(folder)))
-        done = cli_run("run", "-n", str(workers), path, variables=plant(faults, tmp_path / f"faults{workers}"))
-        assert done.code == 0, done.stderr
-        assert len(struck(tmp_path / f"faults{workers}")) == len(faults)
-        said.append({line.partition("found ")[2] for line in done.stdout.splitlines() if "found " in line})
-    assert said[0] == said[1]
-    assert len(said[0]) == 1
+def test_who_dies_while_checkpoints_are_written_and_read_changes_nothing(tmp_path, script, alone):
+    path = script(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "killed")))
+    deaths = [Fault("kill", "after commit", visit, worker=worker) for visit, worker in ((40, 0), (75, 1))]
+    killed = cli_run("run", "-n", "3", path, variables=plant(deaths, tmp_path / "faults"))
+    assert killed.code == 0, killed.stderr
+    assert struck(tmp_path / "faults") == [0, 1]
+    said = {line.partition("found ")[2] for line in killed.stdout.splitlines() if "found " in line}
+    assert said == {hashlib.sha256(repr(alone).encode()).hexdigest()}
 
 
 def test_what_fails_fails_everywhere_and_leaves_the_checkpoint_that_was_asked_for(tmp_path):

@@ -126,10 +126,17 @@ def test_the_script_has_the_same_result_by_torchrun(tmp_path, alone):
     assert "accuracy 0" not in second
 
 
+@pytest.fixture(scope="module")
+def fabric_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Completed, Path]:
+    """What one worker makes of the loop, and where."""
+    folder = tmp_path_factory.mktemp("fabric") / "1"
+    return start(FABRIC, folder, 1), folder
+
+
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_fabric_loop_has_one_result(tmp_path, workers):
-    alone = start(FABRIC, tmp_path / "1", 1)
+def test_a_fabric_loop_has_one_result(tmp_path, fabric_alone, workers):
+    expected, folder = fabric_alone
     faults = [Fault("kill", "backward", 7)] if workers == 3 else None
     several = start(FABRIC, tmp_path / str(workers), workers, faults)
-    assert result(several) == result(alone)
-    assert written(tmp_path / str(workers)) == written(tmp_path / "1")
+    assert result(several) == result(expected)
+    assert written(tmp_path / str(workers)) == written(folder)

@@ -232,6 +232,7 @@ def test_an_error_whose_class_has_arguments_of_its_own_is_chained_too():
         parallel(fail_in(1, Odd(1, 2)))(torch.arange(3))
 
 
+@pytest.mark.long
 def test_an_error_does_not_wait_for_a_slow_replica():
     may_end, ended = threading.Event(), []
     with pytest.raises(ValueError, match="replica 1"):

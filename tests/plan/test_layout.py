@@ -33,6 +33,7 @@ def reduced(layout: Layout, leaves: np.ndarray) -> np.ndarray:
     return held[layout.order[0]][0, num_shards]
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(topologies(), st.integers(0, 30), st.integers(0, 2**32 - 1), st.randoms(use_true_random=False))
 def test_however_the_tree_lies_over_whatever_machines_the_sum_has_the_same_bits(topology, extra, seed, random):

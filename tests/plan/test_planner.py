@@ -97,6 +97,7 @@ def test_a_machine_with_thousands_of_devices_is_laid_in_seconds():
     assert [devices[device].numa for device in layout.order] == [i // 750 for i in range(3000)]
 
 
+@pytest.mark.long
 def test_ten_thousand_devices_are_compared_in_seconds():
     machines = [dgx(f"n{i}", f"r{i % 79}") for i in range(1250)]
     begin = time.process_time()

@@ -192,6 +192,7 @@ def test_options_of_one_machine_are_refused():
         done = cli_run("run", "--on", "ray", option, value, "-n", "2", __file__)
         assert done.code == 2
         assert f"{option} applies to one machine and has no meaning with --on ray; leave it out" in done.stderr
+    assert done.stderr.strip().endswith("leave it out, and write evenstep.Run(page=True) in the script")
     done = cli_run("run", "--on", "ray", __file__)
     assert "-n None with --on ray, expected a number of workers" in done.stderr
 

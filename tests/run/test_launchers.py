@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import evenstep
-from workers import Outcome, cli_run, run_outcomes
+from workers import Outcome, cli_run, python_run, run_outcomes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 LIGHT = Path(__file__).parents[1] / "light"
@@ -19,12 +19,13 @@ def last_line(text: str) -> str:
     return text.rstrip().rpartition("\n")[2]
 
 
-@pytest.mark.timeout(400)  # torch is imported five times, which takes its time where others work
+@pytest.mark.timeout(400)  # torch is imported three times, which takes its time where others work
 def test_python_the_launcher_and_torchrun_end_on_the_same_last_line(tmp_path):
     example = tmp_path / "digits.py"
     example.write_text(EXAMPLE.read_text().replace("epochs=6", "epochs=2"))
     (tmp_path / "sklearn").symlink_to(LIGHT / "sklearn")
-    alone = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=100, check=True)
+    alone = python_run(example)
+    assert alone.code == 0, alone.stderr
     launched = cli_run("run", "-n", "3", example, timeout_s=100)
     assert launched.code == 0, launched.stderr
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example]

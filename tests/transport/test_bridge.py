@@ -226,6 +226,7 @@ def test_a_failure_on_one_machine_reaches_the_others_once():
         assert sum(count for (_, _, channel), count in machines.network.sent.items() if channel == WORDS) == 2
 
 
+@pytest.mark.long
 def test_machines_that_have_nothing_to_say_beat_and_none_is_lost():
     begin = time.monotonic()
     with Machines([[0], [1]], silence_s=1.5) as machines:
@@ -236,6 +237,7 @@ def test_machines_that_have_nothing_to_say_beat_and_none_is_lost():
         assert core.aborted(machines.segments[0].base) is None
 
 
+@pytest.mark.long
 def test_a_way_that_is_cut_without_a_word_is_found_by_silence_and_only_its_ends_are_lost_to_each_other():
     with Machines([[0], [1], [2]], silence_s=2.0) as machines:
         machines.network.deaf |= {(1, 2), (2, 1)}

@@ -36,7 +36,10 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
         is_given = value is not None and value is not False and (name, value) != ("grace", _GRACE_S)  # 0 is given
         if name not in _TAKEN | _OURS and is_given:
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} applies to one machine and has no meaning with --on {cluster}; leave it out")
+            instead = ", and write evenstep.Run(page=True) in the script" if name == "page" else ""
+            raise ConfigError(
+                f"{option} applies to one machine and has no meaning with --on {cluster}; leave it out{instead}"
+            )
     if not isinstance(script, Path):
         raise ConfigError(f"-m {script} with --on {cluster}, expected the path of a script")
     if workers is None or not workers.isdigit() or int(workers) < 1:

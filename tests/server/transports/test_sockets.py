@@ -145,6 +145,7 @@ def mutations(seed, more=()):
         yield bytes(data)
 
 
+@pytest.mark.long
 def test_no_harmed_frame_brings_the_server_down():
     with serve() as server:
         end = time.monotonic() + FUZZ_S
@@ -158,6 +159,7 @@ def test_no_harmed_frame_brings_the_server_down():
             assert all(bool(torch.isfinite(value).all()) for value in client.get_parameters().values())
 
 
+@pytest.mark.long
 def test_no_harmed_frame_brings_a_server_of_several_down():
     """A follower: it is told what to do by clients."""
     config = ServerConfig(transports=("tcp",), limits=Limits(body_bytes=1 << 20, fields_bytes=4096, idle_s=0.3))
@@ -188,6 +190,7 @@ def test_no_harmed_frame_brings_a_server_of_several_down():
         server.close()
 
 
+@pytest.mark.long
 def test_no_harmed_http_request_brings_the_server_down():
     limits = Limits(body_bytes=1 << 20, idle_s=0.3)
     with ParameterServer(nn.Linear(4, 3), staleness=None, transports=("http",), limits=limits) as server:
