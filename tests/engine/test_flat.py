@@ -5,7 +5,7 @@ import torch
 
 from evenstep.core.errors import UnsupportedError
 from evenstep.engine.delivery import Local
-from evenstep.engine.flat import FlatGradients
+from evenstep.engine.flat import FlatGradients, ShardGradients
 from evenstep.engine.gradients import Gradients
 from evenstep.plan.summing import plan_summing
 
@@ -79,6 +79,24 @@ def test_what_is_given_is_left_alone():
     gradients.take(0, given)
     gradients.take(1, given)
     assert all(map(torch.equal, given, kept))
+
+
+def test_what_a_graph_gives_again_at_the_same_place_is_looked_at_once_and_added_as_it_is_then():
+    given = ShardGradients(leaf(i, 0) if i else None for i in range(len(LIKE)))
+    gradients = FlatGradients(NAMES, LIKE, nobody)
+    gradients.plan = plan_summing([t.nbytes for t in LIKE], [(0, 2)], 0)
+    for step in range(2):
+        gradients.begin(step + 1, [0], [0, 1])
+        expected = [None if g is None else torch.zeros_like(g) for g in given]
+        for shard in range(2):
+            for i, gradient in enumerate(given):
+                if gradient is not None:
+                    gradient.copy_(leaf(i, 10 * step + shard))
+                    expected[i] += gradient
+            gradients.take(shard, given)
+        found = gradients.finish()
+        assert found[0] is None
+        assert all(torch.equal(found[i], expected[i]) for i in range(1, len(LIKE)))
 
 
 def test_a_sparse_gradient_is_refused_by_name():

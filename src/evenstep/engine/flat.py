@@ -5,6 +5,8 @@ complete: on a device launches are what costs, and nobody waits for a single par
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,7 +17,7 @@ from evenstep.engine.counter import Counter
 from evenstep.engine.delivery import Delivery
 from evenstep.plan.summing import Summing
 
-__all__ = ["AddsUp", "Buffer", "Connect", "FlatGradients", "NodeSums"]
+__all__ = ["AddsUp", "Buffer", "Connect", "FlatGradients", "NodeSums", "ShardGradients"]
 
 _ALIGNMENT = 128  # elements; whole cache lines of every type
 
@@ -49,6 +51,48 @@ class Buffer:
         for dtype, flat in self.flats.items():
             flat.add_(other.flats[dtype])
         return self
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Which gradients a shard has.
+
+    Attributes:
+        present: For each parameter, whether it has one.
+        by_dtype: Those of one type each: the numbers of the parameters, and their gradients.
+        sparse: A parameter whose gradient is sparse, if any.
+    """
+
+    present: tuple[bool, ...]
+    by_dtype: list[tuple[list[int], list[Tensor]]]
+    sparse: int | None
+
+    @classmethod
+    def of(cls, gradients: Sequence[Tensor | None]) -> "_Contents":
+        """Look at the gradients of a shard, or at what was seen of them before."""
+        if isinstance(gradients, ShardGradients) and gradients.contents is not None:
+            return gradients.contents
+        kinds: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+        sparse = None
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                numbers, there = kinds.setdefault(gradient.dtype, ([], []))
+                numbers.append(i)
+                there.append(gradient)
+                sparse = i if gradient.layout != torch.strided else sparse
+        found = cls(tuple(gradient is not None for gradient in gradients), list(kinds.values()), sparse)
+        if isinstance(gradients, ShardGradients):
+            gradients.contents = found
+        return found
+
+
+class ShardGradients(list[Tensor | None]):
+    """The gradients of a shard, one for each parameter, or None.
+
+    A graph gives the same ones at every replay, so they are looked at only once.
+    """
+
+    contents: _Contents | None = None
 
 
 class NodeSums(NamedTuple):
@@ -102,10 +146,6 @@ class FlatGradients:
         self._free: list[Buffer] = []
         self._held: list[Buffer | None] = []
         self._lent: list[Buffer] = []  # buffers in which sums of single parameters were gathered
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for i, t in enumerate(like):
-            by_dtype.setdefault(t.dtype, []).append(i)
-        self._by_dtype = list(by_dtype.values())
 
     def lay_out(self, plan: Summing, delivery: Delivery) -> None:
         """Adopt a plan after the workers, or their shards, have changed. The delivery is not used."""
@@ -130,19 +170,19 @@ class FlatGradients:
         Raises:
             UnsupportedError: One of them is sparse.
         """
-        for i, gradient in enumerate(gradients):
-            if gradient is not None and gradient.layout != torch.strided:
-                raise UnsupportedError(
-                    f"parameter '{self._names[i]}' got a sparse gradient; evenstep adds only dense ones: "
-                    "build the embedding with sparse=False"
-                )
-            if gradient is not None and self.expects is not None:
+        contents = _Contents.of(gradients)
+        if contents.sparse is not None:
+            raise UnsupportedError(
+                f"parameter '{self._names[contents.sparse]}' got a sparse gradient; evenstep adds only dense ones: "
+                "build the embedding with sparse=False"
+            )
+        if self.expects is not None:
+            for i in compress(range(len(gradients)), contents.present):
                 self.expects(i)
         self._skip_to(shard)
-        present = tuple(gradient is not None for gradient in gradients)
         if self._present is None and self._singly is None:
-            self._present = present
-        if present != self._present and self._singly is None:
+            self._present = contents.present
+        if contents.present != self._present and self._singly is None:
             self._go_on_singly()
         self._push(gradients)
 
@@ -176,10 +216,8 @@ class FlatGradients:
 
     def _each(self, function: Callable[..., object], entry: Buffer | None, gradients: Sequence[Tensor | None]) -> None:
         assert entry is not None, "gradients have come, so there is a buffer for them"
-        for indices in self._by_dtype:
-            chosen = [i for i in indices if gradients[i] is not None]
-            if chosen:
-                function([entry.views[i] for i in chosen], [gradients[i] for i in chosen])
+        for numbers, there in _Contents.of(gradients).by_dtype:
+            function([entry.views[i] for i in numbers], there)
 
     def _go_on_singly(self) -> None:
         """Switch to single parameters: one has a gradient in some shards only, so its sums have other terms."""

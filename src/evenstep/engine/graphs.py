@@ -45,7 +45,7 @@ class Products:
 
     numbers: Tensor
     readings: list[Reading]
-    gradients: list[list[Tensor | None]]
+    gradients: list[Sequence[Tensor | None]]
     buffers: dict[str, Tensor] | None = None
     join: Callable[[], None] | None = None
 

@@ -21,6 +21,7 @@ from evenstep.engine.alone import Alone, Meets
 from evenstep.engine.carries import Carries
 from evenstep.engine.compute import Work
 from evenstep.engine.context import Context
+from evenstep.engine.flat import ShardGradients
 from evenstep.engine.gradients import Gradients
 from evenstep.engine.graphs import Graphs, Products, Task
 from evenstep.engine.guards import Look, Modules, look
@@ -107,8 +108,7 @@ class DeviceCompute:
         if products.join is not None:
             products.join()
         for shard, found in zip(shards, products.gradients, strict=True):
-            for gradient in found:
-                points.touch("gradient", gradient)
+            points.touch("gradient", *found)
             if work.witness is not None:
                 work.witness.gradients(shard, work.prepared.names, found)
             if work.counts:
@@ -321,7 +321,7 @@ class _Piece:
                 )
         for number in range(len(lanes)):
             named = dict(zip(self._trained, found[number * len(self._trained) :], strict=False))
-            self.products.gradients.append([named.get(name) for name in self._work.prepared.names])
+            self.products.gradients.append(ShardGradients(named.get(name) for name in self._work.prepared.names))
         self._losses = []
 
 

@@ -91,7 +91,10 @@ def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | N
         ConfigError: There is no row, or a column is missing, has nulls, or cannot be a tensor.
     """
     chosen = plain(frame, [*columns, *([key] if key is not None else [])])
-    count = chosen.count()
+    try:
+        count = chosen.count()
+    except PySparkException as error:
+        raise said_in(error) from error
     if not count:
         raise ConfigError(f"the DataFrame has no rows{purpose}; expected at least one")
     files, names = num_files(count), list(dict.fromkeys(columns))

@@ -4,7 +4,7 @@ import json
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -155,7 +155,8 @@ class SparkModel:
 
     def _fit_together(self, rdd: RDD, job: Training, validation_split: float) -> None:
         session = SparkSession(rdd.context)
-        frame = session.createDataFrame(rdd.map(_as_row), _schema(rdd.first()))
+        kinds = _kinds(rdd.first())
+        frame = session.createDataFrame(rdd.map(lambda pair: _as_row(pair, kinds)), f"{_X} {kinds[0]}, {_Y} {kinds[1]}")
         folder = Path(tempfile.mkdtemp(prefix="evenstep-", dir=self._storage))
         folder.chmod(0o777)
         try:
@@ -271,12 +272,25 @@ def load_spark_model(path: str | Path) -> SparkModel:
     return model
 
 
-def _as_row(pair: Any) -> tuple[Any, Any]:
+def _as_row(pair: Any, kinds: Sequence[str]) -> tuple[Any, Any]:
+    """A pair as Spark takes it.
+
+    Raises:
+        ConfigError: It is not of the kinds that the first one is of.
+    """
+    for name, found, expected in zip((_X, _Y), _kinds(pair), kinds, strict=True):
+        if ("bigint" in expected) != ("bigint" in found):
+            raise ConfigError(
+                f"the {name} of a row are of the kind {found}, and those of the first row {expected}; expected one "
+                "kind: make all of them floats, or all whole numbers"
+            )
     features, label = (np.asarray(value) for value in pair)
     return features.tolist(), label.tolist()
 
 
-def _schema(pair: Any) -> str:
+def _kinds(pair: Any) -> tuple[str, str]:
+    """The kinds of features and label, as Spark calls them."""
+
     def kind(value: Any) -> str:
         array = np.asarray(value)
         text = "bigint" if array.dtype.kind in "biu" else "double" if array.dtype == np.float64 else "float"
@@ -284,7 +298,7 @@ def _schema(pair: Any) -> str:
             text = f"array<{text}>"
         return text
 
-    return f"{_X} {kind(pair[0])}, {_Y} {kind(pair[1])}"
+    return kind(pair[0]), kind(pair[1])
 
 
 def _outputs(job: Training, weights: bytes, rows: Iterator[Any]) -> Iterator[np.ndarray[Any, Any]]:
