@@ -50,6 +50,12 @@ def test_the_workers_of_a_machine_share_out_all_parameters_and_homes_are_balance
     assert abs(load[0] - load[1]) <= 1 << 20
 
 
+def test_small_gradients_are_halves_on_two_machines_and_no_bias_travels_alone():
+    sizes = [4 * 256 * 256, 4 * 256] * 4
+    assert [piece.home for piece in plans(sizes, [1, 1])[0].pieces] == [0, 1]
+    assert len(plans(sizes, [1, 1, 1])[0].pieces) == 4
+
+
 @given(st.lists(st.integers(1, 3 << 19), min_size=1, max_size=60), st.integers(2, 8))
 def test_a_machine_sends_little_more_than_its_share(sizes, num_machines):
     plan = plans(sizes, [1] * num_machines)[0]

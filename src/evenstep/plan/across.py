@@ -16,8 +16,9 @@ from evenstep.plan.summing import Span, Summing, buckets_of, plan_summing
 __all__ = ["Across", "Piece", "most_pieces", "plan_across"]
 
 _ALIGNMENT = 64
-_MOST_BYTES = 1 << 21  # of a piece: every message costs, and larger ones would hold up those behind them
-_LEAST_BYTES = 1 << 18
+_MOST_BYTES = 9 << 18  # of a piece: every message costs, and larger ones would hold up those behind them
+_LEAST_BYTES = 9 << 15  # a little more than a power of two, so that a matrix and its bias travel together
+_SMALL_BYTES = 1 << 21  # so little is added up in two pieces by two machines: a message costs more than waiting
 _PIECES_EACH = 8  # how many pieces a machine should at least have: so it has little more or less than another
 
 
@@ -143,10 +144,13 @@ def _piece_bytes(sizes: Sequence[int], num_machines: int | None) -> int:
 
     What a machine sends grows with what it adds up, but for two machines, where it is the same for every share.
     """
-    least = min(max(sum(sizes) // 256, _LEAST_BYTES), _MOST_BYTES)
+    total = sum(sizes)
+    least = min(max(total // 256, _LEAST_BYTES), _MOST_BYTES)
     if num_machines is None:
         return least
-    return min(max(sum(sizes) // (_PIECES_EACH * max(num_machines - 1, 1)), least), _MOST_BYTES)
+    if num_machines == 2 and total <= _SMALL_BYTES:
+        return max(total // 2 + total // 16, least)
+    return min(max(total // (_PIECES_EACH * max(num_machines - 1, 1)), least), _MOST_BYTES)
 
 
 def _aligned(num_bytes: int) -> int:
