@@ -2,9 +2,9 @@
 
 Each machine adds up its own shards, which leaves it with the tree nodes that cover its span, and updates all parameters
 for itself. In between, every *piece* of the gradients has a *home*: the machine that adds up the nodes of all and sends
-the sum to the others. Two machines with a node each are both at home: they send each other as many bytes as if they
-shared out the pieces, and none of them waits for a sum. Parameters travel in buckets, alike on all machines; a large one
-is cut into several pieces.
+the sum to the others. Two machines with a node each are both the home of everything: they send each other as many bytes
+as if they shared out the pieces, and none of them waits for a sum. Parameters travel in buckets, alike on all machines;
+a large one is cut into several pieces.
 """
 
 from collections.abc import Sequence
