@@ -88,14 +88,9 @@ def train(kind: Any, case: str, folder: Path, **shards: int) -> tuple[Any, list[
 def test_what_transformers_does_alone_it_does_with_one_shard(case, tmp_path):
     plain, logged, seen = train(transformers.Trainer, case, tmp_path)
     exact, merged, saw = train(Trainer, case, tmp_path, shards=1)
-    if case == "no clipping":  # then the norm is not computed
-        logged = [{key: value for key, value in each.items() if key != "grad_norm"} for each in logged]
-    rough = {"rel": 1e-5, "abs": 1e-6}  # norms are added up in another order
-    assert [list(each) for each in merged] == [list(each) for each in logged]
-    assert [pytest.approx(each, **rough) for each in merged] == logged
+    assert merged == logged
     assert saw == seen
-    if case not in ("classes",):  # clipped by such a norm
-        assert weights(exact.model) == weights(plain.model)
+    assert weights(exact.model) == weights(plain.model)
     several, merged, saw = train(Trainer, case, tmp_path, shards=5)
     assert saw == seen
     near = 0.05 if case == "bf16" else 2e-3

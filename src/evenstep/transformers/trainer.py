@@ -1,5 +1,6 @@
 """`Trainer`: the loops, callbacks and checkpoints of transformers around steps of a run."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -187,11 +188,12 @@ class Trainer(transformers.Trainer):
             return torch.zeros((), device=self.args.device)
         self._followers.look()
         model.train()
+        limit = self.args.max_grad_norm
         loss, metrics = self.run.step(
             self._cut(inputs),
             partial(self._loss_of, model),
             self._own_optimizer(),
-            clip_norm=self.args.max_grad_norm or None,
+            clip_norm=limit if limit and limit > 0 else math.inf,  # the norm is logged in any case
         )
         all_tokens, without_padding = zip(*metrics[_SEEN], strict=True)
         self._tokens = sum(all_tokens), sum(without_padding)
@@ -216,12 +218,11 @@ class Trainer(transformers.Trainer):
         return inputs.batch if isinstance(inputs, HeldBatch) else self.run.cut(inputs)
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
-        del model
-        return self.run.grad_norm
+        return self._get_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float | None:
-        del model
-        return grad_norm
+        del model, grad_norm
+        return self.run.grad_norm
 
     # ---- what is counted ----
 
