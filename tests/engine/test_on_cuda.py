@@ -173,6 +173,7 @@ SCRIPT = """
     import sys, torch, evenstep
     import torch.nn.functional as F
     from torch import nn
+    from torch.utils.checkpoint import checkpoint
 
     class Net(nn.Module):
         def __init__(self):
@@ -180,22 +181,42 @@ SCRIPT = """
             norm = nn.BatchNorm2d(16) if "norm" in sys.argv else nn.Identity()
             self.a, self.norm, self.drop, self.b = nn.Conv2d(3, 16, 3), norm, nn.Dropout(0.1), nn.Linear(16, 10)
 
+        def body(self, x):
+            return self.drop(F.relu(self.norm(self.a(x))).mean((2, 3)))
+
         def forward(self, x):
-            return self.b(self.drop(F.relu(self.norm(self.a(x))).mean((2, 3))))
+            return self.b(checkpoint(self.body, x, use_reentrant=False) if "checkpointed" in sys.argv else self.body(x))
 
     with evenstep.Run(shards=4, device="cuda", graphs=False if "eager" in sys.argv else "auto") as run:
         model = Net()
-        model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+        if "channels_last" in sys.argv:
+            model = model.to(memory_format=torch.channels_last)
+        chosen = {name: True for name in ("fused", "foreach") if name in sys.argv}
+        model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2, **chosen))
         called = torch.compile(model) if "compiled" in sys.argv else model
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**20, growth_interval=3) if "scaled" in sys.argv else None
         run.checkpoint("checkpoints", every=5)
         for step in range(12):
             generator = torch.Generator().manual_seed(step)
             batch = torch.randn(24, 3, 8, 8, generator=generator), torch.randint(0, 10, (24,), generator=generator)
-            with torch.autocast("cuda", torch.bfloat16):
-                run.step(batch, lambda part: F.cross_entropy(called(part[0]), part[1]), clip_norm=1.0)
+            with torch.autocast("cuda", torch.float16 if scaler else torch.bfloat16):
+                loss = lambda part: F.cross_entropy(called(part[0]), part[1])
+                run.step(batch, loss, clip_norm=1.0, scaler=scaler)
             if step == 6:
                 run.edit(lambda: [p.mul_(0.5) for p in model.parameters()])
+        if scaler:
+            run.print(f"scale {scaler.get_scale()}")
 """
+
+
+@pytest.mark.parametrize("kind", ["scaled", "fused", "foreach", "checkpointed", "channels_last"])
+def test_what_people_use_gives_one_result_on_one_worker_and_two(kind, script, tmp_path):
+    path, results = script(SCRIPT), set()
+    for options in (("-n", "1", path), ("-n", "2", path), ("-n", "2", path, "eager")):
+        done = script_run(*options, kind, "norm", cwd=tmp_path, timeout_s=100)
+        assert done.code == 0, done.stderr
+        results.add(done.stdout)
+    assert len(results) == 1, results
 
 
 @pytest.mark.parametrize("norm", ["norm", "plain"])

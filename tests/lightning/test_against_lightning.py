@@ -40,6 +40,12 @@ class Warmed(Classifier):
             group["lr"] = self.lr / (1 + self.trainer.global_step)
 
 
+class Grouped(Classifier):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [p for p in self.parameters() if p.ndim == dims]} for dims in (1, 2)]
+        return Adam(groups, lr=self.lr)
+
+
 class Keeping(Classifier):
     """Uses hooks, lists and what steps return."""
 
@@ -50,7 +56,7 @@ class Keeping(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
-        self.kept.append(logits.detach())
+        self.kept.append(logits.detach()[:, 1])  # of a part with one row it has an odd stride
         self.log("sized", logits.mean(), on_step=False, on_epoch=True, batch_size=len(logits))
         self.log("least", logits.min(), on_step=False, on_epoch=True, reduce_fx="min")
         self.log_dict({"most": logits.max()}, on_step=False, on_epoch=True, reduce_fx="max")
@@ -81,6 +87,7 @@ CASES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "a scheduler by step": (ByStep, {}),
     "a scheduler on a plateau": (OnPlateau, {"max_epochs": 3}),
     "clipping by norm": (Classifier, {"gradient_clip_val": 0.05}),
+    "clipping by norm of groups": (Grouped, {"gradient_clip_val": 0.05}),
     "clipping by value": (Classifier, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "no clipping, said by 0": (Classifier, {"gradient_clip_val": 0}),
     "mixed precision": (Classifier, {"precision": "bf16-mixed"}),

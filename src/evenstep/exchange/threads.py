@@ -5,12 +5,15 @@ import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from types import GeneratorType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from evenstep.exchange.rendezvous import Participant, ParticipantError, Session
 
@@ -91,6 +94,7 @@ def side_by_side(
             with me, modes():
                 result = body(me)
         except BaseException as error:  # noqa: BLE001  # a thread's border: reported to the caller, who raises it
+            _leave_checkpoints(error)
             outcomes.put((me, None, error))
         else:
             outcomes.put((me, result, None))
@@ -106,6 +110,18 @@ def side_by_side(
         session.forget()
         raise explain(*_first_cause(failures))
     return [results[p.index] for p in session.participants]
+
+
+def _leave_checkpoints(error: BaseException) -> None:
+    """End the activation checkpoints that an error has passed through, in the thread that began them.
+
+    torch before 2.13 ends them when the error is forgotten, wherever that is: their hooks would stay in this thread
+    and take the next forward for a part of this one.
+    """
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, GeneratorType) and value.gi_code.co_filename == torch.utils.checkpoint.__file__:
+                value.close()
 
 
 def _collect(

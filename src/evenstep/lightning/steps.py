@@ -99,6 +99,7 @@ class Steps:
                 optimizers,
                 clip_norm=None if by_value else limit,
                 clip_value=limit if by_value else None,
+                clip_order="optimizer",  # as Lightning's plugins have it
                 scaler=getattr(self._precision, "scaler", None),
             )
         notes = self._forms.restore([unpack(base64.b64decode(text)) for text in metrics[_NOTE]])
