@@ -66,12 +66,8 @@ def test_a_signal_that_comes_just_before_the_caller_waits_is_heard():
         _thread.interrupt_main()
         heard.append(freed.wait(20.0))
 
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            try:
-                side_by_side(threads, Rendezvous().register([0]), body, lambda me, error: error)
-            finally:
-                freed.set()
-    finally:
-        threads.close()
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(threads, Rendezvous().register([0]), body, lambda me, error: error)
+    freed.set()
+    threads.close()
     assert heard == [True]
