@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.plan.across import most_pieces, plan_across
+from evenstep.plan.across import EVERY, most_pieces, plan_across
 from evenstep.plan.machines import share_machines
 
 SIZES = [400, 1 << 20, 64, 5 << 20, 3_000_000, 8]
@@ -43,20 +43,28 @@ def test_everyone_plans_alike_but_for_who_it_is():
 
 
 def test_the_workers_of_a_machine_share_out_all_parameters_and_homes_are_balanced():
-    found = plans(SIZES, [2, 1])
+    found = plans(SIZES, [2, 1, 1])
     owned = [plan.local.owned for plan in found]
-    assert sorted(owned[0] + owned[1]) == owned[2] == list(range(len(SIZES)))
-    load = [sum(p.end - p.begin for p in found[0].pieces if p.home == machine) for machine in range(2)]
-    assert abs(load[0] - load[1]) <= 1 << 20
+    assert sorted(owned[0] + owned[1]) == owned[2] == owned[3] == list(range(len(SIZES)))
+    load = [sum(p.end - p.begin for p in found[0].pieces if p.home == machine) for machine in range(3)]
+    assert max(load) - min(load) <= 1 << 20
+
+
+def test_two_machines_add_up_everything_for_themselves_if_each_has_one_node_to_send():
+    for counts, num_shards in (([1, 1], 8), ([2, 2], 8), ([1, 1], 2)):
+        assert {piece.home for piece in plans(SIZES, counts, num_shards)[0].pieces} == {EVERY}
+    uneven = plans(SIZES, [1, 3])[0]
+    assert len(uneven.nodes) > 2
+    assert {piece.home for piece in uneven.pieces} == {0, 1}, "else a machine would send several nodes of everything"
 
 
 def test_small_gradients_are_halves_on_two_machines_and_no_bias_travels_alone():
     sizes = [4 * 256 * 256, 4 * 256] * 4
-    assert [piece.home for piece in plans(sizes, [1, 1])[0].pieces] == [0, 1]
+    assert len(plans(sizes, [1, 1])[0].pieces) == 2
     assert len(plans(sizes, [1, 1, 1])[0].pieces) == 4
 
 
-@given(st.lists(st.integers(1, 3 << 19), min_size=1, max_size=60), st.integers(2, 8))
+@given(st.lists(st.integers(1, 3 << 19), min_size=1, max_size=60), st.integers(3, 8))
 def test_a_machine_sends_little_more_than_its_share(sizes, num_machines):
     plan = plans(sizes, [1] * num_machines)[0]
     total = sum(plan.bucket_bytes)

@@ -35,7 +35,11 @@ def fit_on_partitions(session):
     )  # fmt: skip
     one = estimator.fit(frame(session, 1))
     other = estimator.copy({estimator.numWorkers: 3}).fit(frame(session, 6))
-    rows = one.transform(frame(session)).select("label", "prediction", "scores", "features").collect()
+    rows = (
+        one.transform(frame(session).withColumnRenamed("first", "the `first.one`"))
+        .select("label", "prediction", "scores", "features")
+        .collect()
+    )
     model = one.module().eval()
     with torch.inference_mode():
         expected = model(torch.tensor(np.stack([row["features"].toArray() for row in rows])).float()).softmax(1)
@@ -129,6 +133,10 @@ def mistakes(session):
         said(lambda: good.copy({good.validationSplit: 1.5}).fit(data)),
         said(lambda: good.copy({good.storage: "/nowhere"}).fit(data)),
         said(lambda: good.setParams(epochz=3)),
+        said(lambda: good.copy({good.labelCol: "word"}).fit(data.selectExpr("*", "'a' as word"))),
+        said(lambda: good.copy({good.labelCol: "total"}).fit(data)),
+        said(lambda: good.copy({good.validationSplit: 0.5, good.validationIndicatorCol: "checks"}).fit(data)),
+        said(lambda: good.copy({good.numWorkers: 3, good.shards: 2}).fit(data)),
         said(lambda: good.copy({good.metrics: ["precision"]}).fit(data)),
         *[said(lambda name=name: good.copy({good.getParam(name): 0}).fit(data)) for name in ("epochs", "shards")],
         *[
@@ -139,13 +147,24 @@ def mistakes(session):
 
 
 def test_mistakes_get_a_sentence(spark):
-    missing, loss, column, split, storage, name, metric, epochs, shards, kind, null, none = spark.call(mistakes)
+    missing, loss, column, split, storage, name, *others = spark.call(mistakes)
+    text, label, both, workers, metric, epochs, shards, kind, null, none = others
     assert missing == "ConfigError: Estimator(model=...) is missing; expected a function that builds the model"
     assert loss.startswith("ConfigError: loss='crossentropy'; expected a function of torch.nn.functional")
     assert column.startswith("ConfigError: the DataFrame has no column 'nowhere'; its columns are features")
     assert split == "ConfigError: validationSplit=1.5, expected a fraction between 0 and 1"
     assert storage.startswith("ConfigError: storage='/nowhere' is not a directory")
     assert name.startswith("ConfigError: Estimator has no parameter 'epochz'")
+    assert text == (
+        "ConfigError: column 'word' is string; expected numbers: index it first, as StringIndexer of "
+        "pyspark.ml.feature does"
+    )
+    assert label.startswith("ConfigError: column 'total' has the value ")
+    assert both == (
+        "ConfigError: validationSplit=0.5 and validationIndicatorCol='checks', expected one of them: both say which "
+        "rows validate"
+    )
+    assert workers == "ConfigError: numWorkers=3 and shards=2, expected a shard for every worker"
     assert metric.startswith("ConfigError: metric='precision'; expected one of accuracy")
     assert epochs == "ConfigError: epochs=0, expected a whole number above 0"
     assert shards == "ConfigError: shards=0, expected a whole number above 0"
@@ -169,3 +188,23 @@ def test_functions_are_found_by_name_or_refused(what):
         resolve(what, "nothing")
     with pytest.raises(ConfigError, match="cannot be saved"):
         name_of(what, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"metrics": "accuracy"}, r"metrics='accuracy', expected a list: metrics=\['accuracy'\]"),
+        ({"model": torch.nn.Linear(1, 1)}, "model is a Linear; expected a function that builds it"),
+        ({"options": {"rate": 1}}, "optimizer SGD cannot be made with {'rate': 1}: got an unexpected keyword argument"),
+        ({"options": [1]}, r"options of the optimizer are \[1\]; expected a dict"),
+    ],
+)
+def test_what_is_to_be_trained_is_checked_before_anything_runs(changes, sentence):
+    pytest.importorskip("pyspark", reason="Spark is not there: pip install 'evenstep[spark]'")
+    from evenstep.core.errors import ConfigError
+    from evenstep.spark.names import check_functions
+
+    good = {"model": single, "loss": "mse_loss", "optimizer": "SGD", "options": {"lr": 0.1}, "metrics": ["accuracy"]}
+    check_functions(**good)
+    with pytest.raises(ConfigError, match=sentence):
+        check_functions(**{**good, **changes})

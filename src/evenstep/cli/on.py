@@ -2,10 +2,11 @@
 
 import argparse
 import signal
+import sys
 from pathlib import Path
 
 from evenstep.core.errors import ConfigError
-from evenstep.core.output import say
+from evenstep.core.output import unheard
 
 __all__ = ["add_arguments", "run_on"]
 
@@ -62,7 +63,8 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
             working_dir=str(script.resolve().parent),
         )
     except ray.ScriptError as error:
-        say(str(error))
+        with unheard(sys.stderr):
+            print(error, file=sys.stderr, flush=True)  # a traceback, as on one machine
         return error.exit_code
     except KeyboardInterrupt as stop:
         if not stop.args:  # before there was a run

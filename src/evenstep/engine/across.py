@@ -2,7 +2,8 @@
 
 A worker that owns a bucket on its machine adds up what the workers there have, and puts the result at the homes of the
 bucket's pieces. At the home of a piece, the owner adds up the nodes of all machines in tree order and puts the sum
-everywhere. All of this happens while backward still runs, whenever this worker gives or receives something.
+everywhere, unless every machine is its home. All of this happens while backward still runs, whenever this worker gives
+or receives something.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from evenstep.exchange.bridged import EVERYONE, Puts
 from evenstep.exchange.group import tree_sum
 from evenstep.native import core
 from evenstep.plan import tree
-from evenstep.plan.across import Across, Piece
+from evenstep.plan.across import EVERY, Across, Piece
 from evenstep.transport.memory import ALIGNMENT, HostMemory, aligned
 
 __all__ = ["AcrossMachines"]
@@ -70,6 +71,7 @@ class AcrossMachines:
         self._nodes = [_GradientArea(plan, memory, like) for _ in plan.nodes]
         self._sums = _GradientArea(plan, memory, like)
         self._alone = len(plan.workers) == 1
+        self._at_home = all(piece.home == EVERY for piece in plan.pieces)  # then no sum travels
         self._owned = plan.local.owned_buckets
         self._inputs = [plan.inputs_of(plan.nodes[n][1]) for n in plan.own]
 
@@ -77,6 +79,8 @@ class AcrossMachines:
 
     def begin(self, token: int, active: Sequence[int]) -> None:
         """See `Delivery`."""
+        if self._at_home:  # nodes of the last step may still be on their way
+            self._puts.flush()
         workers = self._plan.workers
         here = [rank - workers.start for rank in active if rank in workers]
         machines = {self._plan.machines[rank] for rank in active}
@@ -117,7 +121,8 @@ class AcrossMachines:
 
     def settle(self) -> None:
         """See `Delivery`."""
-        self._puts.flush()
+        if not self._at_home:
+            self._puts.flush()
 
     def end(self) -> None:
         """See `Delivery`."""
@@ -149,16 +154,17 @@ class AcrossMachines:
             anything = int(bool(self._nodes[own].present[bucket].any()))
             for n in plan.pieces_of[bucket]:
                 piece = plan.pieces[n]
-                if piece.home == plan.machine:
+                if piece.home in (plan.machine, EVERY):
                     core.store(self._word(n, own), 2 * self._token + anything)
-                else:
+                if piece.home != plan.machine:
+                    target = EVERYONE if piece.home == EVERY else piece.home
                     data = self._nodes[own].range(piece) if anything else None
-                    self._puts.put(piece.home, data, self._words[n, own : own + 1], 2 * self._token + anything)
+                    self._puts.put(target, data, self._words[n, own : own + 1], 2 * self._token + anything)
 
     def _has_come(self, n: int) -> bool:
         """Whether the sum of a piece is here; at its home this adds it up."""
         plan, piece = self._plan, self._plan.pieces[n]
-        if piece.home != plan.machine:
+        if piece.home not in (plan.machine, EVERY):
             word = core.load(self._word(n, len(plan.nodes)))
             if word >> 1 < self._token:
                 return False
@@ -170,6 +176,8 @@ class AcrossMachines:
             return False
         there = [node for node, word in enumerate(words) if word & 1]
         self._add_up(piece, there)
+        if piece.home == EVERY:
+            return True
         data = self._sums.range(piece) if there else None
         self._puts.put(EVERYONE, data, self._words[n, len(plan.nodes) :][:1], 2 * self._token + bool(there))
         return True

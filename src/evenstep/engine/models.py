@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.core.fingerprint import fingerprint
+from evenstep.core.octets import octets
 from evenstep.engine.copies import Copier
 from evenstep.engine.form import Form
 from evenstep.engine.prepared import PreparedOptimizer
@@ -240,8 +241,7 @@ class Models:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one form have the same bytes: equal values need not, and NaNs can."""
-    a, b = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(a, b)
+    return torch.equal(octets(one), octets(other))
 
 
 def check_model(model: Any) -> None:

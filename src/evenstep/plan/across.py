@@ -2,7 +2,9 @@
 
 Each machine adds up its own shards, which leaves it with the tree nodes that cover its span, and updates all parameters
 for itself. In between, every *piece* of the gradients has a *home*: the machine that adds up the nodes of all and sends
-the sum to the others. Parameters travel in buckets, alike on all machines; a large one is cut into several pieces.
+the sum to the others. Two machines with a node each are both the home of everything: they send each other as many bytes
+as if they shared out the pieces, and none of them waits for a sum. Parameters travel in buckets, alike on all machines;
+a large one is cut into several pieces.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,10 @@ from evenstep.plan.machines import machine_spans
 from evenstep.plan.placement import balance
 from evenstep.plan.summing import Span, Summing, buckets_of, plan_summing
 
-__all__ = ["Across", "Piece", "most_pieces", "plan_across"]
+__all__ = ["EVERY", "Across", "Piece", "most_pieces", "plan_across"]
+
+EVERY = -1
+"""As a home: every machine adds up the piece for itself."""
 
 _ALIGNMENT = 64
 _MOST_BYTES = 9 << 18  # of a piece: every message costs, and larger ones would hold up those behind them
@@ -28,7 +33,7 @@ class Piece:
 
     Attributes:
         bucket: The bucket it is a piece of.
-        home: The machine that adds it up.
+        home: The machine that adds it up, or EVERY one of them.
         begin: Its first byte among those of the bucket.
         end: One past its last.
         parameters: The parameters in it; if it is a part of one, that one.
@@ -113,11 +118,13 @@ def plan_across(
             offsets[i], end = end, end + _aligned(sizes[i])
         bucket_bytes.append(end)
     cut = [(b, begin, end) for b, size in enumerate(bucket_bytes) for begin, end in _cut(size, piece_bytes)]
-    homes = balance([end - begin for _, begin, end in cut], 1 + max(machines))
-    pieces = [Piece(b, home, begin, end, buckets[b]) for (b, begin, end), home in zip(cut, homes, strict=True)]
-    of_buckets = tuple(tuple(n for n, piece in enumerate(pieces) if piece.bucket == b) for b in range(len(buckets)))
     covers = [tree.cover(span, num_shards) for span in machine_spans(spans, machines)]
     nodes = tuple((machine, node) for machine, cover in enumerate(covers) for node in cover)
+    homes = [EVERY] * len(cut)
+    if len(nodes) > 2:
+        homes = balance([end - begin for _, begin, end in cut], 1 + max(machines))
+    pieces = [Piece(b, home, begin, end, buckets[b]) for (b, begin, end), home in zip(cut, homes, strict=True)]
+    of_buckets = tuple(tuple(n for n, piece in enumerate(pieces) if piece.bucket == b) for b in range(len(buckets)))
     return Across(
         here,
         local,

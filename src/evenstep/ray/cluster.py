@@ -346,6 +346,12 @@ def _beside_driver() -> Any:
 def _connect(address: str | None, working_dir: str | None) -> bool:
     """Connect to a cluster; returns False if Ray was connected already."""
     if ray.is_initialized():
+        there = ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", there):
+            raise ConfigError(
+                f"address={address!r}, but Ray is connected already, to {there}; leave it out, or disconnect first: "
+                "ray.shutdown()"
+            )
         if working_dir is not None:
             raise ConfigError(
                 f"working_dir={working_dir!r}, but Ray is connected already; set it when connecting: "

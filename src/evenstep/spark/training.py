@@ -142,11 +142,18 @@ def inputs_of(part: dict[str, Tensor], names: tuple[str, ...]) -> list[Tensor]:
 
 
 def loss_of(job: Training, model: nn.Module, part: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean loss of a part, and its metrics."""
-    output = model(*inputs_of(part, job.inputs))
-    target = _target(job, part, output)
-    metrics = {name: resolve("metric", function)(output.detach(), target) for name, function in job.metrics.items()}
-    return resolve("loss", job.loss)(output, target), metrics
+    """The mean loss of a part, and its metrics; an error of the model or the loss says what they were given."""
+    given = inputs_of(part, job.inputs)
+    try:
+        output = model(*given)
+        target = _target(job, part, output)
+        metrics = {name: resolve("metric", function)(output.detach(), target) for name, function in job.metrics.items()}
+        return resolve("loss", job.loss)(output, target), metrics
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        columns = [*zip(job.inputs, given, strict=True), (job.label, part[job.label])]
+        shown = ", ".join(f"{name!r} {str(value.dtype)[6:]} {list(value.shape)}" for name, value in columns)
+        error.add_note(f"The model and the loss were given a part of a batch with the columns {shown}.")
+        raise
 
 
 def figures_of(job: Training, model: nn.Module, part: dict[str, Tensor]) -> dict[str, Tensor]:
