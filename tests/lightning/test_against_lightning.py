@@ -142,6 +142,27 @@ def test_gradients_that_accumulate_are_those_of_a_larger_batch(tmp_path):
     assert several.global_step == one.global_step == 6
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_loss_that_is_a_sum_stays_one(times, tmp_path):
+    class Summing(ByStep):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.last = float(outputs["loss"])
+
+    plain, one, several = Summing(0.01), Summing(0.01), Summing(0.01)
+    options = {"accumulate_grad_batches": times, "gradient_clip_val": 50.0}
+    trainer(tmp_path, **options).fit(plain, loader())
+    trainer(tmp_path, strategy=Exact(shards=1, reduction="sum"), **options).fit(one, loader())
+    trainer(tmp_path, strategy=Exact(shards=5, reduction="sum"), **options).fit(several, loader())
+    if times == 1:
+        assert weights(one) == weights(plain)
+        assert (one.last, several.last) == (plain.last, pytest.approx(plain.last, rel=1e-5))
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(several.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
 def test_they_accumulate_as_lightning_lets_them(tmp_path):
     options = {**ACCUMULATING, "accumulate_grad_batches": 3, "limit_train_batches": 3, "gradient_clip_val": 0.05}
     plain, exact = ByStep(), ByStep()
