@@ -8,8 +8,10 @@ import threading
 
 import pytest
 
+import forks
 import processes
-from evenstep.core.errors import ConfigError, PeerError, SilenceError
+from evenstep.agents import process
+from evenstep.core.errors import ConfigError, PeerError, SilenceError, UnsupportedError
 
 pytest.importorskip("cloudpickle", reason="clusters need it: pip install 'evenstep[ray]'")
 from evenstep.agents.agent import Agent
@@ -76,7 +78,8 @@ def hear_out(head, shown):
             shown.hear(report)
 
 
-def test_a_lost_agent_costs_a_step_and_one_without_the_token_is_refused(capsys, tmp_path):
+def test_a_lost_agent_costs_a_step_and_one_without_the_token_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "Popen", forks.Forked)  # nobody waits for imports
     seen, work = [], by_value(training, str(tmp_path))
     shown = RunView(lambda progress: seen.append(progress), quiet=False)
     with Head(work, HeadOrder("127.0.0.1", "a secret", 3)) as head, Agent() as one, Agent() as two, Agent() as stranger:
@@ -137,6 +140,28 @@ def test_how_a_run_ends_is_told_apart(code):
     with pytest.raises(SilenceError, match=r"^worker 0 \(pid 7 on here\) ended with exit code 3$") as failed:
         shown.end(3, None)
     assert failed.value.exit_code == 3
+    assert not failed.value.was_shown
+
+
+def test_a_mistake_of_the_script_is_the_error_that_it_is_without_a_cluster():
+    shown = RunView(None, quiet=True)
+    shown.hear({"event": {"error": "evenstep: batch_size=0, expected a whole number above 0"}})
+    with pytest.raises(ConfigError, match=r"^batch_size=0, expected a whole number above 0$"):
+        shown.end(ConfigError.exit_code, None)
+    with pytest.raises(UnsupportedError, match=r"^batch_size=0"):
+        shown.end(UnsupportedError.exit_code, None)
+    with pytest.raises(ScriptError, match=r"^batch_size=0") as failed:
+        shown.end(7, None)
+    assert failed.value.exit_code == 7
+
+
+def test_what_a_run_said_last_is_not_said_again(capsys):
+    shown = RunView(None, quiet=False)
+    shown.hear({"err": "evenstep: worker 0 (pid 7 on here) ended with exit code 3"})
+    with pytest.raises(SilenceError) as failed:
+        shown.end(3, None)
+    assert failed.value.was_shown
+    assert capsys.readouterr().err.count("ended with exit code 3") == 1
 
 
 def test_an_agent_that_does_not_get_on_is_given_up(monkeypatch):

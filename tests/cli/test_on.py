@@ -52,8 +52,12 @@ def test_sigterm_is_an_interrupt(ends):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_failed_run_has_the_code_of_its_script(ends):
+def test_a_failed_run_has_the_code_of_its_script(ends, capsys):
     error = SilenceError("worker 0 ended with exit code 3")
     error.exit_code = 3
     assert ends(failing(error)) == 3
+    assert capsys.readouterr().err == "evenstep: worker 0 ended with exit code 3\n"
+    error.was_shown = True
+    assert ends(failing(error)) == 3
     assert ends(failing(ScriptError("Traceback"))) == 1
+    assert capsys.readouterr().err == "Traceback\n"

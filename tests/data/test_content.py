@@ -64,6 +64,11 @@ def test_a_missing_column_is_named():
         content.keyed(rows(3), ["x"], "z", 1)
 
 
+def test_a_name_that_is_needed_for_another_column_is_refused():
+    with pytest.raises(ConfigError, match="there is a column 'evenstep_key' in the data, a name that is needed"):
+        content.keyed(pa.table({content.KEY: [1.0]}), [content.KEY], None, 1)
+
+
 def test_a_part_with_nulls_only_is_refused():
     with pytest.raises(ConfigError, match="column 'x' has only nulls, at least in some part of the data; fill it"):
         content.keyed(pa.table({"x": pa.nulls(3)}), ["x"], None, 1)

@@ -1,6 +1,7 @@
 """Gradients are clipped as torch clips them, whoever owns which."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -26,7 +27,10 @@ def by_torch(norm, value):
 
 
 @pytest.mark.parametrize("owners", [[(0, 1, 2, 3)], [(0, 3), (1,), (2,)], [(2, 3), (), (1, 0)]])
-@pytest.mark.parametrize(("norm", "value"), [(0.7, None), (100.0, None), (None, 0.3), (0.7, 0.3), (0.0, None)])
+@pytest.mark.parametrize(
+    ("norm", "value"),
+    [(0.7, None), (100.0, None), (None, 0.3), (0.7, 0.3), (0.0, None), (math.inf, None)],
+)
 def test_clipping_is_that_of_torch_to_the_bit(owners, norm, value):
     clipping = Clipping(norm, value)
     found = gradients()
@@ -36,7 +40,7 @@ def test_clipping_is_that_of_torch_to_the_bit(owners, norm, value):
     total, expected = by_torch(norm, value)
     if norm is not None:
         norms = [json.loads(json.dumps(norms_of(share))) for share in shares]
-        ours = total_norm(norms, torch.float32)
+        ours = total_norm(norms, range(4), torch.float32)
         assert torch.equal(ours, total)
         for share in shares:
             clipping.scale_down(share.values(), ours)
@@ -51,7 +55,11 @@ def test_nothing_is_clipped_unless_it_is_asked_for():
 
 @pytest.mark.parametrize(
     ("limits", "message"),
-    [({"norm": -1.0}, "clip_norm=-1.0, expected"), ({"value": float("nan")}, "clip_value=nan, expected")],
+    [
+        ({"norm": -1.0}, "clip_norm=-1.0, expected"),
+        ({"value": float("nan")}, "clip_value=nan, expected"),
+        ({"order": "size"}, "clip_order='size', expected 'model' or 'optimizer'"),
+    ],
 )
 def test_a_limit_that_makes_no_sense_is_refused(limits, message):
     with pytest.raises(ConfigError, match=message):

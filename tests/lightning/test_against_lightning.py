@@ -40,6 +40,12 @@ class Warmed(Classifier):
             group["lr"] = self.lr / (1 + self.trainer.global_step)
 
 
+class Grouped(Classifier):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [p for p in self.parameters() if p.ndim == dims]} for dims in (1, 2)]
+        return Adam(groups, lr=self.lr)
+
+
 class Keeping(Classifier):
     """Uses hooks, lists and what steps return."""
 
@@ -50,7 +56,7 @@ class Keeping(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
-        self.kept.append(logits.detach())
+        self.kept.append(logits.detach()[:, 1])  # of a part with one row it has an odd stride
         self.log("sized", logits.mean(), on_step=False, on_epoch=True, batch_size=len(logits))
         self.log("least", logits.min(), on_step=False, on_epoch=True, reduce_fx="min")
         self.log_dict({"most": logits.max()}, on_step=False, on_epoch=True, reduce_fx="max")
@@ -81,6 +87,7 @@ CASES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "a scheduler by step": (ByStep, {}),
     "a scheduler on a plateau": (OnPlateau, {"max_epochs": 3}),
     "clipping by norm": (Classifier, {"gradient_clip_val": 0.05}),
+    "clipping by norm of groups": (Grouped, {"gradient_clip_val": 0.05}),
     "clipping by value": (Classifier, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "no clipping, said by 0": (Classifier, {"gradient_clip_val": 0}),
     "mixed precision": (Classifier, {"precision": "bf16-mixed"}),
@@ -133,6 +140,27 @@ def test_gradients_that_accumulate_are_those_of_a_larger_batch(tmp_path):
     assert found.ends == expected.ends
     assert several.callback_metrics == one.callback_metrics
     assert several.global_step == one.global_step == 6
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_loss_that_is_a_sum_stays_one(times, tmp_path):
+    class Summing(ByStep):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.last = float(outputs["loss"])
+
+    plain, one, several = Summing(0.01), Summing(0.01), Summing(0.01)
+    options = {"accumulate_grad_batches": times, "gradient_clip_val": 50.0}
+    trainer(tmp_path, **options).fit(plain, loader())
+    trainer(tmp_path, strategy=Exact(shards=1, reduction="sum"), **options).fit(one, loader())
+    trainer(tmp_path, strategy=Exact(shards=5, reduction="sum"), **options).fit(several, loader())
+    if times == 1:
+        assert weights(one) == weights(plain)
+        assert (one.last, several.last) == (plain.last, pytest.approx(plain.last, rel=1e-5))
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(several.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_they_accumulate_as_lightning_lets_them(tmp_path):

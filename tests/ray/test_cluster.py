@@ -1,12 +1,16 @@
 """Runs on a Ray cluster: the result of `python train.py` on any number of nodes, also when they are lost and appear."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import evenstep
 import forker
 import guests
 import processes
@@ -112,7 +116,8 @@ def mistakes(cluster):
     said = guests.said_by(**guests.common_mistakes(evenstep.ray.run))
     left()  # or what the one that failed had is not free yet
     less = {"less": lambda: evenstep.ray.run(guests.fails, workers=1, cpus_per_worker=-1)}
-    said |= guests.said_by(**room, **gpu, **late, **less)
+    elsewhere = {"elsewhere": lambda: evenstep.ray.run(guests.fails, workers=1, address="192.0.2.1:6379")}
+    said |= guests.said_by(**room, **gpu, **late, **less, **elsewhere)
     left()
     return said
 
@@ -122,6 +127,7 @@ def test_mistakes_get_a_sentence_and_errors_of_the_script_their_traceback(ray):
     guests.check_mistakes(said)
     assert said["room"].startswith("ConfigError: there is room for 2 workers, expected at least 9: each takes 1 CPU")
     assert said["less"] == "ConfigError: cpus_per_worker=-1, expected a number of at least 0"
+    assert said["elsewhere"].startswith("ConfigError: address='192.0.2.1:6379', but Ray is connected already, to ")
     assert said["late"].startswith("SilenceError: the first workers did not start within 0.001 s: 1 were expected")
     assert said["gpu"].startswith(
         "ConfigError: there is room for 0 workers, expected at least 1 on one node, since GPUs of several nodes are "
@@ -144,15 +150,36 @@ def blocks(cluster, directory):
         place.mkdir()
         assert evenstep.ray.write(ray.data.from_items(rows, override_num_blocks=number), place) == 200
         found.append({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in place.iterdir()})
-    nothing = ray.data.from_items([{"x": 1.0}, {"x": None}])
-    missing, null = lambda: evenstep.ray.write(nothing, place, ["z"]), lambda: evenstep.ray.write(nothing, place)
-    return found, guests.said_by(missing=missing, null=null)
+    nothing, empty = ray.data.from_items([{"x": 1.0}, {"x": None}]), Path(directory, "empty")
+    empty.mkdir()
+    said = guests.said_by(
+        missing=lambda: evenstep.ray.write(nothing, empty, ["z"]),
+        letters=lambda: evenstep.ray.write(nothing, empty, "x"),
+        null=lambda: evenstep.ray.write(nothing, empty),
+        twice=lambda: evenstep.ray.write(nothing, place),
+        ragged=lambda: evenstep.ray.write(ray.data.from_items([{"x": [1]}, {"x": [1, 2]}]), empty),
+    )
+    images = np.arange(6 * 2 * 3 * 4, dtype=np.uint8).reshape(6, 2, 3, 4)
+    evenstep.ray.write(ray.data.from_numpy(images), empty)
+    return found, said, images
 
 
 def test_the_same_rows_in_other_blocks_are_the_same_bytes(ray, tmp_path):
-    (one, five), said = ray.call(blocks, str(tmp_path))
+    (one, five), said, images = ray.call(blocks, str(tmp_path))
     assert one == five
+    read = evenstep.data.parquet(tmp_path / "empty")
+    assert sorted(read[n]["data"].numpy().tolist() for n in range(6)) == images.tolist(), "arrays keep their shape"
+    assert re.fullmatch(
+        "ConfigError: column 'x' of the data set has [12] numbers in row 0 but [12] in row 1; expected as many in "
+        "each: pad them",
+        said["ragged"],
+    )
     assert said["missing"] == "ConfigError: there is no column 'z' in the data set, which has x"
+    assert said["letters"] == "ConfigError: columns='x', expected a list of names: columns=['x']"
+    assert said["twice"] == (
+        f"ConfigError: {tmp_path}/5 has Parquet files already (part-00000.parquet), whose rows would be read with "
+        "these; expected an empty directory"
+    )
     assert said["null"].startswith("ConfigError: column 'x' has only nulls, at least in some part of the data; fill it")
 
 
@@ -160,10 +187,10 @@ def command(cluster, directory):
     """`evenstep run --on ray`, of a script with a module beside it."""
     where = {**os.environ, "RAY_ADDRESS": cluster.address}
     script, out = guests.put_script(directory), f"{directory}/out"
-    traced = ["--trace", f"{directory}/trace.json"]
-    words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "1", *traced, str(script), out]
+    figures = ["--trace", "trace.json", "--log-json", "steps.jsonl", "--tensorboard", "board", "--page", "0"]
+    words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "1", *figures, str(script), out]
     with forker.closed():
-        done = subprocess.run(words, env=where, capture_output=True, text=True, check=False, timeout=100)
+        done = subprocess.run(words, env=where, cwd=directory, capture_output=True, text=True, check=False, timeout=100)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -180,6 +207,10 @@ def test_the_command_line_runs_a_script_with_what_lies_beside_it(ray, tmp_path):
     machines = [(e["pid"], e["args"]["name"][:9]) for e in events if e["name"] == "process_name"]
     assert sorted(machines) == [(1, "machine 0"), (2, "machine 1")]
     assert any("joined with 1" in e["name"] for e in events if e["ph"] == "i"), "what the head said"
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, found.steps[0] + 1)), "where the command was typed"
+    assert len(list((tmp_path / "board").iterdir())) == 1
+    assert re.search(r"page http://\S+, its buttons need the token", err), err
 
 
 def test_options_of_one_machine_are_refused():
@@ -187,12 +218,11 @@ def test_options_of_one_machine_are_refused():
 
     done = cli_run("run", "--on", "spark", "-n", "2", __file__)
     assert (done.code, done.stderr.strip()) == (2, "evenstep: --on spark, expected ray, or ray://HOST:PORT")
-    given = ("--weights 1,1", "--groups 2", "--listen 127.0.0.1:0", "--grace 3", "--staleness 0", "--page 0")
+    given = ("--weights 1,1", "--groups 2", "--listen 127.0.0.1:0", "--grace 3", "--staleness 0")
     for option, value in map(str.split, given):
         done = cli_run("run", "--on", "ray", option, value, "-n", "2", __file__)
         assert done.code == 2
         assert f"{option} applies to one machine and has no meaning with --on ray; leave it out" in done.stderr
-    assert done.stderr.strip().endswith("leave it out, and write evenstep.Run(page=True) in the script")
     done = cli_run("run", "--on", "ray", __file__)
     assert "-n None with --on ray, expected a number of workers" in done.stderr
 

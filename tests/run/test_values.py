@@ -23,6 +23,7 @@ def test_what_is_packed_comes_back_with_its_types():
 )
 def test_tensors_come_back_to_the_bit(dtype):
     tensors = [torch.randn(5, 3).T.to(dtype), torch.tensor(3).to(dtype), torch.empty(0, 4, dtype=dtype)]
+    tensors += [torch.randn(1, 3).to(dtype)[:, 0]]  # whose stride is 3
     for before, after in zip(tensors, unpack(pack(tensors, "it")), strict=True):
         assert after.dtype == dtype
         assert after.shape == before.shape

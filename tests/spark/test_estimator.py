@@ -35,17 +35,27 @@ def fit_on_partitions(session):
     )  # fmt: skip
     one = estimator.fit(frame(session, 1))
     other = estimator.copy({estimator.numWorkers: 3}).fit(frame(session, 6))
-    rows = one.transform(frame(session)).select("label", "prediction", "scores", "features").collect()
+    odd = frame(session).withColumnRenamed("first", "the `first.one`")
+    rows = one.transform(odd).select("label", "prediction", "scores", "features").collect()
     model = one.module().eval()
     with torch.inference_mode():
         expected = model(torch.tensor(np.stack([row["features"].toArray() for row in rows])).float()).softmax(1)
+    try:
+        one.transform(odd.selectExpr("if(label = 1, null, features) as features")).collect()
+        null = ""
+    except Exception as error:  # noqa: BLE001  # looked at by the test
+        null = str(error)
     apart = np.abs(np.array([row["scores"] for row in rows]) - expected.double().numpy()).max()
     right = np.mean([row["label"] == row["prediction"] for row in rows])
-    return one.fingerprint, other.fingerprint, one.weights == other.weights, one.history, right, apart
+    return one.fingerprint, other.fingerprint, one.weights == other.weights, one.history, right, apart, null
 
 
 def test_partitions_and_workers_change_no_bit_and_predictions_are_the_models(spark):
-    one, other, same, history, right, apart = spark.call(fit_on_partitions)
+    one, other, same, history, right, apart, null = spark.call(fit_on_partitions)
+    assert null == (
+        "[USER_RAISED_EXCEPTION] column 'features' of the DataFrame has no value in some row; fill it, or leave such "
+        "rows out SQLSTATE: P0001"
+    ), "one sentence, without a traceback"
     assert one == other
     assert same
     assert len(history) == 4
@@ -96,6 +106,11 @@ def regress(session, directory):
     again = [row["guess"] for row in loaded.transform(data).collect()]
     Pipeline(stages=[assembler, estimator.copy({estimator.model: "mine_for_spark:single"})]).save(f"{directory}/begun")
     kept = Pipeline.load(f"{directory}/begun").getStages()[1]
+    stage.save(f"{directory}/model")
+    try:
+        Estimator.load(f"{directory}/model")
+    except Exception as error:  # noqa: BLE001  # looked at by the test
+        refused = [refused, f"{type(error).__name__}: {error}"]
     same = np.allclose(sorted(guesses), sorted(again), rtol=1e-6)  # Spark gives no order to rows
     return same, refused, loaded.stages[1].history == fitted.stages[1].history, {
         kept.getOrDefault(name) for name in ("loss", "labelCol", "model")
@@ -106,7 +121,8 @@ def test_regression_in_a_pipeline_is_saved_and_loaded(spark, tmp_path):
     same, refused, history, kept = spark.call(regress, str(tmp_path))
     assert same
     assert history
-    assert "cannot be saved: expected a function that can be imported by name" in refused
+    assert "cannot be saved: expected a function that can be imported by name" in refused[0]
+    assert refused[1] == f"ConfigError: {tmp_path}/model holds one Model, expected one Estimator; Model.load reads it"
     assert kept == {"mse_loss", "total", "mine_for_spark:single"}
 
 
@@ -129,6 +145,10 @@ def mistakes(session):
         said(lambda: good.copy({good.validationSplit: 1.5}).fit(data)),
         said(lambda: good.copy({good.storage: "/nowhere"}).fit(data)),
         said(lambda: good.setParams(epochz=3)),
+        said(lambda: good.copy({good.labelCol: "word"}).fit(data.selectExpr("*", "'a' as word"))),
+        said(lambda: good.copy({good.labelCol: "total"}).fit(data)),
+        said(lambda: good.copy({good.validationSplit: 0.5, good.validationIndicatorCol: "checks"}).fit(data)),
+        said(lambda: good.copy({good.numWorkers: 3, good.shards: 2}).fit(data)),
         said(lambda: good.copy({good.metrics: ["precision"]}).fit(data)),
         *[said(lambda name=name: good.copy({good.getParam(name): 0}).fit(data)) for name in ("epochs", "shards")],
         *[
@@ -139,13 +159,24 @@ def mistakes(session):
 
 
 def test_mistakes_get_a_sentence(spark):
-    missing, loss, column, split, storage, name, metric, epochs, shards, kind, null, none = spark.call(mistakes)
+    missing, loss, column, split, storage, name, *others = spark.call(mistakes)
+    text, label, both, workers, metric, epochs, shards, kind, null, none = others
     assert missing == "ConfigError: Estimator(model=...) is missing; expected a function that builds the model"
     assert loss.startswith("ConfigError: loss='crossentropy'; expected a function of torch.nn.functional")
     assert column.startswith("ConfigError: the DataFrame has no column 'nowhere'; its columns are features")
     assert split == "ConfigError: validationSplit=1.5, expected a fraction between 0 and 1"
     assert storage.startswith("ConfigError: storage='/nowhere' is not a directory")
     assert name.startswith("ConfigError: Estimator has no parameter 'epochz'")
+    assert text == (
+        "ConfigError: column 'word' is string; expected numbers: index it first, as StringIndexer of "
+        "pyspark.ml.feature does"
+    )
+    assert label.startswith("ConfigError: column 'total' has the value ")
+    assert both == (
+        "ConfigError: validationSplit=0.5 and validationIndicatorCol='checks', expected one of them: both say which "
+        "rows validate"
+    )
+    assert workers == "ConfigError: numWorkers=3 and shards=2, expected a shard for every worker"
     assert metric.startswith("ConfigError: metric='precision'; expected one of accuracy")
     assert epochs == "ConfigError: epochs=0, expected a whole number above 0"
     assert shards == "ConfigError: shards=0, expected a whole number above 0"
@@ -169,3 +200,23 @@ def test_functions_are_found_by_name_or_refused(what):
         resolve(what, "nothing")
     with pytest.raises(ConfigError, match="cannot be saved"):
         name_of(what, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"metrics": "accuracy"}, r"metrics='accuracy', expected a list: metrics=\['accuracy'\]"),
+        ({"model": torch.nn.Linear(1, 1)}, "model is a Linear; expected a function that builds it"),
+        ({"options": {"rate": 1}}, "optimizer SGD cannot be made with {'rate': 1}: got an unexpected keyword argument"),
+        ({"options": [1]}, r"options of the optimizer are \[1\]; expected a dict"),
+    ],
+)
+def test_what_is_to_be_trained_is_checked_before_anything_runs(changes, sentence):
+    pytest.importorskip("pyspark", reason="Spark is not there: pip install 'evenstep[spark]'")
+    from evenstep.core.errors import ConfigError
+    from evenstep.spark.names import check_functions
+
+    good = {"model": single, "loss": "mse_loss", "optimizer": "SGD", "options": {"lr": 0.1}, "metrics": ["accuracy"]}
+    check_functions(**good)
+    with pytest.raises(ConfigError, match=sentence):
+        check_functions(**{**good, **changes})

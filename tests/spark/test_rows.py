@@ -64,16 +64,20 @@ def mistakes(session, directory):
         said([(None, 1)], vectors, ["features"]),
         said([([1.0],), ([1.0, 2.0],)], "x array<double>", ["x"]),
         said([({"a": 1},)], "x map<string,int>", ["x"]),
+        said([(1.0, 2.0)], "x double, x double", ["x"]),
+        said([(1.0,)], "`x``.y` double", ["x`.y"]),
     ]
 
 
 def test_what_cannot_be_trained_on_is_one_sentence(spark, tmp_path):
-    empty, missing, null, no_vector, ragged, other = spark.call(mistakes, str(tmp_path))
+    empty, missing, null, no_vector, ragged, other, two, quoted = spark.call(mistakes, str(tmp_path))
     assert empty == "ConfigError: the DataFrame has no rows; expected at least one"
     assert missing == "ConfigError: the DataFrame has no column 'y'; its columns are x"
     assert null.startswith("ConfigError: column 'x' of the DataFrame has no value in row ")
     assert no_vector.startswith("ConfigError: column 'features' of the DataFrame has no value in row 0")
-    assert ragged.startswith("ConfigError: column 'x' of the data has ")
+    assert ragged.startswith("ConfigError: column 'x' of the DataFrame has ")
     assert (
         other == "ConfigError: column 'x' is map<string,int>; expected numbers, a vector, an array of numbers or text"
     )
+    assert two == "ConfigError: the DataFrame has 2 columns 'x'; expected one: rename or drop the others"
+    assert quoted is None, "a name may have any characters"

@@ -96,8 +96,12 @@ def test_arguments_that_make_no_sense_are_refused():
         SparkModel(build, frequency="step")
     with pytest.raises(ConfigError, match="metric='precision'; expected one of accuracy"):
         SparkModel(build, metrics=["precision"])
-    with pytest.raises(ConfigError, match="num_workers=0"):
-        SparkModel(build, num_workers=0)
+    for name in ("num_workers", "batch_size", "shards"):
+        with pytest.raises(ConfigError, match=f"{name}=0, expected a whole number above 0"):
+            SparkModel(build, **{name: 0})
+    for name in ("epochs", "batch_size"):
+        with pytest.raises(ConfigError, match=f"{name}=0, expected a whole number above 0"):
+            SparkModel(build).fit(None, **{name: 0})
     with pytest.raises(CheckpointError, match="holds no model"):
         load_spark_model("/nowhere")
 

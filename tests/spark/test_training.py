@@ -1,5 +1,6 @@
 """What a worker does when an estimator is fitted, in this process: no Spark is needed to see it."""
 
+import traceback
 from dataclasses import replace
 
 import numpy as np
@@ -72,6 +73,14 @@ def test_a_label_beyond_the_classes_of_the_model_is_refused(job, label):
 def test_a_target_of_another_width_than_the_output_is_refused(job):
     with pytest.raises(ConfigError, match="the model gives 3 numbers for a row and column 'label' has 1"):
         train(job(POINTS[:, 0], loss="mse_loss", classification=False))
+
+
+def test_an_error_of_the_model_says_what_it_was_given(job):
+    with pytest.raises(RuntimeError) as caught:
+        train(job(POINTS.argmax(1), model=lambda: nn.Linear(4, 3)))
+    assert "was given the columns 'features' float32 [3, 3], 'label' int64 [3]." in "".join(
+        traceback.format_exception(caught.value)
+    )
 
 
 def normed() -> nn.Module:

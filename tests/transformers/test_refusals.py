@@ -24,7 +24,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"bf16_full_eval": True}, "cast it before: model.bfloat16"),
     ({"auto_find_batch_size": True}, "undoes steps; if memory is short, use more shards"),
     ({"enable_jit_checkpoint": True}, "waits for a signal; save_steps"),
-    ({"optim": "schedule_free_adamw"}, "changes parameters outside steps; choose another optimizer"),
+    ({"optim": "schedule_free_adamw"}, "optim='schedule_free_adamw'.* changes parameters outside steps"),
+    ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "backward inside of"),
 ]
 
 
@@ -75,6 +76,10 @@ def test_what_a_trainer_is_given_and_cannot_be_had_exactly_is_refused(tmp_path):
     twice = arguments(tmp_path, gradient_accumulation_steps=2, max_steps=2)
     with pytest.raises(UnsupportedError, match="gradient_accumulation_steps=2 with data that have no index"):
         Trainer(causal(), twice, train_dataset=Stream()).train()
+    model = causal()
+    part = torch.optim.SGD(list(model.parameters())[:2])
+    with pytest.raises(UnsupportedError, match=r"needs a gradient but is not in the optimizer.*max_grad_norm=1 limits"):
+        Trainer(model, args, train_dataset=Texts(12), optimizers=(part, None)).train()
     with pytest.raises(UnsupportedError, match="a search over hyperparameters"):
         Trainer(causal(), args, train_dataset=Texts(12)).train(trial={"seed": 1})
     with pytest.raises(ConfigError, match=r"there is no run; this works only inside trainer\.train"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from evenstep.arithmetic.cases import cases
+from evenstep.core.octets import octets
 
 __all__ = ["Golden", "differing", "golden", "probe"]
 
@@ -63,7 +64,7 @@ def _digest(function: Any) -> str:
         return f"error: {str(error).partition(chr(10))[0][:120]}"
     total = hashlib.sha256()
     for tensor in [found] if isinstance(found, Tensor) else found:
-        total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        total.update(octets(tensor).numpy().tobytes())
     return total.hexdigest()[:12]
 
 

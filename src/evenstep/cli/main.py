@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(options.command(options))
     except EvenstepError as error:
-        say(str(error))
+        if not error.was_shown:
+            say(str(error))
         return error.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output is gone: discard what is buffered

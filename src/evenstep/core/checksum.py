@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep.core.octets import octets
 from evenstep.native import core
 
 __all__ = ["checksum", "checksums", "launch_checksums", "launch_checksums_of_pieces"]
@@ -56,9 +57,9 @@ def launch_checksums(tensors: Sequence[Tensor]) -> Tensor:
         return torch.tensor([number - (number >> 63 << 64) for number in numbers], dtype=torch.int64)
     device = dense[0].device
     if _kernel() is None:
-        return _sums([_bytes(tensor) for tensor in dense]) ^ torch.tensor(sizes).to(device)
+        return _sums([octets(tensor) for tensor in dense]) ^ torch.tensor(sizes).to(device)
     places = [tensor.data_ptr() for tensor in dense]
-    padded = {n: _padded(_bytes(dense[n]), 8) for n, size in enumerate(sizes) if places[n] % 8 or size % 8}
+    padded = {n: _padded(octets(dense[n]), 8) for n, size in enumerate(sizes) if places[n] % 8 or size % 8}
     for n, words in padded.items():
         places[n] = words.data_ptr()
     return _sums_by_kernel(places, sizes, device)
@@ -119,10 +120,6 @@ def _sums(flats: Sequence[Tensor]) -> Tensor:
 def _folded(words: Tensor, by: int) -> Tensor:
     """Each word xor its high bits, by an unsigned shift, which torch does not have."""
     return words ^ (words >> by & (1 << 64 - by) - 1)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _padded(flat: Tensor, to: int) -> Tensor:

@@ -20,9 +20,15 @@ __all__ = [
 
 
 class EvenstepError(Exception):
-    """The root of all errors that evenstep raises."""
+    """The root of all errors that evenstep raises.
+
+    Attributes:
+        exit_code: With which a command ends that raises it.
+        was_shown: Whether the user has read the message already.
+    """
 
     exit_code = 1
+    was_shown = False
 
 
 class ConfigError(EvenstepError):

@@ -4,8 +4,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from evenstep.core.octets import octets
 
 __all__ = ["digest", "fingerprint"]
 
@@ -15,8 +16,7 @@ def digest(name: str, tensor: Tensor) -> bytes:
     head = f"{name}|{tuple(tensor.shape)}|{str(tensor.dtype).removeprefix('torch.')}|"
     sha = hashlib.sha256(head.encode())
     if tensor.numel():
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        sha.update(flat.numpy().data)
+        sha.update(octets(tensor.detach().cpu()).numpy().data)
     return sha.digest()
 
 

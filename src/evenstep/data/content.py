@@ -47,10 +47,13 @@ def keyed(table: pa.Table, columns: Sequence[str], key: str | None, files: int, 
         where: Where the rows come from, for errors.
 
     Raises:
-        ConfigError: A column is missing, has a null, a list of another length, or a type that cannot be a tensor.
+        ConfigError: A column is missing, has a null, a list of another length, a type that cannot be a tensor, or the
+            name of one that is added.
     """
     named = list(columns) if key is None else [key]
     for name in {*columns, *named}:
+        if name in (KEY, FILE):
+            raise ConfigError(f"there is a column {name!r} in {where}, a name that is needed for another; rename it")
         if name not in table.column_names:
             raise ConfigError(f"there is no column {name!r} in {where}, which has {', '.join(table.column_names)}")
         check_type(name, table.schema.field(name).type)
@@ -68,13 +71,14 @@ def keyed(table: pa.Table, columns: Sequence[str], key: str | None, files: int, 
     )
 
 
-def write_file(table: pa.Table, directory: str, number: int) -> int:
+def write_file(table: pa.Table, directory: str, number: int, where: str = "the data") -> int:
     """Write the rows of one file, sorted; return how many. Doing it again writes the same bytes.
 
     Args:
         table: All rows to which `keyed` has given this number, in any order.
         directory: Where it goes.
         number: The number of the file.
+        where: Where the rows come from, for errors.
 
     Raises:
         ConfigError: The lists of a column differ in length.
@@ -82,7 +86,7 @@ def write_file(table: pa.Table, directory: str, number: int) -> int:
     table = table.combine_chunks()
     columns = [name for name in table.column_names if name not in (KEY, FILE)]
     for name in columns:
-        column_of(name, table[name], "the data")  # lists may have one length in each part, but not over all parts
+        column_of(name, table[name], where)  # lists may have one length in each part, but not over all parts
     keys = table[KEY].to_numpy()
     order = np.argsort(keys, kind="stable")
     order = _untie(table.select(columns), keys, order)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError, EvenstepError, MismatchError, PeerError
+from evenstep.core.octets import octets
 from evenstep.distributed.errors import LostRankError
 from evenstep.distributed.reductions import dtype_code
 from evenstep.distributed.team import ANY, BACKGROUND_SPIN, Team
@@ -272,7 +273,7 @@ class Mail:
             wanted = self._claim(message.peer, message.tag, message.num_bytes, message.code, message.number)
             if wanted is not None:
                 self._aside.remove(message)
-                wanted.data.view(-1).view(torch.uint8).copy_(message.data)
+                octets(wanted.data).copy_(message.data)
                 wanted.arrive(message.peer)
                 found = True
         return found

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.checksum import checksums
+from evenstep.core.octets import octets
 from evenstep.exchange.group import Group
 
 __all__ = ["Element", "first_difference"]
@@ -80,7 +81,7 @@ def _head(tensor: Tensor | None) -> list[object] | None:
 
 
 def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
-    flat = tensor.reshape(-1).view(torch.uint8)
+    flat = octets(tensor)
     return torch.split(flat, _block_bytes(flat.numel(), tensor.element_size()))
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.errors import NondeterminismError, UnsupportedError
+from evenstep.core.octets import octets
 from evenstep.engine.guards import Look, difference
 from evenstep.engine.results import Reading
 
@@ -264,7 +265,7 @@ def _equal(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+    return torch.equal(octets(a), octets(b))
 
 
 def _cannot_replay(piece: Capturable, before: Look, task: Task) -> str | None:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -208,7 +209,7 @@ class Engine:
         """Go through a step up to its commit, which is the ledger's; see the module's docstring for its parts."""
         points.reach("step begins")
         points.touch("parameter", *task.trained.parameters)
-        self.models.take_buffers()  # drop those of a failed attempt
+        self.models.drop_buffers()  # those of a failed attempt
         self.holdings.carries.begin()
         self._seconds = []
         begun = self.updates.begin(task.samples, task.clipping)
@@ -272,7 +273,7 @@ class Engine:
             "samples": work.samples,
             "optimizer": [self.optimizers.index(each) for each in work.prepared.optimizers],
             "options": [each.hyperparameters() for each in work.prepared.optimizers],
-            "clipping": [work.clipping.norm, work.clipping.value],
+            "clipping": [work.clipping.norm, work.clipping.value, work.clipping.order],
             "scale": work.scale,
         }
         changed = [] if self.state.sites.are_one else self.models.changed_buffers()
@@ -325,14 +326,23 @@ class Engine:
         """Limit the gradients; return their former norm if that is limited, perhaps still on a device."""
         gradients = {i: gradient for i, gradient in sums.items() if gradient is not None}
         if not self.holdings.memory.shared:  # all sums are here
-            return work.clipping.clip(list(gradients.values()))
+            return work.clipping.clip([gradients[i] for i in self._norm_order(work) if i in gradients])
         work.clipping.clip_elements(gradients.values())
         if work.clipping.norm is None:
             return None
         of_all = self.group.gather_json(work.where + "gradient norms", norms_of(gradients))
-        total = total_norm(of_all, work.prepared.parameters[0].dtype)
+        dtype = reduce(torch.promote_types, (parameter.dtype for parameter in work.prepared.parameters))
+        total = total_norm(of_all, self._norm_order(work), dtype)
         work.clipping.scale_down(gradients.values(), total)
         return float(total)
+
+    def _norm_order(self, work: Work) -> Sequence[int]:
+        """The numbers of the trained parameters in the order in which the norms of their gradients are added up."""
+        names = work.prepared.names
+        if work.clipping.order == "optimizer":
+            return range(len(names))
+        places = {name: place for place, name in enumerate(self.models.slots.parameters)}
+        return sorted(range(len(names)), key=lambda i: places[names[i]])
 
     def _publish_buffers(self, work: Work, changed: set[str], firsts: Sequence[int | None]) -> None:
         """Make the buffers of the first shard with samples everyone's.

@@ -3,7 +3,7 @@
 import base64
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -41,14 +41,22 @@ class Steps:
         module: The user's module.
         precision: Converts its inputs.
         device: Where this worker computes.
+        reduction: What `training_step` returns: the mean over its samples, or the sum.
 
     Attributes:
         dataloader_idx: Which of several loaders the batch is from.
     """
 
     def __init__(
-        self, run: Run, trainer: Trainer, module: LightningModule, precision: Precision, device: _DEVICE
+        self,
+        run: Run,
+        trainer: Trainer,
+        module: LightningModule,
+        precision: Precision,
+        device: _DEVICE,
+        reduction: Literal["mean", "sum"],
     ) -> None:
+        self._reduction: Literal["mean", "sum"] = reduction
         self._run, self._trainer, self._module, self._precision, self._device = run, trainer, module, precision, device
         self._one_loss_each = is_param_in_hook_signature(module.training_step, "optimizer_idx", explicit=True)
         self._recording: PartRecorder | None = None
@@ -89,6 +97,8 @@ class Steps:
                 "numbers": numbers,
                 "others": [name for name in others if name not in numbers],
             }
+            if self._reduction == "sum":
+                loss = loss / trainer.accumulate_grad_batches  # as Lightning does, to what it adds up
             return loss, {_NOTE: Note(base64.b64encode(pack(note, "what training_step did")).decode())}
 
         limit, by_value = trainer.gradient_clip_val or None, trainer.gradient_clip_algorithm == "value"
@@ -99,6 +109,8 @@ class Steps:
                 optimizers,
                 clip_norm=None if by_value else limit,
                 clip_value=limit if by_value else None,
+                clip_order="optimizer",  # as Lightning's plugins have it
+                reduction=self._reduction,
                 scaler=getattr(self._precision, "scaler", None),
             )
         notes = self._forms.restore([unpack(base64.b64decode(text)) for text in metrics[_NOTE]])

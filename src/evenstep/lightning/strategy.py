@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -48,6 +48,7 @@ class Exact(Strategy):
         seed: Fixes the order of samples and all randomness. None: what `lightning.seed_everything` was given, or 0.
         sync_batchnorm: Whether batch norm spans all shards.
         whole: Whether optimizers look at all parameters at once, so that one worker steps all of them.
+        reduction: "sum" if `training_step` returns the sum over its samples instead of the mean.
         options: More options of `evenstep.Run`, such as `threads`, `timeout_s` or `arithmetic`.
 
     Attributes:
@@ -64,11 +65,12 @@ class Exact(Strategy):
         *,
         sync_batchnorm: bool = True,
         whole: bool = False,
+        reduction: Literal["mean", "sum"] = "mean",
         **options: Any,
     ) -> None:
         super().__init__()
         self._options = {"progress": False, "graphs": False, **options, "shards": shards}
-        self._seed, self._sync_batchnorm, self._whole = seed, sync_batchnorm, whole
+        self._seed, self._sync_batchnorm, self._whole, self._reduction = seed, sync_batchnorm, whole, reduction
         self._place = env.read()
         self.cluster_environment: ClusterEnvironment | None = None  # these three are set by the Trainer
         self.parallel_devices: list[torch.device] | None = None
@@ -197,7 +199,7 @@ class Exact(Strategy):
             for optimizer in self.optimizers:
                 self.run.prepare(module, optimizer, sync_batchnorm=self._sync_batchnorm, whole=self._whole)
             self.run.count_from(self._begins_at)
-        self._steps = Steps(self.run, trainer, module, self.precision_plugin, self.root_device)
+        self._steps = Steps(self.run, trainer, module, self.precision_plugin, self.root_device, self._reduction)
         self._followers = Followers(self.run, module, trainer.callbacks, "lightning", AVERAGE_INSTEAD)
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -193,6 +193,18 @@ static PyObject *store(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *store_all(PyObject *self, PyObject *args) {
+    PyObject *words;
+    unsigned long long value;
+    ARGS("O!K", &PyTuple_Type, &words, &value);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(words); i++) {
+        unsigned long long word = PyLong_AsUnsignedLongLong(PyTuple_GetItem(words, i));
+        if (PyErr_Occurred()) return NULL;
+        es_store(AT(word), value);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *tree_reduce(PyObject *self, PyObject *args) {
     int dtype, op, rc;
     PyObject *addresses;
@@ -434,6 +446,7 @@ static PyMethodDef methods[] = {
     {"clear_abort", clear_abort, METH_VARARGS, NULL},
     {"set_pid", set_pid, METH_VARARGS, NULL},             {"pid", pid, METH_VARARGS, NULL},
     {"load", load, METH_VARARGS, NULL},                   {"store", store, METH_VARARGS, NULL},
+    {"store_all", store_all, METH_VARARGS, NULL},
     {"tree_reduce", tree_reduce, METH_VARARGS, NULL},     {"mail_bytes", mail_bytes, METH_VARARGS, NULL},
     {"mail_fragments", mail_fragments, METH_VARARGS, NULL}, {"mail_seen", mail_seen, METH_VARARGS, NULL},
     {"mail_bump", mail_bump, METH_VARARGS, NULL},         {"mail_wait", mail_wait, METH_VARARGS, NULL},

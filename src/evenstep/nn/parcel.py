@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from evenstep.core.octets import octets
+
 __all__ = ["pack", "unpack"]
 
 
@@ -16,7 +18,7 @@ def pack(tensors: Sequence[Tensor | None]) -> Tensor:
     ]
     head = json.dumps(facts).encode()
     rows = [torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)]
-    rows += [t.detach().contiguous().cpu().reshape(-1).view(torch.uint8) for t in tensors if t is not None]
+    rows += [octets(t.detach().cpu()) for t in tensors if t is not None]
     return torch.cat(rows)
 
 
@@ -31,7 +33,7 @@ def unpack(parcel: Tensor, device: torch.device) -> list[Tensor | None]:
         dtype, shape, requires_grad = fact
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         end = start + tensor.nbytes
-        tensor.reshape(-1).view(torch.uint8).copy_(parcel[start:end])
+        octets(tensor).copy_(parcel[start:end])
         found.append(tensor.to(device).requires_grad_(requires_grad))
         start = end
     return found

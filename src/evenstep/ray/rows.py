@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from evenstep.core.errors import ConfigError
@@ -20,15 +21,19 @@ def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = N
 
     Args:
         dataset: The rows. It is read twice: to count, and to write.
-        directory: An existing directory that all nodes share.
+        directory: An existing directory that all nodes share, without Parquet files in it.
         columns: Which columns; None: all.
         key: The column that determines the order, instead of the content of all `columns`.
 
     Raises:
-        ConfigError: There is no row, or a column is missing, has nulls, or cannot be a tensor.
+        ConfigError: There is no row, or a column is missing, has nulls, or cannot be a tensor; or the directory is not
+            there, or has Parquet files.
     """
-    if not Path(directory).is_dir():
-        raise ConfigError(f"there is no directory {directory}; make one that all nodes share")
+    if not hasattr(dataset, "map_batches"):
+        raise ConfigError(f"the data set is a {type(dataset).__name__}; expected a ray.data.Dataset")
+    _check_directory(Path(directory))
+    if isinstance(columns, str):
+        raise ConfigError(f"columns={columns!r}, expected a list of names: columns=[{columns!r}]")
     count = dataset.count()
     if not count:
         raise ConfigError("the data set has no rows; expected at least one")
@@ -40,11 +45,11 @@ def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = N
     files, where = num_files(count), str(directory)
 
     def prepare(rows: pa.Table) -> pa.Table:
-        return keyed(rows, names, key, files, "the data set")
+        return keyed(_as_lists(rows), names, key, files, "the data set")
 
     def store(rows: pa.Table) -> pa.Table:
         number = rows[FILE][0].as_py()
-        return pa.table({"rows": [write_file(rows, where, number)]})
+        return pa.table({"rows": [write_file(rows, where, number, "the data set")]})
 
     try:
         keyed_rows = dataset.map_batches(prepare, batch_format="pyarrow")
@@ -60,11 +65,34 @@ def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = N
     return int(count)
 
 
+def _check_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory}; make one that all nodes share")
+    if found := sorted(file.name for file in directory.glob("*.parquet")):
+        raise ConfigError(
+            f"{directory} has Parquet files already ({found[0]}), whose rows would be read with these; expected an "
+            "empty directory"
+        )
+
+
+def _as_lists(rows: pa.Table) -> pa.Table:
+    """The same rows with arrays, such as images, as lists of lists: Ray has a type of its own for them."""
+    for number, field in enumerate(rows.schema):
+        shape = getattr(field.type, "shape", None) if isinstance(field.type, pa.BaseExtensionType) else None
+        if shape is None or None in shape:
+            continue  # what is left as it is will be refused where it cannot become a tensor
+        values = pa.concat_arrays([chunk.storage.flatten() for chunk in rows.column(number).chunks])
+        for size in reversed(shape):
+            values = pa.LargeListArray.from_arrays(np.arange(0, len(values) + 1, size), values)
+        rows = rows.set_column(number, field.name, values)
+    return rows
+
+
 def _said(error: BaseException) -> BaseException:
     """The ConfigError that our own code raised on a node, if there is one; otherwise the error itself."""
     found: BaseException | None = error
     while found is not None:
-        for each in (found, getattr(found, "cause", None)):
+        for each in (getattr(found, "cause", None), found):  # Ray's own error is one of ours too, with a longer text
             if isinstance(each, ConfigError):
                 return ConfigError(str(each))
         found = found.__cause__

@@ -273,6 +273,7 @@ class Run:
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        clip_order: Literal["model", "optimizer"] = "model",
         reduction: Literal["mean", "sum"] = "mean",
         scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
@@ -285,8 +286,11 @@ class Run:
                 (loss, {"metric": per-sample values or their mean}).
             optimizer: Which of several prepared optimizers steps; with one it need not be said. Or several that step
                 on one backward, in this order, such as [muon, adamw]; then norms are over the parameters of all.
-            clip_norm: Scale all gradients down to this global norm, as `torch.nn.utils.clip_grad_norm_` does.
+            clip_norm: Scale all gradients down to this global norm, as `torch.nn.utils.clip_grad_norm_` does. Infinity
+                only measures: see `grad_norm`.
             clip_value: Clip every element of the gradients to this magnitude.
+            clip_order: In which order norms are added up, which decides the last bit: as for
+                `clip_grad_norm_(model.parameters(), ...)`, or in the order of the optimizer's groups.
             reduction: "sum" if the function returns the sum over the part's samples instead of the mean; the loss is
                 then the sum over all samples, and so are gradients.
             scaler: For float16: the loss is multiplied by its scale before backward, gradients are divided by it, and
@@ -311,7 +315,7 @@ class Run:
                 raise ConfigError(f"reduction={reduction!r}, expected 'mean' or 'sum'")
             function = function if reduction == "mean" else Summed(function, len(samples))
             self._made.digests.before_step()
-            clipping = Clipping(clip_norm, clip_value)
+            clipping = Clipping(clip_norm, clip_value, clip_order)
             outcome = self._engine.step(StepTask(samples, function, trained, clipping, Scaling(scaler)))
             self._made.digests.after_step()
             self._saving.heed()

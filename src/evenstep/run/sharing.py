@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError, MismatchError, UnsupportedError
+from evenstep.core.octets import octets
 from evenstep.data.batch import Batch
 from evenstep.engine.randomness import derive, preserved, seed_all
 from evenstep.engine.reports import compare_contents
@@ -99,7 +100,7 @@ def exchange(engine: Engine, perform: Perform, tag: str, rows: Rows) -> Tensor:
         shares = [end - first for first, end in sharing.spans]
         total = group.sum(tag, mine.cpu(), shares, everyone=True).to(mine.device)
         described = [str(total.dtype).removeprefix("torch."), str(total.device)]
-        return Entry(kind, described, total.cpu().view(torch.uint8).numpy().tobytes())
+        return Entry(kind, described, octets(total.cpu()).numpy().tobytes())
 
     def adopt(entry: Entry, took_part: bool) -> Tensor:
         if took_part:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError
+from evenstep.core.octets import octets
 
 __all__ = ["pack", "unpack"]
 
@@ -58,7 +59,7 @@ def _describe(value: Any, blobs: list[bytes], whose: str) -> Any:
 
 def _take_out(tensor: Tensor, blobs: list[bytes]) -> list[Any]:
     if tensor.numel():
-        blobs.append(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        blobs.append(octets(tensor).numpy().tobytes())
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 

@@ -1,7 +1,5 @@
 """A PyTorch model as an estimator of `pyspark.ml`: fitted on the executors, without moving rows to the driver."""
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,9 @@ from pyspark.sql.types import BooleanType
 
 from evenstep.core.errors import ConfigError
 from evenstep.spark.model import Model
-from evenstep.spark.names import resolve
-from evenstep.spark.params import TrainingParams
-from evenstep.spark.rows import plain, write_into
+from evenstep.spark.names import check_functions
+from evenstep.spark.params import TrainingParams, metadata_of
+from evenstep.spark.rows import check_numbers, folder_in, named, plain, write_into
 from evenstep.spark.stage import run
 from evenstep.spark.training import Training, train
 
@@ -97,30 +95,21 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
         if not self.isDefined(self.model):
             raise ConfigError("Estimator(model=...) is missing; expected a function that builds the model")
         self.check_counts("epochs", "batchSize", "shards", "numWorkers", "inferenceBatchSize")
-        for name in ("model", "loss", "optimizer"):
-            resolve(name, self.getOrDefault(name))
-        for metric in self.getOrDefault(self.metrics):
-            resolve("metric", metric)
+        workers, shards = self.getOrDefault(self.numWorkers), self.getOrDefault(self.shards)
+        if workers > shards:
+            raise ConfigError(f"numWorkers={workers} and shards={shards}, expected a shard for every worker")
+        check_functions(*map(self.getOrDefault, ("model", "loss", "optimizer", "optimizerConfig", "metrics")))
         storage = self.getOrDefault(self.storage) if self.isDefined(self.storage) else None
-        if storage is not None and not Path(storage).is_dir():
-            raise ConfigError(
-                f"storage={storage!r} is not a directory; create one that the driver and all executors share"
-            )
-        folder = Path(tempfile.mkdtemp(prefix="evenstep-", dir=storage))
-        folder.chmod(0o777)  # executors may be another user's
-        try:
+        with folder_in(storage) as folder:
             job = self._training(dataset, folder)
-            fitted = run(
-                train, job, workers=self.getOrDefault(self.numWorkers), session=dataset.sparkSession, quiet=True
-            )
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            fitted = run(train, job, workers=workers, session=dataset.sparkSession, quiet=True)
         model = Model(fitted.weights, fitted.history, fitted.fingerprint, fitted.width)
         return self._copyValues(model)
 
     def _training(self, dataset: DataFrame, folder: Path) -> Training:
         """Have the executors write the data; returns what is to be trained on them."""
         columns = [*self.inputs(), self.getLabelCol()]
+        check_numbers(dataset, columns)
         key = self.getOrDefault(self.keyCol) if self.isDefined(self.keyCol) else None
         train_rows, validation_rows = self._divide(dataset, columns, key)
         train_files, validation_files = write_into(folder / "training", train_rows, columns, key), None
@@ -148,7 +137,13 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
         """The rows for training, and those for validation; chosen neither at random nor by partition."""
         part = self.getOrDefault(self.validationSplit)
         if self.isDefined(self.validationIndicatorCol):
-            return _marked(dataset, self.getValidationIndicatorCol())
+            mark = self.getValidationIndicatorCol()
+            if part:
+                raise ConfigError(
+                    f"validationSplit={part!r} and validationIndicatorCol={mark!r}, expected one of them: both say "
+                    "which rows validate"
+                )
+            return _marked(dataset, mark)
         return divide(dataset, columns, key, part)
 
     def write(self) -> Any:
@@ -168,7 +163,7 @@ def _marked(dataset: DataFrame, name: str) -> tuple[DataFrame, DataFrame]:
         raise ConfigError(f"the DataFrame has no column {name!r}; its columns are {', '.join(kinds)}")
     if not isinstance(kinds[name], BooleanType):
         raise ConfigError(f"column {name!r} is {kinds[name].simpleString()}; expected boolean: whether a row validates")
-    mark = F.col(f"`{name}`")
+    mark = named(name)
     if dataset.filter(mark.isNull()).head(1):
         raise ConfigError(f"column {name!r} of the DataFrame has rows without a value; expected true or false in each")
     return dataset.filter(~mark), dataset.filter(mark)
@@ -181,7 +176,7 @@ def divide(dataset: DataFrame, columns: list[str], key: str | None, part: float)
     if not 0 < part < 1:
         raise ConfigError(f"validationSplit={part!r}, expected a fraction between 0 and 1")
     rows = plain(dataset, [*columns, *([key] if key is not None else [])])
-    hashed = F.pmod(F.xxhash64(*[F.col(f"`{name}`") for name in ([key] if key else columns)]), F.lit(1 << 20))
+    hashed = F.pmod(F.xxhash64(*map(named, [key] if key else columns)), F.lit(1 << 20))
     chosen = hashed < F.lit(round(part * (1 << 20)))
     return rows.filter(~chosen), rows.filter(chosen)
 
@@ -194,7 +189,7 @@ class _EstimatorWriter(DefaultParamsWriter):
 
 class _EstimatorReader(DefaultParamsReader):
     def load(self, path: str) -> Estimator:
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        metadata = metadata_of(Estimator, path, self.sparkSession)
         estimator = Estimator()
         estimator._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(estimator, metadata)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from evenstep.core.errors import ConfigError
 from evenstep.data.columns import column_of
 from evenstep.spark.names import resolve
-from evenstep.spark.params import TrainingParams
-from evenstep.spark.rows import plain_columns
-from evenstep.spark.training import inputs_of
+from evenstep.spark.params import TrainingParams, metadata_of
+from evenstep.spark.rows import check_numbers, numbers_of, required
+from evenstep.spark.training import inputs_of, noting
 
 __all__ = ["Model", "Predictor"]
 
@@ -35,7 +35,8 @@ class Predictor:
         model: Builds the model.
         weights: Its parameters and buffers, in a broadcast variable.
         fingerprint: Identifies the weights.
-        inputs: The columns that are passed to the model.
+        names: The columns that a row has; those that are passed to the model follow them once more.
+        inputs: Which these are.
         classification: Whether outputs are scores of classes.
         prediction: The name of the column for predictions.
         probability: The name of the column for probabilities, if they are wanted.
@@ -46,6 +47,7 @@ class Predictor:
     model: Any
     weights: Any
     fingerprint: str
+    names: tuple[str, ...]
     inputs: tuple[str, ...]
     classification: bool
     prediction: str
@@ -71,16 +73,16 @@ class Predictor:
 
     def _predict(self, model: nn.Module, batch: pa.RecordBatch) -> pa.RecordBatch:
         part: dict[str, Any] = {}
-        for number, name in enumerate(self.inputs):
-            values = batch.column(batch.schema.get_field_index(_hidden(number)))
-            column = column_of(name, values, "the DataFrame")
+        for number, name in enumerate(self.inputs, len(self.names)):
+            column = column_of(name, batch.column(number), "the DataFrame")
             part[name] = torch.from_numpy(column) if isinstance(column, np.ndarray) else column
-        with torch.inference_mode():
-            output = model(*inputs_of(part, self.inputs))
-        return self._append(batch.select([n for n in batch.schema.names if not n.startswith(_HIDDEN)]), output)
+        given = inputs_of(part, self.inputs)
+        with torch.inference_mode(), noting(dict(zip(self.inputs, given, strict=True))):
+            output = model(*given)
+        return self._append(batch.columns[: len(self.names)], output)
 
-    def _append(self, batch: pa.RecordBatch, output: Tensor) -> pa.RecordBatch:
-        columns, names = list(batch.columns), list(batch.schema.names)
+    def _append(self, columns: list[pa.Array], output: Tensor) -> pa.RecordBatch:
+        names = list(self.names)
         if self.classification:
             columns.append(pa.array(output.argmax(-1).double().numpy()))
             names.append(self.prediction)
@@ -92,13 +94,6 @@ class Predictor:
             columns.append(_lists(flat) if self.several else pa.array(flat[:, 0].numpy()))
             names.append(self.prediction)
         return pa.RecordBatch.from_arrays(columns, names)
-
-
-_HIDDEN = "evenstep_input_"
-
-
-def _hidden(number: int) -> str:
-    return f"{_HIDDEN}{number}"
 
 
 def _lists(rows: Tensor) -> pa.Array:
@@ -144,6 +139,7 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
         for name in (self.getPredictionCol(), probability):
             if name in dataset.columns:
                 raise ConfigError(f"the DataFrame already has a column {name!r}; choose another predictionCol")
+        check_numbers(dataset, inputs)
         several = self.width > 1 and not classification
         fields = [StructField(self.getPredictionCol(), ArrayType(DoubleType()) if several else DoubleType())]
         if probability is not None:
@@ -153,6 +149,7 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
             self.getOrDefault(self.model),
             session.sparkContext.broadcast(self.weights),
             self.fingerprint,
+            tuple(dataset.columns),
             inputs,
             classification,
             self.getPredictionCol(),
@@ -160,8 +157,8 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
             self.getOrDefault(self.inferenceBatchSize),
             several,
         )
-        columns = enumerate(plain_columns(dataset, inputs))
-        widened = dataset.select("*", *[column.alias(_hidden(number)) for number, column in columns])
+        widened = dataset.select("*", *required(dataset, inputs))
+        widened = widened.toDF(*numbers_of(widened.columns))
         schema = StructType([*dataset.schema.fields, *fields])
         return widened.mapInArrow(lambda batches: how.rows(batches), schema)
 
@@ -198,7 +195,7 @@ class _ModelWriter(DefaultParamsWriter):
 
 class _ModelReader(DefaultParamsReader):
     def load(self, path: str) -> Model:
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        metadata = metadata_of(Model, path, self.sparkSession)
         row = self.sparkSession.read.parquet(f"{path}/data").head()
         model = Model(bytes(row["weights"]), json.loads(row["history"]), row["fingerprint"], row["width"])
         model._resetUid(metadata["uid"])

@@ -1,5 +1,6 @@
 """Functions by name, so that the parameters of a pipeline stage can be saved as text and nothing is pickled."""
 
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["METRICS", "is_classification", "name_of", "resolve"]
+__all__ = ["METRICS", "check_functions", "is_classification", "name_of", "resolve"]
 
 _CLASSIFICATION = {"cross_entropy", "nll_loss"}
 
@@ -47,8 +48,12 @@ def resolve(what: str, value: Any) -> Callable[..., Any]:
         value: A function or class, "module:name" of one, or a name in torch.
 
     Raises:
-        ConfigError: There is no such function.
+        ConfigError: There is no such function, or a model instead of what builds it.
     """
+    if what == "model" and isinstance(value, torch.nn.Module):
+        raise ConfigError(
+            f"model is a {type(value).__name__}; expected a function that builds it: every worker calls it for itself"
+        )
     if callable(value):
         return value
     if isinstance(value, str):
@@ -63,6 +68,28 @@ def resolve(what: str, value: Any) -> Callable[..., Any]:
     known = {"loss": " a function of torch.nn.functional,", "optimizer": " a class of torch.optim,"}.get(what, "")
     known = f" one of {', '.join(METRICS)}," if what == "metric" else known
     raise ConfigError(f"{what}={value!r}; expected{known} a function, or 'module:name' of one")
+
+
+def check_functions(model: Any, loss: Any, optimizer: Any, options: Any, metrics: Any) -> None:
+    """Check what is to be trained, as far as that is possible without training it.
+
+    Raises:
+        ConfigError: A function is not there, or the optimizer does not take these options.
+    """
+    if isinstance(metrics, str):
+        raise ConfigError(f"metrics={metrics!r}, expected a list: metrics=[{metrics!r}]")
+    for what, value in (("model", model), ("loss", loss), *(("metric", metric) for metric in metrics)):
+        resolve(what, value)
+    make = resolve("optimizer", optimizer)
+    if not isinstance(options, dict):
+        raise ConfigError(f"the options of the optimizer are {options!r}; expected a dict such as {{'lr': 0.1}}")
+    try:
+        inspect.signature(make).bind([], **options)
+    except TypeError as error:
+        name = optimizer if isinstance(optimizer, str) else make.__name__
+        raise ConfigError(f"the optimizer {name} cannot be made with {options}: {error}") from None
+    except ValueError:
+        pass  # some built-in functions have no signature
 
 
 def name_of(what: str, value: Any) -> str:

@@ -1,6 +1,9 @@
 """DataFrames as Parquet files whose rows are ordered by their content; executors write them, each row once."""
 
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,31 @@ from evenstep.core.errors import ConfigError
 from evenstep.data.content import FILE, KEY, keyed, num_files, write_file
 from evenstep.spark.said import said_in
 
-__all__ = ["plain", "plain_columns", "write", "write_into"]
+__all__ = [
+    "check_numbers",
+    "folder_in",
+    "named",
+    "numbers_of",
+    "plain",
+    "plain_columns",
+    "required",
+    "write",
+    "write_into",
+]
+
+
+def check_numbers(frame: DataFrame, columns: Sequence[str]) -> None:
+    """Check that columns which models are given hold numbers, as far as the schema says.
+
+    Raises:
+        ConfigError: One of them holds text.
+    """
+    for field in frame.schema.fields:
+        if field.name in columns and isinstance(_innermost(field.dataType), StringType):
+            raise ConfigError(
+                f"column {field.name!r} is {field.dataType.simpleString()}; expected numbers: index it first, as "
+                "StringIndexer of pyspark.ml.feature does"
+            )
 
 
 def plain(frame: DataFrame, columns: Sequence[str]) -> DataFrame:
@@ -40,14 +67,17 @@ def plain_columns(frame: DataFrame, columns: Sequence[str]) -> list[Any]:
     """Some columns of a DataFrame, with vectors as arrays and decimals as doubles.
 
     Raises:
-        ConfigError: A column is missing, or holds anything but numbers, vectors, arrays of numbers or text.
+        ConfigError: A column is missing, there are several of its name, or it holds anything but numbers, vectors,
+            arrays of numbers or text.
     """
     kinds = {field.name: field.dataType for field in frame.schema.fields}
     chosen = []
     for name in columns:
         if name not in kinds:
             raise ConfigError(f"the DataFrame has no column {name!r}; its columns are {', '.join(kinds)}")
-        kind, column = kinds[name], F.col(f"`{name}`")
+        if (count := frame.columns.count(name)) > 1:
+            raise ConfigError(f"the DataFrame has {count} columns {name!r}; expected one: rename or drop the others")
+        kind, column = kinds[name], named(name)
         if isinstance(kind, VectorUDT):
             column = F.when(column.isNotNull(), vector_to_array(column, "float32"))
         elif isinstance(kind, DecimalType):
@@ -60,10 +90,57 @@ def plain_columns(frame: DataFrame, columns: Sequence[str]) -> list[Any]:
     return chosen
 
 
+def required(frame: DataFrame, columns: Sequence[str]) -> list[Any]:
+    """As `plain_columns`, but a null ends the job with one sentence, which Spark raises without Python's traceback."""
+    return [
+        F.when(column.isNotNull(), column).otherwise(
+            F.raise_error(
+                F.lit(f"column {name!r} of the DataFrame has no value in some row; fill it, or leave such rows out")
+            )
+        )
+        for name, column in zip(columns, plain_columns(frame, columns), strict=True)
+    ]
+
+
+def numbers_of(columns: Sequence[str]) -> list[str]:
+    """Names for columns by their numbers: where Arrow meets Spark, it takes a dot in a name for a path."""
+    return [f"c{number}" for number in range(len(columns))]
+
+
+def named(column: str) -> Any:
+    """The column of exactly this name, whatever characters it has."""
+    quoted = column.replace("`", "``")
+    return F.col(f"`{quoted}`")
+
+
 def _is_plain(kind: Any) -> bool:
+    return isinstance(_innermost(kind), NumericType | BooleanType | StringType)
+
+
+def _innermost(kind: Any) -> Any:
     while isinstance(kind, ArrayType):
         kind = kind.elementType
-    return isinstance(kind, NumericType | BooleanType | StringType)
+    return kind
+
+
+@contextmanager
+def folder_in(storage: str | None) -> Iterator[Path]:
+    """A directory for files of executors, removed at the end.
+
+    Args:
+        storage: Where; None: among this machine's temporary files.
+
+    Raises:
+        ConfigError: `storage` is not a directory.
+    """
+    if storage is not None and not Path(storage).is_dir():
+        raise ConfigError(f"storage={storage!r} is not a directory; create one that the driver and all executors share")
+    folder = Path(tempfile.mkdtemp(prefix="evenstep-", dir=storage))
+    folder.chmod(0o777)  # executors may be another user's
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_into(folder: Path, frame: DataFrame, columns: Sequence[str], key: str | None = None) -> str:
@@ -90,28 +167,32 @@ def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | N
     Raises:
         ConfigError: There is no row, or a column is missing, has nulls, or cannot be a tensor.
     """
-    chosen = plain(frame, [*columns, *([key] if key is not None else [])])
+    names = list(dict.fromkeys(columns))
+    chosen = plain(frame, [*names, *([key] if key is not None else [])])
     try:
         count = chosen.count()
     except PySparkException as error:
         raise said_in(error) from error
     if not count:
         raise ConfigError(f"the DataFrame has no rows{purpose}; expected at least one")
-    files, names = num_files(count), list(dict.fromkeys(columns))
+    files, all_names = num_files(count), chosen.columns
+    numbered = chosen.toDF(*numbers_of(all_names))
 
     def prepare(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            yield from keyed(pa.Table.from_batches([batch]), names, key, files, "the DataFrame").to_batches()
+            rows = pa.Table.from_batches([batch]).rename_columns(all_names)
+            rows = keyed(rows, names, key, files, "the DataFrame")
+            yield from rows.rename_columns([*numbers_of(names), KEY, FILE]).to_batches()
 
     def store(rows: pa.Table) -> pa.Table:
         number = rows[FILE][0].as_py()
-        return pa.table({"file": [number], "rows": [write_file(rows, directory, number)]})
+        named_rows = rows.rename_columns([*names, KEY, FILE])
+        return pa.table({"file": [number], "rows": [write_file(named_rows, directory, number, "the DataFrame")]})
 
-    fields = [field for field in chosen.schema.fields if field.name in names]
-    fields.sort(key=lambda field: names.index(field.name))
+    fields = numbered.schema.fields[: len(names)]
     added = StructType([*fields, StructField(KEY, LongType()), StructField(FILE, IntegerType())])
     try:
-        stored = chosen.mapInArrow(prepare, added).groupBy(FILE).applyInArrow(store, "file bigint, rows bigint")
+        stored = numbered.mapInArrow(prepare, added).groupBy(FILE).applyInArrow(store, "file bigint, rows bigint")
         written = sum(row["rows"] for row in stored.collect())
     except PySparkException as error:
         raise said_in(error) from error

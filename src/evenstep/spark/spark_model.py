@@ -2,8 +2,6 @@
 
 import json
 import secrets
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +19,8 @@ from evenstep.core.errors import CheckpointError, ConfigError
 from evenstep.server import ParameterServer
 from evenstep.spark.apart import Meeting, merged_buffers, train_apart
 from evenstep.spark.estimator import divide
-from evenstep.spark.names import is_classification, name_of, resolve
-from evenstep.spark.rows import write_into
+from evenstep.spark.names import check_functions, is_classification, name_of, resolve
+from evenstep.spark.rows import folder_in, write_into
 from evenstep.spark.said import said_in
 from evenstep.spark.stage import run
 from evenstep.spark.training import Training, figures_of, inputs_of, state_of, train
@@ -95,21 +93,15 @@ class SparkModel:
         ):
             if value not in known:
                 raise ConfigError(f"{name}={value!r}, expected one of {', '.join(map(repr, known))}")
-        if num_workers is not None and num_workers < 1:
-            raise ConfigError(f"num_workers={num_workers!r}, expected a whole number above 0, or None")
-        for what, named in (
-            ("model", model),
-            ("loss", loss),
-            ("optimizer", optimizer),
-            *(("metric", m) for m in metrics),
-        ):
-            resolve(what, named)
+        _check_counts(num_workers=num_workers, batch_size=batch_size, shards=shards)
+        options = {"lr": 0.01} if optimizer_config is None else optimizer_config
+        check_functions(model, loss, optimizer, options, metrics)
         self._mode, self._frequency, self._over = mode, frequency, parameter_server
         self._num_workers, self._storage = num_workers, storage
         names = {m.rpartition(":")[2] if isinstance(m, str) else m.__name__: m for m in metrics}
         is_classes = is_classification(loss) if classification is None else classification
         self._job = Training(
-            model, loss, optimizer, optimizer_config or {"lr": 0.01}, names, (_X,), _Y, is_classes, "", None, 1,
+            model, loss, optimizer, options, names, (_X,), _Y, is_classes, "", None, 1,
             batch_size, shards, seed,
         )  # fmt: skip
         self.weights: bytes | None = None
@@ -140,8 +132,7 @@ class SparkModel:
         Raises:
             ConfigError: There are no rows, or an argument is invalid.
         """
-        if epochs < 1:
-            raise ConfigError(f"epochs={epochs!r}, expected a whole number above 0")
+        _check_counts(epochs=epochs, batch_size=batch_size)
         if not 0 <= validation_split < 1:
             raise ConfigError(f"validation_split={validation_split!r}, expected a fraction from 0 to below 1")
         if rdd.isEmpty():
@@ -157,9 +148,7 @@ class SparkModel:
         session = SparkSession(rdd.context)
         kinds = _kinds(rdd.first())
         frame = session.createDataFrame(rdd.map(lambda pair: _as_row(pair, kinds)), f"{_X} {kinds[0]}, {_Y} {kinds[1]}")
-        folder = Path(tempfile.mkdtemp(prefix="evenstep-", dir=self._storage))
-        folder.chmod(0o777)
-        try:
+        with folder_in(self._storage) as folder:
             train_rows, validation_rows = divide(frame, [_X, _Y], None, validation_split)
             train_files, validation_files = write_into(folder / "training", train_rows, [_X, _Y]), None
             if validation_rows is not None:
@@ -167,8 +156,6 @@ class SparkModel:
             job = replace(job, train=train_files, validation=validation_files)
             workers = self._num_workers or rdd.getNumPartitions()
             fitted = run(train, job, workers=min(workers, job.shards), session=session, quiet=True)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         self.weights, self.fingerprint = fitted.weights, fitted.fingerprint
         self.training_histories.append(fitted.history)
 
@@ -270,6 +257,12 @@ def load_spark_model(path: str | Path) -> SparkModel:
     model = SparkModel(**config)
     model.weights = weights
     return model
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ConfigError(f"{name}={count!r}, expected a whole number above 0")
 
 
 def _as_row(pair: Any, kinds: Sequence[str]) -> tuple[Any, Any]:

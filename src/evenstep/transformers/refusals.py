@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 import transformers
+from torch import nn
+from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainingArguments
 
 from evenstep.core.errors import UnsupportedError
 
-__all__ = ["refuse_arguments", "refuse_parts"]
+__all__ = ["refuse_arguments", "refuse_optimizer", "refuse_parts"]
 
 _OPTIMIZERS = ("lomo", "adalomo", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd")
 
@@ -43,8 +45,14 @@ def _found(args: TrainingArguments) -> Iterator[str]:
         yield "TrainingArguments(auto_find_batch_size=True) undoes steps; if memory is short, use more shards"
     if args.enable_jit_checkpoint:
         yield "TrainingArguments(enable_jit_checkpoint=True) waits for a signal; save_steps=... saves by counting"
-    if str(getattr(args.optim, "value", args.optim)) in _OPTIMIZERS:
-        yield f"TrainingArguments(optim={str(args.optim)!r}) changes parameters outside steps; choose another optimizer"
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer in _OPTIMIZERS:
+        yield f"TrainingArguments(optim={optimizer!r}) changes parameters outside steps; choose another optimizer"
+    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        yield (
+            "TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': True}) goes backward inside of "
+            "backward; expected {'use_reentrant': False}, the default"
+        )
 
 
 def refuse_parts(trainer: transformers.Trainer) -> None:
@@ -64,3 +72,19 @@ def refuse_parts(trainer: transformers.Trainer) -> None:
                 f"{type(callback).__name__} has an on_pre_optimizer_step, which would be called in the middle of a "
                 "step, but that is one transaction of all workers; take on_optimizer_step, and trainer.run.grad_norm"
             )
+
+
+def refuse_optimizer(model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None) -> None:
+    """Check that the gradients whose norm is limited are those that the optimizer steps on.
+
+    Raises:
+        UnsupportedError: Plain transformers would count others too.
+    """
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if others and max_grad_norm:
+        raise UnsupportedError(
+            f"{others[0]!r} (and {len(others) - 1} more) needs a gradient but is not in the optimizer; expected that "
+            f"max_grad_norm={max_grad_norm:g} limits what is stepped on: freeze it (requires_grad_(False)), or give it "
+            "to the optimizer"
+        )

@@ -1,6 +1,7 @@
 """`Trainer`: the loops, callbacks and checkpoints of transformers around steps of a run."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,14 @@ from evenstep.run.followers import Followers
 from evenstep.run.run import Run
 from evenstep.transformers import checkpoints
 from evenstep.transformers.loaders import Deferred, EpochLoader, HeldBatch, loader_of
+from evenstep.transformers.logs import Logs, PartLogs, merged
 from evenstep.transformers.outputs import joined, labelled, mean
 from evenstep.transformers.places import Acting, changed
-from evenstep.transformers.refusals import refuse_arguments, refuse_parts
+from evenstep.transformers.refusals import refuse_arguments, refuse_optimizer, refuse_parts
 
 __all__ = ["Trainer"]
 
-_SEEN = "seen"  # the name of the note that a part leaves: how many tokens, and how many without padding
+_NOTE = "transformers"  # the name of the note that a part leaves: its tokens (all, without padding), weight and logs
 
 
 class Trainer(transformers.Trainer):
@@ -66,6 +68,7 @@ class Trainer(transformers.Trainer):
         self._run: Run | None = None
         self._is_prepared = self._lacks_weights = False
         self._tokens = (0, 0)  # of the last batch: all, and without padding
+        self._logs = PartLogs()
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
         self.accelerator.dataloader_config.dispatch_batches = False  # else only the first process iterates over streams
@@ -133,6 +136,7 @@ class Trainer(transformers.Trainer):
         refuse_parts(self)
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
         optimizer = self._own_optimizer()
+        refuse_optimizer(model, optimizer, self.args.max_grad_norm)
         self.run.prepare(model, optimizer, sync_batchnorm=self._sync_batchnorm, whole=self._whole)
         self._is_prepared = True
         self._followers = Followers(
@@ -187,14 +191,16 @@ class Trainer(transformers.Trainer):
             return torch.zeros((), device=self.args.device)
         self._followers.look()
         model.train()
+        limit = self.args.max_grad_norm
         loss, metrics = self.run.step(
             self._cut(inputs),
             partial(self._loss_of, model),
             self._own_optimizer(),
-            clip_norm=self.args.max_grad_norm or None,
+            clip_norm=limit if limit and limit > 0 else math.inf,  # the norm is logged in any case
         )
-        all_tokens, without_padding = zip(*metrics[_SEEN], strict=True)
+        all_tokens, without_padding, weights, logs = zip(*metrics[_NOTE], strict=True)
         self._tokens = sum(all_tokens), sum(without_padding)
+        self._log_all(logs, weights)
         found: Tensor = loss.to(device=self.args.device, dtype=torch.float32)
         return found
 
@@ -202,11 +208,12 @@ class Trainer(transformers.Trainer):
         """The mean loss of a part, with its weight."""
         inputs = self._prepare_inputs(part)
         seen, weight = self._count_tokens(inputs), self._weight_of(inputs)
-        with self.compute_loss_context_manager():
-            loss = self.compute_loss(
+        with self.compute_loss_context_manager(), self._logs.part() as logs:
+            found = self.compute_loss(
                 model, inputs, num_items_in_batch=self._get_num_items_in_batch([inputs], self.args.device)
             )
-        return loss if isinstance(loss, Loss) else Loss(loss, weight=weight), {_SEEN: Note(seen)}
+        loss = found if isinstance(found, Loss) else Loss(found, weight=weight)
+        return loss, {_NOTE: Note([*seen, float(loss.weight), logs])}
 
     def _weight_of(self, inputs: Mapping[str, Any]) -> int:
         found = labelled(inputs, shifted=self._loss_shifts_labels)
@@ -216,14 +223,22 @@ class Trainer(transformers.Trainer):
         return inputs.batch if isinstance(inputs, HeldBatch) else self.run.cut(inputs)
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
-        del model
-        return self.run.grad_norm
+        return self._get_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float | None:
-        del model
-        return grad_norm
+        del model, grad_norm
+        return self.run.grad_norm
 
-    # ---- what is counted ----
+    # ---- what is logged and counted ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log values; those that `compute_loss` logs are logged once for all parts, their mean."""
+        if not self._logs.keep(logs):
+            super().log(logs, start_time)
+
+    def _log_all(self, logs: Sequence[Logs], weights: Sequence[float]) -> None:
+        for values in merged(logs, weights):
+            super().log(values)
 
     def _count_tokens(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
         found = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
@@ -286,13 +301,18 @@ class Trainer(transformers.Trainer):
 
         def function(part: Any) -> dict[str, Any]:
             weight, rows = self._weight_of(part), part[name] if wanted else None
-            loss, outputs, labels = step(model, part, prediction_loss_only, ignore_keys)
+            with self._logs.part() as logs:
+                loss, outputs, labels = step(model, part, prediction_loss_only, ignore_keys)
             if outputs is not None and self._preprocess is not None:
                 outputs = self._preprocess(outputs, labels)
-            return {"loss": loss, "weight": weight, "outputs": outputs, "labels": labels, "inputs": rows}
+            return {
+                "loss": loss, "weight": weight, "outputs": outputs, "labels": labels, "inputs": rows, "logs": logs
+            }  # fmt: skip
 
         found = self.run.collect(self._cut(inputs), function)
-        loss = mean([each["loss"] for each in found], [each["weight"] for each in found])
+        weights = [each["weight"] for each in found]
+        self._log_all([each["logs"] for each in found], weights)
+        loss = mean([each["loss"] for each in found], weights)
         outputs, labels, rows = (
             None if found[0][key] is None else self._prepare_input(joined([each[key] for each in found]))
             for key in ("outputs", "labels", "inputs")

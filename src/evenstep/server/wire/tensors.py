@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.errors import RefusedError
+from evenstep.core.octets import octets
 from evenstep.server.wire.text import read_json, write_json
 
 __all__ = [
@@ -293,7 +294,7 @@ def _sizes(value: Any) -> bool:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     if tensor.dtype not in _IN_NUMPY or tensor.requires_grad or not tensor.dim():
-        tensor = tensor.detach().reshape(-1).view(torch.uint8)
+        tensor = octets(tensor)
     array: Any = tensor.numpy()
     return memoryview(array).cast("B")
 
