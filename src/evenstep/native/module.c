@@ -74,6 +74,18 @@ static PyObject *collect(PyObject *self, PyObject *args) {
     return PyLong_FromLong(rc);
 }
 
+static PyObject *follow(PyObject *self, PyObject *args) {
+    unsigned long long base, seq;
+    unsigned worker, spin;
+    long long timeout_ns;
+    int rc;
+    ARGS("KIKIL", &base, &worker, &seq, &spin, &timeout_ns);
+    Py_BEGIN_ALLOW_THREADS
+    rc = es_await(es_posted(AT(base), worker), seq, es_abort_word(AT(base)), spin, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(rc);
+}
+
 static PyObject *last_post(PyObject *self, PyObject *args) {
     unsigned long long base;
     unsigned worker;
@@ -451,7 +463,7 @@ static PyMethodDef methods[] = {
     {"mail_fragments", mail_fragments, METH_VARARGS, NULL}, {"mail_seen", mail_seen, METH_VARARGS, NULL},
     {"mail_bump", mail_bump, METH_VARARGS, NULL},         {"mail_wait", mail_wait, METH_VARARGS, NULL},
     {"mark_seen", mark_seen, METH_VARARGS, NULL},         {"mark_bump", mark_bump, METH_VARARGS, NULL},
-    {"mark_wait", mark_wait, METH_VARARGS, NULL},
+    {"mark_wait", mark_wait, METH_VARARGS, NULL},         {"follow", follow, METH_VARARGS, NULL},
     {"pack_posts", pack_posts, METH_VARARGS, NULL},       {"take_posts", take_posts, METH_VARARGS, NULL},
     {"mail_push", mail_push, METH_VARARGS, NULL},         {"mail_head", mail_head, METH_VARARGS, NULL},
     {"mail_pull", mail_pull, METH_VARARGS, NULL},
