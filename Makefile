@@ -57,7 +57,7 @@ types: setup
 
 # Tests run in so many processes at a time; those that are started often are compiled once.
 LANES ?= 2
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --lanes $(LANES)
 
 # Checks, and the tests that start no process. Types are checked while the tests are collected: that takes one core 20 s.
 quick: lint
