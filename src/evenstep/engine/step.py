@@ -209,7 +209,7 @@ class Engine:
         """Go through a step up to its commit, which is the ledger's; see the module's docstring for its parts."""
         points.reach("step begins")
         points.touch("parameter", *task.trained.parameters)
-        self.models.take_buffers()  # drop those of a failed attempt
+        self.models.drop_buffers()  # those of a failed attempt
         self.holdings.carries.begin()
         self._seconds = []
         begun = self.updates.begin(task.samples, task.clipping)
