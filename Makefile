@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup browser demo pictures docs dist tried quick test test-gpu check bench performance chaos soak conformance clean
+.PHONY: setup browser demo pictures docs dist tried quick test test-gpu check lint types quick-tests tests bench performance chaos soak conformance clean
 
 setup: $(STAMP)
 
@@ -44,22 +44,32 @@ pictures: setup browser
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-check: setup
+check: lint types
+
+lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python benchmarks/performance.py --check
 
-# Tests run in so many processes at a time; those that are started often are compiled once.
-LANES ?= 2
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(LANES) --dist loadfile --no-loadscope-reorder
+types: setup
+	$(BIN)/mypy
 
-# Checks, and the tests that start no process.
-quick: check
+# Tests run in so many processes at a time, one more than there are cores: many wait. Those that are started often are compiled once.
+LANES ?= 3
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --lanes $(LANES)
+
+# Checks, and the tests that start no process. Types are checked while the tests are collected: that takes one core 20 s.
+quick: lint
+	$(MAKE) --no-print-directory --jobs 2 types quick-tests
+
+test: lint browser
+	$(MAKE) --no-print-directory --jobs 2 types tests
+
+quick-tests: setup
 	$(PYTEST) --quick
 
-test: check browser
+tests: setup
 	$(PYTEST)
 
 # Everything that needs a GPU. It takes the torch that is installed: make setup brings the one without CUDA.

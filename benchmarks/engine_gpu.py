@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def main() -> int:
     parser.add_argument("--image", default="on,off", help="the state is copied to the host after every step, or never")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=12, help="until graphs are captured and checked")
-    parser.add_argument("--workers", default="1,2", help="of one GPU; more than one wants nvidia-cuda-mps-control -d")
+    parser.add_argument("--workers", default="1,2", help="of one GPU; for more than one, MPS is started")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no further configuration after so many")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     add_option(parser)
@@ -126,12 +127,15 @@ def main() -> int:
 def rows(args: argparse.Namespace) -> Iterator[list[str]]:
     """Measure one configuration after the other."""
     end = time.monotonic() + 60 * args.minutes
-    for name in args.models.split(","):
-        base = run_one(args, kind="plain", name=name)
+    names = args.models.split(",")
+    plain_loops = {name: run_one(args, kind="plain", name=name) for name in names}
+    for name, base in plain_loops.items():
         yield [name, "plain loop", *cells(base)]
-        for shards in map(int, args.shards.split(",")):
-            choices = args.graphs.split(","), map(int, args.workers.split(",")), args.image.split(",")
-            for graphs, workers, image in product(*choices):
+    choices = names, map(int, args.shards.split(",")), args.graphs.split(","), args.image.split(",")
+    configurations = list(product(*choices))
+    for workers in map(int, args.workers.split(",")):
+        with together() if workers > 1 else nullcontext():
+            for name, shards, graphs, image in configurations:
                 if workers > shards or (graphs, image) == ("off", "off") or time.monotonic() > end:
                     continue
                 if graphs == "overlap" and (name in SPANNING or shards // workers < 2):
@@ -140,7 +144,18 @@ def rows(args: argparse.Namespace) -> Iterator[list[str]]:
                 found = run_one(args, workers, kind="ours", **options)
                 goal = GOALS.get((name, shards)) if graphs != "off" and workers == 1 else None
                 what = f"K={shards}, graphs {graphs}, image {image}, {workers} workers"
-                yield [name, what, *cells(found, base, goal)]
+                yield [name, what, *cells(found, plain_loops[name], goal)]
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Let processes compute on one GPU at the same time, by MPS; without it they take turns."""
+    begun = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, check=False).returncode == 0
+    try:
+        yield
+    finally:
+        if begun:  # and not somebody else's
+            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", capture_output=True, timeout=60, check=False)
 
 
 def cells(found: dict[str, Any], base: dict[str, Any] | None = None, goal: float | None = None) -> list[str]:

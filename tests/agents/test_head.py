@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
+import forks
 import processes
+from evenstep.agents import process
 from evenstep.core.errors import ConfigError, PeerError, SilenceError, UnsupportedError
 
 pytest.importorskip("cloudpickle", reason="clusters need it: pip install 'evenstep[ray]'")
@@ -76,7 +78,8 @@ def hear_out(head, shown):
             shown.hear(report)
 
 
-def test_a_lost_agent_costs_a_step_and_one_without_the_token_is_refused(capsys, tmp_path):
+def test_a_lost_agent_costs_a_step_and_one_without_the_token_is_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "Popen", forks.Forked)  # nobody waits for imports
     seen, work = [], by_value(training, str(tmp_path))
     shown = RunView(lambda progress: seen.append(progress), quiet=False)
     with Head(work, HeadOrder("127.0.0.1", "a secret", 3)) as head, Agent() as one, Agent() as two, Agent() as stranger:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from evenstep.core.errors import UnsupportedError
-from evenstep.engine.slots import Lane, ModelSlots, copy_into, spanning_layers
+from evenstep.engine.slots import Lane, ModelSlots, spanning_layers
 
 
 class Counting(nn.Module):
@@ -112,16 +112,6 @@ def test_a_layer_spans_shards_only_while_it_trains():
     layers[1].spans_shards = layers[2].spans_shards = True
     layers[2].eval()
     assert spanning_layers(layers) == [layers[1]]
-
-
-def test_copying_is_in_place_and_leaves_what_is_the_same_alone():
-    there = {"a": torch.zeros(2), "b": torch.ones(2)}
-    before = {name: t.data_ptr() for name, t in there.items()}
-    version = there["b"]._version
-    copy_into({"a": torch.full((2,), 3.0), "b": there["b"]}, there)
-    assert there["a"].tolist() == [3.0, 3.0]
-    assert {name: t.data_ptr() for name, t in there.items()} == before
-    assert there["b"]._version == version
 
 
 def test_models_that_are_made_of_something_else_by_now_are_refused(model, slots):

@@ -1,5 +1,6 @@
-"""Threads that run participants: what is left of them when they are closed."""
+"""Threads that run participants: how their caller is interrupted, and what is left of them when they are closed."""
 
+import _thread
 import contextlib
 import os
 import threading
@@ -55,3 +56,18 @@ def test_an_error_inside_a_checkpoint_leaves_no_hooks_in_the_thread():
             body(lambda _: checkpointed(fail, torch.ones(1)))
         assert body(hooks) == [None]
         assert kept.value.__traceback__ is not None  # whoever keeps the error keeps its frames
+
+
+def test_a_signal_that_comes_just_before_the_caller_waits_is_heard():
+    """Python notes it, but nothing wakes the caller, who was about to sleep: as if it had been noted and not sent."""
+    threads, freed, heard = Threads("test"), threading.Event(), []
+
+    def body(me):
+        _thread.interrupt_main()
+        heard.append(freed.wait(20.0))
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(threads, Rendezvous().register([0]), body, lambda me, error: error)
+    freed.set()
+    threads.close()
+    assert heard == [True]

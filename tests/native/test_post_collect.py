@@ -166,3 +166,9 @@ def test_a_word_is_stored_and_loaded():
     word = torch.zeros(1, dtype=torch.int64)
     core.store(word.data_ptr(), 2**63 + 5)
     assert core.load(word.data_ptr()) == 2**63 + 5
+
+
+def test_many_words_are_stored_at_once():
+    words = torch.zeros(4, dtype=torch.int64)
+    core.store_all(tuple(words.data_ptr() + 8 * n for n in (0, 3)), 7)
+    assert words.tolist() == [7, 0, 0, 7]

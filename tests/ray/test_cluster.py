@@ -1,5 +1,6 @@
 """Runs on a Ray cluster: the result of `python train.py` on any number of nodes, also when they are lost and appear."""
 
+import json
 import os
 import re
 import subprocess
@@ -186,10 +187,10 @@ def command(cluster, directory):
     """`evenstep run --on ray`, of a script with a module beside it."""
     where = {**os.environ, "RAY_ADDRESS": cluster.address}
     script, out = guests.put_script(directory), f"{directory}/out"
-    traced = ["--trace", f"{directory}/trace.json"]
-    words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "1", *traced, str(script), out]
+    figures = ["--trace", "trace.json", "--log-json", "steps.jsonl", "--tensorboard", "board", "--page", "0"]
+    words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "1", *figures, str(script), out]
     with forker.closed():
-        done = subprocess.run(words, env=where, capture_output=True, text=True, check=False, timeout=100)
+        done = subprocess.run(words, env=where, cwd=directory, capture_output=True, text=True, check=False, timeout=100)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -206,6 +207,10 @@ def test_the_command_line_runs_a_script_with_what_lies_beside_it(ray, tmp_path):
     machines = [(e["pid"], e["args"]["name"][:9]) for e in events if e["name"] == "process_name"]
     assert sorted(machines) == [(1, "machine 0"), (2, "machine 1")]
     assert any("joined with 1" in e["name"] for e in events if e["ph"] == "i"), "what the head said"
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, found.steps[0] + 1)), "where the command was typed"
+    assert len(list((tmp_path / "board").iterdir())) == 1
+    assert re.search(r"page http://\S+, its buttons need the token", err), err
 
 
 def test_options_of_one_machine_are_refused():
@@ -213,12 +218,11 @@ def test_options_of_one_machine_are_refused():
 
     done = cli_run("run", "--on", "spark", "-n", "2", __file__)
     assert (done.code, done.stderr.strip()) == (2, "evenstep: --on spark, expected ray, or ray://HOST:PORT")
-    given = ("--weights 1,1", "--groups 2", "--listen 127.0.0.1:0", "--grace 3", "--staleness 0", "--page 0")
+    given = ("--weights 1,1", "--groups 2", "--listen 127.0.0.1:0", "--grace 3", "--staleness 0")
     for option, value in map(str.split, given):
         done = cli_run("run", "--on", "ray", option, value, "-n", "2", __file__)
         assert done.code == 2
         assert f"{option} applies to one machine and has no meaning with --on ray; leave it out" in done.stderr
-    assert done.stderr.strip().endswith("leave it out, and write evenstep.Run(page=True) in the script")
     done = cli_run("run", "--on", "ray", __file__)
     assert "-n None with --on ray, expected a number of workers" in done.stderr
 

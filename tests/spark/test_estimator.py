@@ -35,21 +35,27 @@ def fit_on_partitions(session):
     )  # fmt: skip
     one = estimator.fit(frame(session, 1))
     other = estimator.copy({estimator.numWorkers: 3}).fit(frame(session, 6))
-    rows = (
-        one.transform(frame(session).withColumnRenamed("first", "the `first.one`"))
-        .select("label", "prediction", "scores", "features")
-        .collect()
-    )
+    odd = frame(session).withColumnRenamed("first", "the `first.one`")
+    rows = one.transform(odd).select("label", "prediction", "scores", "features").collect()
     model = one.module().eval()
     with torch.inference_mode():
         expected = model(torch.tensor(np.stack([row["features"].toArray() for row in rows])).float()).softmax(1)
+    try:
+        one.transform(odd.selectExpr("if(label = 1, null, features) as features")).collect()
+        null = ""
+    except Exception as error:  # noqa: BLE001  # looked at by the test
+        null = str(error)
     apart = np.abs(np.array([row["scores"] for row in rows]) - expected.double().numpy()).max()
     right = np.mean([row["label"] == row["prediction"] for row in rows])
-    return one.fingerprint, other.fingerprint, one.weights == other.weights, one.history, right, apart
+    return one.fingerprint, other.fingerprint, one.weights == other.weights, one.history, right, apart, null
 
 
 def test_partitions_and_workers_change_no_bit_and_predictions_are_the_models(spark):
-    one, other, same, history, right, apart = spark.call(fit_on_partitions)
+    one, other, same, history, right, apart, null = spark.call(fit_on_partitions)
+    assert null == (
+        "[USER_RAISED_EXCEPTION] column 'features' of the DataFrame has no value in some row; fill it, or leave such "
+        "rows out SQLSTATE: P0001"
+    ), "one sentence, without a traceback"
     assert one == other
     assert same
     assert len(history) == 4
@@ -100,6 +106,11 @@ def regress(session, directory):
     again = [row["guess"] for row in loaded.transform(data).collect()]
     Pipeline(stages=[assembler, estimator.copy({estimator.model: "mine_for_spark:single"})]).save(f"{directory}/begun")
     kept = Pipeline.load(f"{directory}/begun").getStages()[1]
+    stage.save(f"{directory}/model")
+    try:
+        Estimator.load(f"{directory}/model")
+    except Exception as error:  # noqa: BLE001  # looked at by the test
+        refused = [refused, f"{type(error).__name__}: {error}"]
     same = np.allclose(sorted(guesses), sorted(again), rtol=1e-6)  # Spark gives no order to rows
     return same, refused, loaded.stages[1].history == fitted.stages[1].history, {
         kept.getOrDefault(name) for name in ("loss", "labelCol", "model")
@@ -110,7 +121,8 @@ def test_regression_in_a_pipeline_is_saved_and_loaded(spark, tmp_path):
     same, refused, history, kept = spark.call(regress, str(tmp_path))
     assert same
     assert history
-    assert "cannot be saved: expected a function that can be imported by name" in refused
+    assert "cannot be saved: expected a function that can be imported by name" in refused[0]
+    assert refused[1] == f"ConfigError: {tmp_path}/model holds one Model, expected one Estimator; Model.load reads it"
     assert kept == {"mse_loss", "total", "mine_for_spark:single"}
 
 

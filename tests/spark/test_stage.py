@@ -1,9 +1,12 @@
 """Runs on tasks of Spark: the result of `python train.py` on any number of executors, also when they are lost."""
 
+import json
 from pathlib import Path
 
 import forks
 import guests
+from evenstep.cli.trace import events_of
+from evenstep.picture import timeline
 from guests import training
 
 
@@ -56,12 +59,17 @@ def run_script(session, directory):
 
     out = f"{directory}/out"
     with forks.as_elsewhere(session.sparkContext.environment):
-        assert run(guests.put_script(directory), out, workers=1, session=session, quiet=True) is None
+        figures = {"trace": f"{directory}/trace.json", "log_json": f"{directory}/steps.jsonl"}
+        assert run(guests.put_script(directory), out, workers=1, session=session, quiet=True, **figures) is None
     return Path(out).read_text()
 
 
-def test_a_script_runs_as_it_does_elsewhere(spark, tmp_path):
+def test_a_script_runs_as_it_does_elsewhere_and_its_figures_are_written(spark, tmp_path):
     assert spark.call(run_script, str(tmp_path)) == guests.fingerprint_of_script(tmp_path)
+    found = timeline.read(events_of(tmp_path / "trace.json"))[0]
+    assert found.steps[0] == found.steps[1] > 0, "every step, of the worker that keeps the state and of the executor's"
+    steps = [json.loads(line)["step"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, found.steps[0] + 1))
 
 
 def mistakes(session):

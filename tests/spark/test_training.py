@@ -78,7 +78,9 @@ def test_a_target_of_another_width_than_the_output_is_refused(job):
 def test_an_error_of_the_model_says_what_it_was_given(job):
     with pytest.raises(RuntimeError) as caught:
         train(job(POINTS.argmax(1), model=lambda: nn.Linear(4, 3)))
-    assert "columns 'features' float32 [3, 3], 'label' int64 [3]." in "".join(traceback.format_exception(caught.value))
+    assert "was given the columns 'features' float32 [3, 3], 'label' int64 [3]." in "".join(
+        traceback.format_exception(caught.value)
+    )
 
 
 def normed() -> nn.Module:

@@ -12,6 +12,7 @@ import signal
 import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
@@ -20,7 +21,7 @@ from evenstep.agents.work import ShippedWork
 from evenstep.core.control import ask
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Head", "HeadOrder"]
+__all__ = ["Head", "HeadOrder", "figures_for"]
 
 Report = dict[str, Any]
 _ENDING_S = 5.0
@@ -41,6 +42,9 @@ class HeadOrder:
         step_timeout_s: How long a step may take; None: as the script says.
         resume: Whether to continue from the newest checkpoint.
         trace: The file that the caller writes a trace to, of which the head reports the events; None: there is none.
+        log_json: The file, on the head's machine, that gets a line of JSON for every step.
+        tensorboard: The directory, on the head's machine, for TensorBoard event files.
+        page: The port of the page of the run, on the head's machine; 0: any; None: there is no page.
     """
 
     host: str
@@ -52,6 +56,18 @@ class HeadOrder:
     step_timeout_s: float | None = None
     resume: bool = False
     trace: str | None = None
+    log_json: str | None = None
+    tensorboard: str | None = None
+    page: int | None = None
+
+
+def figures_for(
+    trace: str | Path | None, log_json: str | Path | None, tensorboard: str | Path | None, page: int | None
+) -> dict[str, Any]:
+    """Where the figures of a run go, as an order has it: paths as the caller means them, wherever the head runs."""
+    paths = {"trace": trace, "log_json": log_json, "tensorboard": tensorboard}
+    named = {name: None if path is None else str(Path(path).absolute()) for name, path in paths.items()}
+    return {**named, "page": page}
 
 
 class Head:

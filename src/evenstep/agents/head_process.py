@@ -41,7 +41,10 @@ def main(words: Sequence[str]) -> int:
         step_timeout_s=order.step_timeout_s,
         resume=order.resume,
         report=report,
-        trace=None if order.trace is None else Path(order.trace),
+        trace=_path(order.trace),
+        log_json=_path(order.log_json),
+        tensorboard=_path(order.tensorboard),
+        page=order.page,
         listen=listen,
         keeper=order.workers == 0,
     )
@@ -50,3 +53,7 @@ def main(words: Sequence[str]) -> int:
     except EvenstepError as error:
         report({"mistake": str(error)})
         return error.exit_code
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)

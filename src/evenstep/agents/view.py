@@ -2,7 +2,9 @@
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from evenstep.agents.shipping import unship
@@ -16,6 +18,7 @@ from evenstep.core.errors import (
     WrongError,
 )
 from evenstep.core.output import say
+from evenstep.launch.trace_file import TraceFile
 from evenstep.run.progress import Display, Progress
 
 __all__ = ["RunView", "ScriptError"]
@@ -36,17 +39,33 @@ class RunView:
         on_progress: Called with each progress report.
         quiet: Print nothing.
 
-    Attributes:
-        trace: Takes the events of a trace, if there is one.
     """
 
     def __init__(self, on_progress: Callable[[Progress], None] | None, *, quiet: bool) -> None:
-        self.trace: Callable[[Sequence[str]], None] | None = None
+        self._trace: Callable[[Sequence[str]], None] | None = None
         self._on_progress, self._quiet, self._display = on_progress, quiet, Display()
         self._fingerprint: str | None = None
         self._error: str | None = None
         self._mistake: str | None = None
         self._last: str | None = None
+
+    @contextmanager
+    def tracing(self, path: str | Path | None, work: Any) -> Iterator[None]:
+        """Write the events of a trace to a file inside this, if there is to be one.
+
+        Args:
+            path: The file.
+            work: The function or script that is traced.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        if path is None:
+            yield
+            return
+        with closing(TraceFile(Path(path), str(getattr(work, "__name__", work)), say)) as file:
+            self._trace = file.append
+            yield
 
     def say(self, sentence: str) -> None:
         """Show a sentence of our own."""
@@ -62,8 +81,8 @@ class RunView:
         self._last = report.get("err", self._last)
         if "progress" in event and self._on_progress is not None:
             self._on_progress(Progress(**event["progress"]))
-        if "trace" in event and self.trace is not None:
-            self.trace(event["trace"])
+        if "trace" in event and self._trace is not None:
+            self._trace(event["trace"])
         if not self._quiet:
             self._show(report, event)
 

@@ -11,7 +11,8 @@ from evenstep.core.output import unheard
 __all__ = ["add_arguments", "run_on"]
 
 _GRACE_S = 30.0  # the default of --grace
-_TAKEN = {"on", "workers", "shards", "max_restarts", "no_replace", "step_timeout", "resume", "trace"}
+_FIGURES = ("trace", "log_json", "tensorboard", "page")
+_TAKEN = {"on", "workers", "shards", "max_restarts", "no_replace", "step_timeout", "resume", *_FIGURES}
 _OURS = {"command", "own", "module", "script", "args"}  # what the parser itself adds
 
 
@@ -37,10 +38,7 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
         is_given = value is not None and value is not False and (name, value) != ("grace", _GRACE_S)  # 0 is given
         if name not in _TAKEN | _OURS and is_given:
             option = f"--{name.replace('_', '-')}"
-            instead = ", and write evenstep.Run(page=True) in the script" if name == "page" else ""
-            raise ConfigError(
-                f"{option} applies to one machine and has no meaning with --on {cluster}; leave it out{instead}"
-            )
+            raise ConfigError(f"{option} applies to one machine and has no meaning with --on {cluster}; leave it out")
     if not isinstance(script, Path):
         raise ConfigError(f"-m {script} with --on {cluster}, expected the path of a script")
     if workers is None or not workers.isdigit() or int(workers) < 1:
@@ -59,7 +57,7 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
             max_restarts=0 if options.no_replace else options.max_restarts,
             step_timeout_s=options.step_timeout,
             resume=options.resume,
-            trace=options.trace,
+            **{name: getattr(options, name) for name in _FIGURES},
             working_dir=str(script.resolve().parent),
         )
     except ray.ScriptError as error:

@@ -15,10 +15,11 @@ from evenstep.core.config import RunConfig
 from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.core.fingerprint import fingerprint
 from evenstep.core.octets import octets
+from evenstep.engine.copies import Copier
 from evenstep.engine.form import Form
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.randomness import preserved, seed_all
-from evenstep.engine.slots import ModelSlots, copy_into
+from evenstep.engine.slots import ModelSlots
 from evenstep.engine.state import State, StateEntry
 from evenstep.engine.untouched import Strays, Untouched
 from evenstep.exchange.group import Group
@@ -54,6 +55,8 @@ class Models:
         self.slots = ModelSlots()
         self._roots: list[nn.Module] = []
         self._kept: dict[str, Tensor] | None = None
+        self._room: dict[str, Tensor] = {}  # where buffers are kept, again and again
+        self._keeping, self._publishing, self._pulling = Copier(), Copier(), Copier()
         self.untouched = Untouched(self.slots.parameters)
         self.strays = Strays(self.slots.bound_buffers)
 
@@ -116,8 +119,10 @@ class Models:
 
     def keep_buffers(self, buffers: dict[str, Tensor]) -> None:
         """Remember the buffers as the first shard with samples left them; they are what the step will commit."""
-        self._kept = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
-        copy_into(buffers, self._kept)
+        if self._room.keys() != buffers.keys():
+            self._room = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
+        self._keeping.copy(buffers, self._room)
+        self._kept = self._room
 
     @property
     def kept_buffers(self) -> dict[str, Tensor]:
@@ -125,9 +130,15 @@ class Models:
         return self._kept or {}
 
     def take_buffers(self) -> dict[str, Tensor]:
-        """As `kept_buffers`, for a caller that commits or drops them itself."""
-        kept, self._kept = self._kept or {}, None
+        """As `kept_buffers`, for a caller to whom they belong from now on."""
+        kept = self.kept_buffers
+        self._room = {}
+        self.drop_buffers()
         return kept
+
+    def drop_buffers(self) -> None:
+        """Forget the kept buffers."""
+        self._kept = None
 
     def changed_buffers(self) -> list[str]:
         """The buffers that this site's first shard has changed, among those that may differ between sites.
@@ -164,8 +175,8 @@ class Models:
         entries = [self.state.entries[name] for name in self.slots.buffers]
         if self._kept is not None:
             self.state.save(entries)
-            copy_into(self._kept, {entry.name: entry.live for entry in entries})
-            self._kept = None
+            self._publishing.copy(self._kept, {entry.name: entry.live for entry in entries})
+            self.drop_buffers()
         if not self.state.sites.are_one:
             if idle and self.state.sites.is_first:
                 self.state.save(others)
@@ -174,7 +185,7 @@ class Models:
     def pull(self) -> None:
         """Bring this worker's own copies up to the committed version."""
         entries = self.state.entries
-        copy_into({name: entries[name].live for name in self.slots.buffers}, self.slots.buffers)
+        self._pulling.copy({name: entries[name].live for name in self.slots.buffers}, self.slots.buffers)
         self.strays.remember(self.slots.buffers)
 
     def remember(self) -> None:

@@ -157,7 +157,7 @@ class Recheck:
 
     def _clear(self) -> None:
         """Forget what a computation that is not to be committed has left."""
-        self._holdings.models.take_buffers()
+        self._holdings.models.drop_buffers()
         self._holdings.carries.begin()
 
     def _digests(self, trial: Trial, witness: Witness, number: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from evenstep.core.errors import UnsupportedError
-from evenstep.engine.copies import copy_all
+from evenstep.engine.copies import Copier
 
 __all__ = ["Lane", "ModelSlots"]
 
@@ -133,6 +133,7 @@ class Lane:
         if own:
             self.leaves = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in slots.parameters.items()}
             self._buffers = {name: b.detach().clone() for name, b in slots.buffers.items()}
+        self._copier = Copier()
         self._bound: list[Tensor] = []
         self._versions: dict[str, int] = {}
 
@@ -147,7 +148,7 @@ class Lane:
             if leaf._backward_hooks is not parameter._backward_hooks:
                 leaf._backward_hooks = parameter._backward_hooks  # what the user has registered there
             leaf.grad = None
-        copy_into(buffers, self._buffers)
+        self._copier.copy(buffers, self._buffers)
         self._versions = {name: buffer._version for name, buffer in self._buffers.items()}
         self._bound = self._slots.in_place_order({**self.leaves, **self._buffers})
 
@@ -191,8 +192,3 @@ def _check_buffers(after: dict[str, Tensor], before: dict[str, Tensor]) -> None:
 def spanning_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The layers that combine something over all shards (they say so by `spans_shards`) and are training now."""
     return [m for m in modules if m.training and getattr(m, "spans_shards", False)]
-
-
-def copy_into(tensors: dict[str, Tensor], to: dict[str, Tensor]) -> None:
-    """Copy each tensor into its namesake, in place."""
-    copy_all((to[name], tensor) for name, tensor in tensors.items() if to[name] is not tensor)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from evenstep.core.fingerprint import digest, fingerprint
-from evenstep.engine.copies import copy_all
+from evenstep.engine.copies import Copies
 from evenstep.engine.form import Form
 from evenstep.engine.image import Image
 from evenstep.engine.spreading import Spreading
@@ -27,6 +27,7 @@ from evenstep.transport.memory import ALIGNMENT, FlatRegion, Memory, aligned
 __all__ = ["State", "StateEntry"]
 
 _MAX_ENTRIES = 1 << 16
+_MAX_SAVINGS = 8  # a run saves the same few lists of entries again and again
 
 
 @dataclass
@@ -75,6 +76,7 @@ class State:
 
     def __post_init__(self) -> None:
         self._marks = self.memory.words(_MAX_ENTRIES)
+        self._savings: dict[tuple[int, ...], tuple[Copies, tuple[int, ...]]] = {}  # by entries: backups and marks
 
     def _mark(self, entry: StateEntry) -> int:
         """The address of an entry's mark: 1 + the number of the operation before which it was last saved."""
@@ -103,10 +105,16 @@ class State:
         """Keep the committed version of entries that this worker is about to change."""
         if self.image is not None:
             self.image.settle()
-        copy_all((entry.backup, entry.live) for entry in entries)
+        key = tuple([entry.index for entry in entries])
+        if key not in self._savings:
+            if len(self._savings) >= _MAX_SAVINGS:
+                self._savings.clear()
+            copies = Copies((entry.backup, entry.live) for entry in entries)
+            self._savings[key] = copies, tuple(self._mark(entry) for entry in entries)
+        copies, marks = self._savings[key]
+        copies.make()
         self.memory.fence()
-        for entry in entries:
-            core.store(self._mark(entry), 1 + self.operation)  # after the copy: a mark means a complete backup
+        core.store_all(marks, 1 + self.operation)  # after the copy: a mark means a complete backup
 
     def take_image(self, operations: int) -> None:
         """Let the state, which contains this many committed operations, outlive all workers."""

@@ -20,6 +20,7 @@ from evenstep.exchange.rendezvous import Participant, ParticipantError, Session
 __all__ = ["Threads", "side_by_side"]
 
 _GRACE_S = 1.0  # how long the others may take to unwind after a failure before the caller is told anyway
+_LISTEN_S = 1.0  # how long the caller waits at a time: a signal that comes just before a wait does not end it
 
 
 class Threads:
@@ -131,9 +132,12 @@ def _collect(
     failures: dict[Participant, BaseException] = {}
     deadline: float | None = None
     while len(results) + len(failures) < session.num_participants:
+        left = _LISTEN_S if deadline is None else max(deadline - time.monotonic(), 0.001)
         try:
-            me, result, error = outcomes.get(timeout=deadline and max(deadline - time.monotonic(), 0.001))
+            me, result, error = outcomes.get(timeout=left)
         except queue.Empty:
+            if deadline is None:
+                continue
             break
         if error is None:
             results[me.index] = result

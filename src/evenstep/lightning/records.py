@@ -66,7 +66,7 @@ class PartRecord:
                 raise UnsupportedError(
                     f"the metric self.{name} ({type(metric).__name__}) keeps something in its {attribute}, which is "
                     "none of its states (add_state), so what the parts of a batch have put into it cannot be merged; "
-                    "update it in a hook such as on_validation_epoch_end, with what parts append to a list of the module"
+                    "update it in a hook such as on_validation_epoch_end, with what parts append to a list"
                 )
 
     def pack(self) -> Packed:

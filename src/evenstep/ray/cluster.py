@@ -20,13 +20,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from evenstep.agents.head import figures_for
 from evenstep.agents.shares import limits, share_out
 from evenstep.agents.view import RunView, ScriptError
 from evenstep.agents.work import ShippedWork
 from evenstep.core import env
 from evenstep.core.errors import ConfigError, PeerError, SilenceError
-from evenstep.core.output import say
-from evenstep.launch.trace_file import TraceFile
 from evenstep.ray.actors import AgentActor, HeadActor
 from evenstep.run.progress import Progress
 
@@ -53,6 +52,9 @@ def run(
     working_dir: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     trace: str | Path | None = None,
+    log_json: str | Path | None = None,
+    tensorboard: str | Path | None = None,
+    page: int | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Any:
@@ -79,6 +81,9 @@ def run(
         working_dir: A directory that Ray's runtime environment copies to all nodes, and in which workers run.
         on_progress: Called with each progress report of the run.
         trace: A file, written by this process, for what every worker did when; as for `evenstep run --trace`.
+        log_json: A file that gets a line of JSON for every step; as for `evenstep run --log-json`.
+        tensorboard: A directory for TensorBoard event files; as for `evenstep run --tensorboard`.
+        page: The port of a page of the run on this machine, 0: any; as for `evenstep run --page`.
         quiet: Show nothing of what the workers print.
         **options: Keyword arguments of the function.
 
@@ -104,14 +109,14 @@ def run(
         "max_restarts": max_restarts,
         "step_timeout_s": step_timeout_s,
         "resume": resume,
+        **figures_for(trace, log_json, tensorboard, page),
     }
     with ExitStack() as stack:
-        if trace is not None:  # before Ray has threads here, which do not go well with a fork
-            name = str(getattr(function_or_script, "__name__", function_or_script))
-            view.trace = stack.enter_context(closing(TraceFile(Path(trace), name, say))).append
-            more["trace"] = str(trace)
+        stack.enter_context(view.tracing(trace, function_or_script))  # it forks, and Ray has no threads here yet
         if _connect(address, working_dir):
             stack.callback(ray.shutdown)
+        if _is_client():
+            _refuse_far(log_json=log_json, tensorboard=tensorboard, page=page)
         guest = stack.enter_context(closing(_Guest(work, least, most, needs, start_timeout_s, view)))
         return guest.run(more)
 
@@ -389,6 +394,20 @@ def _knock(address: str) -> None:
 def _is_client() -> bool:
     """Whether we are connected by `ray://`, from outside of the cluster."""
     return bool(ray.util.client.ray.is_connected())
+
+
+def _refuse_far(**options: Any) -> None:
+    """Refuse what the head would do on its own machine, which is not the caller's.
+
+    Raises:
+        ConfigError: One of the options is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value!s}, but by ray:// the head of the run is on another machine, in the cluster; leave it "
+                "out, or start the run there"
+            )
 
 
 def _nodes() -> dict[str, dict[str, float]]:

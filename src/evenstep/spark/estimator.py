@@ -14,7 +14,7 @@ from pyspark.sql.types import BooleanType
 from evenstep.core.errors import ConfigError
 from evenstep.spark.model import Model
 from evenstep.spark.names import check_functions
-from evenstep.spark.params import TrainingParams
+from evenstep.spark.params import TrainingParams, metadata_of
 from evenstep.spark.rows import check_numbers, folder_in, named, plain, write_into
 from evenstep.spark.stage import run
 from evenstep.spark.training import Training, train
@@ -189,7 +189,7 @@ class _EstimatorWriter(DefaultParamsWriter):
 
 class _EstimatorReader(DefaultParamsReader):
     def load(self, path: str) -> Estimator:
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        metadata = metadata_of(Estimator, path, self.sparkSession)
         estimator = Estimator()
         estimator._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(estimator, metadata)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from evenstep.core.errors import ConfigError
 from evenstep.data.columns import column_of
 from evenstep.spark.names import resolve
-from evenstep.spark.params import TrainingParams
-from evenstep.spark.rows import check_numbers, numbers_of, plain_columns
-from evenstep.spark.training import inputs_of
+from evenstep.spark.params import TrainingParams, metadata_of
+from evenstep.spark.rows import check_numbers, numbers_of, required
+from evenstep.spark.training import inputs_of, noting
 
 __all__ = ["Model", "Predictor"]
 
@@ -76,8 +76,9 @@ class Predictor:
         for number, name in enumerate(self.inputs, len(self.names)):
             column = column_of(name, batch.column(number), "the DataFrame")
             part[name] = torch.from_numpy(column) if isinstance(column, np.ndarray) else column
-        with torch.inference_mode():
-            output = model(*inputs_of(part, self.inputs))
+        given = inputs_of(part, self.inputs)
+        with torch.inference_mode(), noting(dict(zip(self.inputs, given, strict=True))):
+            output = model(*given)
         return self._append(batch.columns[: len(self.names)], output)
 
     def _append(self, columns: list[pa.Array], output: Tensor) -> pa.RecordBatch:
@@ -156,7 +157,7 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
             self.getOrDefault(self.inferenceBatchSize),
             several,
         )
-        widened = dataset.select("*", *plain_columns(dataset, inputs))
+        widened = dataset.select("*", *required(dataset, inputs))
         widened = widened.toDF(*numbers_of(widened.columns))
         schema = StructType([*dataset.schema.fields, *fields])
         return widened.mapInArrow(lambda batches: how.rows(batches), schema)
@@ -194,7 +195,7 @@ class _ModelWriter(DefaultParamsWriter):
 
 class _ModelReader(DefaultParamsReader):
     def load(self, path: str) -> Model:
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        metadata = metadata_of(Model, path, self.sparkSession)
         row = self.sparkSession.read.parquet(f"{path}/data").head()
         model = Model(bytes(row["weights"]), json.loads(row["history"]), row["fingerprint"], row["width"])
         model._resetUid(metadata["uid"])

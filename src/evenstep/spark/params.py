@@ -12,11 +12,12 @@ from pyspark.ml.param.shared import (
     HasSeed,
     HasValidationIndicatorCol,
 )
+from pyspark.ml.util import DefaultParamsReader
 
 from evenstep.core.errors import ConfigError
 from evenstep.spark.names import is_classification, name_of
 
-__all__ = ["TrainingParams"]
+__all__ = ["TrainingParams", "metadata_of"]
 
 _FUNCTIONS = ("model", "loss", "optimizer")
 
@@ -110,3 +111,16 @@ class TrainingParams(
         if "metrics" in found:
             found["metrics"] = [name_of("metric", metric) for metric in found["metrics"]]
         return found
+
+
+def metadata_of(kind: type, path: str, session: Any) -> dict[str, Any]:
+    """The metadata of a saved stage.
+
+    Raises:
+        ConfigError: It is a stage of another kind.
+    """
+    found: dict[str, Any] = DefaultParamsReader.loadMetadata(path, session)
+    if found["class"] != f"{kind.__module__}.{kind.__name__}":
+        other = found["class"].rpartition(".")[2]
+        raise ConfigError(f"{path} holds one {other}, expected one {kind.__name__}; {other}.load reads it")
+    return found

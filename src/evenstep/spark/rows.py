@@ -29,7 +29,17 @@ from evenstep.core.errors import ConfigError
 from evenstep.data.content import FILE, KEY, keyed, num_files, write_file
 from evenstep.spark.said import said_in
 
-__all__ = ["check_numbers", "folder_in", "named", "numbers_of", "plain", "plain_columns", "write", "write_into"]
+__all__ = [
+    "check_numbers",
+    "folder_in",
+    "named",
+    "numbers_of",
+    "plain",
+    "plain_columns",
+    "required",
+    "write",
+    "write_into",
+]
 
 
 def check_numbers(frame: DataFrame, columns: Sequence[str]) -> None:
@@ -78,6 +88,18 @@ def plain_columns(frame: DataFrame, columns: Sequence[str]) -> list[Any]:
             )
         chosen.append(column)
     return chosen
+
+
+def required(frame: DataFrame, columns: Sequence[str]) -> list[Any]:
+    """As `plain_columns`, but a null ends the job with one sentence, which Spark raises without Python's traceback."""
+    return [
+        F.when(column.isNotNull(), column).otherwise(
+            F.raise_error(
+                F.lit(f"column {name!r} of the DataFrame has no value in some row; fill it, or leave such rows out")
+            )
+        )
+        for name, column in zip(columns, plain_columns(frame, columns), strict=True)
+    ]
 
 
 def numbers_of(columns: Sequence[str]) -> list[str]:

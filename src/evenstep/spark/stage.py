@@ -11,7 +11,7 @@ from pyspark import InheritableThread
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from evenstep.agents.head import Head, HeadOrder
+from evenstep.agents.head import Head, HeadOrder, figures_for
 from evenstep.agents.shares import limits
 from evenstep.agents.view import RunView, ScriptError
 from evenstep.agents.work import ShippedWork
@@ -52,6 +52,10 @@ def run(
     step_timeout_s: float | None = None,
     start_timeout_s: float = 10.0,
     on_progress: Callable[[Progress], None] | None = None,
+    trace: str | Path | None = None,
+    log_json: str | Path | None = None,
+    tensorboard: str | Path | None = None,
+    page: int | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Any:
@@ -72,6 +76,10 @@ def run(
         step_timeout_s: How long a step may take; None: as the script says.
         start_timeout_s: How long the application may take until it has as many slots as it needs.
         on_progress: Called with each progress report of the run.
+        trace: A file for what every worker did when; as for `evenstep run --trace`.
+        log_json: A file that gets a line of JSON for every step; as for `evenstep run --log-json`.
+        tensorboard: A directory for TensorBoard event files; as for `evenstep run --tensorboard`.
+        page: The port of a page of the run on the driver's machine, 0: any; as for `evenstep run --page`.
         quiet: Show nothing of what the workers print.
         **options: Keyword arguments of the function.
 
@@ -80,7 +88,7 @@ def run(
 
     Raises:
         ConfigError: There is no session, there are too few slots, the function cannot be shipped, or executors have
-            different versions.
+            different versions; or a file for its figures cannot be written.
         ScriptError: The function or script failed; the message is its traceback.
         KeyboardInterrupt: The run was interrupted, and stopped after a step.
         EvenstepError: Spark gave up.
@@ -97,8 +105,10 @@ def run(
         shards=shards,
         max_restarts=max_restarts,
         step_timeout_s=step_timeout_s,
+        **figures_for(trace, log_json, tensorboard, page),
     )
     with (
+        view.tracing(trace, function_or_script),
         Head(work, order) as head,
         _Stage(context, SparkTask(work, head.address, token, secrets.token_hex(8)), most) as stage,
     ):

@@ -1,5 +1,7 @@
 """What every worker does when an estimator is fitted: train on the files that the executors have written."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import evenstep
 from evenstep.core.errors import ConfigError
 from evenstep.spark.names import resolve
 
-__all__ = ["Fitted", "Means", "Training", "build", "figures_of", "inputs_of", "loss_of", "state_of", "train"]
+__all__ = ["Fitted", "Means", "Training", "build", "figures_of", "inputs_of", "loss_of", "noting", "state_of", "train"]
 
 
 @dataclass(frozen=True)
@@ -144,15 +146,21 @@ def inputs_of(part: dict[str, Tensor], names: tuple[str, ...]) -> list[Tensor]:
 def loss_of(job: Training, model: nn.Module, part: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean loss of a part, and its metrics; an error of the model or the loss says what they were given."""
     given = inputs_of(part, job.inputs)
-    try:
+    with noting(dict(zip((*job.inputs, job.label), (*given, part[job.label]), strict=True))):
         output = model(*given)
         target = _target(job, part, output)
         metrics = {name: resolve("metric", function)(output.detach(), target) for name, function in job.metrics.items()}
         return resolve("loss", job.loss)(output, target), metrics
+
+
+@contextmanager
+def noting(columns: dict[str, Tensor]) -> Iterator[None]:
+    """Whatever the user's functions raise inside this says what they were given."""
+    try:
+        yield
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        columns = [*zip(job.inputs, given, strict=True), (job.label, part[job.label])]
-        shown = ", ".join(f"{name!r} {str(value.dtype)[6:]} {list(value.shape)}" for name, value in columns)
-        error.add_note(f"The model and the loss were given a part of a batch with the columns {shown}.")
+        shown = ", ".join(f"{name!r} {str(value.dtype)[6:]} {list(value.shape)}" for name, value in columns.items())
+        error.add_note(f"The model was given the columns {shown}.")
         raise
 
 
