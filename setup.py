@@ -15,6 +15,7 @@ CORE = [
     "ways",
     "collective",
     "mail",
+    "posts",
     "norm",
     "parallel",
     "team",

@@ -42,8 +42,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--quick`: only what starts no process and takes no time."""
+    """`--quick`: only what starts no process and takes no time; `--lanes N`: in several processes."""
     parser.addoption("--quick", action="store_true", help="only tests in one process, and no long ones")
+    parser.addoption("--lanes", type=int, default=1, help="how many processes run tests at a time, a file each")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -58,14 +59,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         left = set(left_out)
         items[:] = [item for item in items if item not in left]
-    if hasattr(config, "workerinput"):  # one of several processes
+    if config.getoption("lanes") > 1:
         items.sort(key=lanes.order)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Who runs which tests, if several processes do."""
-    return lanes.scheduler(config, log)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in several processes, if that is wanted."""
+    wanted = session.config.getoption("lanes")
+    if wanted == 1 or session.testsfailed or session.config.option.collectonly:
+        return None  # as pytest does
+    lanes.run(session, wanted)
+    return True
 
 
 def pytest_collection_finish() -> None:

@@ -81,6 +81,12 @@ def reap_orphans() -> None:
 _PORTS = itertools.count(31 * os.getpid())
 
 
+def take_other_ports() -> None:
+    """From now on this process looks for ports elsewhere than the one that it was forked from."""
+    global _PORTS
+    _PORTS = itertools.count(31 * os.getpid())
+
+
 def free_port() -> int:
     """A port that nobody has, from below those that the system gives out: nobody gets it by chance meanwhile."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

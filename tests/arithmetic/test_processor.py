@@ -1,5 +1,8 @@
 """The kind of processor is what libraries choose their kernels by; what it is called is not."""
 
+import platform
+import subprocess
+
 from evenstep.arithmetic.processor import read_processor
 
 CPUINFO = """\
@@ -36,3 +39,9 @@ def test_processors_that_only_have_other_names_are_of_one_kind(tmp_path):
     (tmp_path / "cpuinfo").write_text(CPUINFO.replace("207", "143"))
     assert len(kinds) == 1
     assert read_processor(tmp_path / "cpuinfo").kind not in kinds
+
+
+def test_no_process_is_started_to_ask(monkeypatch):
+    monkeypatch.setattr(platform, "_uname_cache", None)
+    monkeypatch.delattr(subprocess, "Popen")
+    assert read_processor().name

@@ -49,7 +49,7 @@ def names_of_state():
 def test_a_bit_that_has_changed_since_the_last_step_is_found_and_named(worker_of, name):
     worker = worker_of()
     flip(worker.engine.state.entries[name].live, 3)
-    with pytest.raises(WrongError, match=f"at step 2 '{name}' is not what the step before has left.*worker 0 .machine"):
+    with pytest.raises(WrongError, match=f"at step 2 '{name}' is not what the step before left.*worker 0 .machine"):
         worker.step(Batch(*samples()), loss_of(worker.model))
     assert worker.engine.version == 2
 
@@ -65,7 +65,7 @@ def test_and_so_is_one_that_changes_while_the_step_is_computed(worker_of, visit)
 
     points.arm(strike)
     try:
-        with pytest.raises(WrongError, match=r"at step 2 'model\.0\.weight' is not what the step before has left"):
+        with pytest.raises(WrongError, match=r"at step 2 'model\.0\.weight' is not what the step before left"):
             worker.step(Batch(*samples()), loss_of(worker.model))
     finally:
         points.arm(None)
@@ -157,7 +157,7 @@ def test_an_image_that_has_changed_too_is_not_used(copied_of):
         image = worker.holdings.state.image
         flip(image.find(worker.engine.state.entries["model.0.weight"].live, worker.holdings.ledger.done), 77)
 
-    with pytest.raises(WrongError, match=r"at step 3 'model\.0\.weight' is not what the step before has left"):
+    with pytest.raises(WrongError, match=r"at step 3 'model\.0\.weight' is not what the step before left"):
         copied_of(both)
 
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_something_else_does_not(copied_of):
     def read(worker, version):
         return {name: tensor.clone() for name, tensor in worker.engine.state.tensors().items()}
 
-    with pytest.raises(WrongError, match="is not what the step before has left, and nobody else has it"):
+    with pytest.raises(WrongError, match="is not what the step before left, and nobody else has it"):
         copied_of(spoils("model.2.bias"), image=False, saved=read)
 
 

@@ -55,6 +55,13 @@ class FakeRounds:
             raise MismatchError(f"'{tag}' met '{theirs}'")
         ctypes.memmove(address, data, num_bytes)
 
+    def follow(self, worker: int, seq: int, tag: str, deadline: float) -> None:
+        with self._table.changed:
+            while not any(who == worker and number >= seq for who, number in self._table.posts):
+                self.check()
+                if not self._table.changed.wait(max(deadline - time.monotonic(), 0.0)):
+                    raise SilenceError(f"worker {worker} did not come to '{tag}'")
+
     def check(self) -> None:
         if self._table.failure is not None:
             raise PeerError(self._table.failure[1], self._table.failure[0])

@@ -159,6 +159,67 @@ def test_what_the_supervisor_asks_for_is_seen_alike_by_all_and_a_regroup_is_left
     assert [ledger.group.left for ledger in ledgers] == [True] * 3
 
 
+class TwoMachines(FakeMembership):
+    """Workers 0 and 1 on one machine, worker 2 on another."""
+
+    elastic = False
+    first = Generation(1, 0, [0, 1, 2], None, machines=[0, 0, 1])
+
+
+def over_machines(segments):
+    table = Table()
+    ledgers = [
+        Ledger(Group(segments[machine], FakeRounds(table, worker), TwoMachines()))
+        for worker, machine in enumerate((0, 0, 1))
+    ]
+    return table, ledgers
+
+
+def shared(ledger, number):
+    def attempt():
+        given = ledger.share(f"step {number}: update", ledger.group.worker)
+        return Entry(f"step {number}", given)
+
+    return perform(ledger, step(number), attempt=attempt)
+
+
+def test_over_machines_a_step_that_all_have_shared_needs_no_other_exchange_between_them(new_segment):
+    here, there = new_segment(3), new_segment(3)
+    table, ledgers = over_machines([here, there])
+    ledgers[2].group.board.ask(Asks.CHECKPOINT, 2)
+    assert together(ledgers, lambda ledger: [shared(ledger, n) for n in range(3)]) == [[([0, 1, 2], True)] * 3] * 3
+    assert [ledger.asked for ledger in ledgers] == [(0, 2, 0)] * 3, "though one machine alone had heard of it"
+    assert [ledgers[worker].journal.committed for worker in (0, 2)] == [3, 3]
+    assert [among for _, among in said(ledgers[0], table, "step 2")] == [(0, 1, 2), [0, 1]]
+
+
+def said(ledger, table, kind):
+    """What a worker has posted in a step, and to whom."""
+    tags = [tag for (worker, _), (tag, _) in sorted(table.posts.items()) if worker == ledger.group.worker]
+    return [(tag, among) for tag, among in zip(tags, ledger.group._rounds.among, strict=True) if kind in tag]
+
+
+def test_a_worker_goes_on_when_its_own_machine_has_counted(new_segment):
+    here, there = new_segment(3), new_segment(3)
+    _, ledgers = over_machines([here, there])
+    count = ledgers[0]._count
+    over = [threading.Event() for _ in ledgers]
+
+    def later(entry):
+        assert over[2].wait(30.0), "the other machine need not wait"
+        assert not over[1].wait(0.05), "a worker of this one does"
+        count(entry)
+
+    ledgers[0]._count = later
+
+    def body(ledger):
+        found = shared(ledger, 0)
+        over[ledger.group.worker].set()
+        return found
+
+    assert together(ledgers, body) == [([0, 1, 2], True)] * 3
+
+
 def test_only_a_step_is_watched_by_the_clock(new_segment):
     (ledger,) = (Ledger(group) for group in groups(new_segment(1), 1))
     seen = []

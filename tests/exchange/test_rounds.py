@@ -60,6 +60,18 @@ def test_whoever_does_not_come_ends_the_wait_at_the_deadline(kind, new_segment):
         collect(ends[0], 1, 1 << 32, "a", 1)
 
 
+def test_a_worker_is_followed_when_it_has_come_there_or_further(kind, new_segment):
+    ends = kind(new_segment)
+    post(ends[1], 1 << 32 | 2, "a", [1.0])
+    for seq in (1 << 32, 1 << 32 | 1, 1 << 32 | 2):
+        ends[0].follow(1, seq, "b", time.monotonic() + 0.2)
+    with pytest.raises(SilenceError, match="worker 1"):
+        ends[0].follow(1, 1 << 32 | 3, "b", time.monotonic() + 0.2)
+    ends[1].fail("a bad day")
+    with pytest.raises(PeerError, match="a bad day"):
+        ends[0].follow(1, 1 << 32 | 3, "b", time.monotonic() + 0.2)
+
+
 def test_another_tag_or_size_is_a_mismatch(kind, new_segment):
     ends = kind(new_segment)
     post(ends[1], 1 << 32, "a", [1.0])

@@ -4,7 +4,8 @@ It begins where `protocol.py` ends. That one goes through the workers of one mac
 a memory of its own (state, journal, the word `committed`), and what is new is between them:
 
 - what a machine posts arrives at each other machine late, and if it is lost perhaps at some and at others never;
-- a machine counts an operation by itself when all have updated, so one may have counted what another has not;
+- a machine counts an operation by itself when all have updated, and begins the next one, so one may have counted what
+  another has not;
 - a machine may be killed, with all its memory, or be cut off, and then goes on by itself as far as it can;
 - the head (which is not lost here: then everyone ends) notices that later, says so, and that too arrives late;
 - a machine that is started later is given the journal, and the state when it is let in.
@@ -28,7 +29,7 @@ from evenstep.launch.roster import Announce, Decision, Lose, Regroup, Roster, Sc
 __all__ = ["NEEDED", "SIZES", "Model", "Rules", "Size", "check"]
 
 NEVER = -1
-ROUNDS = ("recovered", "result", "update", "committed")  # of one operation; the first in a new generation only
+ROUNDS = ("recovered", "result", "update")  # of one operation; the first in a new generation only
 GONE = ("dead", "exited", "free")
 
 
@@ -98,7 +99,8 @@ class Machine(NamedTuple):
     late: tuple[int, ...] = ()  # what has arrived from each of an earlier generation
     aborted: bool = False
     told: bool = False  # that a machine is lost is on its way
-    saw: bool = False  # it had heard, when it posted that it has counted, that others want to join
+    saw: bool = False  # it had heard, when it posted that it has updated, that others want to join
+    leaves: bool = False  # somebody had, so that all wait for the next generation
     mail: str = ""
     cut: bool = False
 
@@ -316,7 +318,7 @@ class Model:
         return self._posted(s, i, s.machines[i].at.removeprefix("post "))
 
     def _posted(self, s: State, i: int, name: str) -> State:
-        saw = name == "committed" and s.asked
+        saw = s.asked if name == "update" else s.machines[i].saw
         return s.put(i, at=f"await {name}", post=self._seq(s.machines[i].n, name), saw=saw)
 
     @staticmethod
@@ -335,11 +337,7 @@ class Model:
     def _or_fail(self, s: State, i: int) -> State:
         """Wait on, unless a machine is lost."""
         m = s.machines[i]
-        if not m.aborted:
-            return s
-        if m.n < m.committed:  # too late to matter
-            return s.put(i, at="obtain", n=m.n + 1, left=True, shared=False)
-        return s.put(i, at="abandon", k=0)
+        return s.put(i, at="abandon", k=0) if m.aborted else s
 
     def collect(self, s: State, i: int) -> State:
         """Go on when all have posted."""
@@ -355,10 +353,7 @@ class Model:
             return s.put(i, at="take" if fresh else "compute", recovered=True, k=0)
         if name == "result":
             return s.put(i, at="save", k=0)
-        if name == "update":
-            return s.put(i, at="commit")
-        leaves = any(s.machines[p].saw for p in s.members)
-        return s.put(i, at="obtain", n=m.n + 1, left=leaves, shared=not leaves, recovered=not leaves)
+        return s.put(i, at="commit", leaves=any(s.machines[p].saw for p in s.members))
 
     def save(self, s: State, i: int) -> State:
         """The backup, then the mark."""
@@ -372,11 +367,12 @@ class Model:
         return s.put(i, live=live, k=m.k + 1) if m.k == 0 else s.put(i, live=live, at="post update", k=0)
 
     def commit(self, s: State, i: int) -> State:
-        """This machine counts the operation."""
+        """This machine counts the operation, and goes on to the next."""
         m = s.machines[i]
         if m.committed != m.n or m.live != (m.n + 1, m.n + 1):
             raise Violation(f"machine {i} counts operation {m.n} with {m.live} after {m.committed}")
-        return s.put(i, committed=m.n + 1, at="post committed")
+        stays = not m.leaves
+        return s.put(i, committed=m.n + 1, at="obtain", n=m.n + 1, left=m.leaves, shared=stays, recovered=stays)
 
     def close(self, s: State, i: int) -> State:
         """The process ends."""

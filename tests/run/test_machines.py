@@ -233,4 +233,6 @@ def words_of_a_step(layers, counts):
 
 @pytest.mark.parametrize("counts", [[1, 1], [3, 1]])
 def test_a_batch_norm_is_one_message_each_way_whatever_the_number_of_workers(counts):
-    assert words_of_a_step(3, counts) - words_of_a_step(1, counts) == 2 * 2
+    one = words_of_a_step(1, counts)
+    assert one == 2 + 2, "that of one, the results, and that all have updated"
+    assert words_of_a_step(3, counts) - one == 2 * 2

@@ -131,7 +131,7 @@ def test_a_parameter_that_changes_by_itself_is_taken_back_from_the_checkpoint_of
 def test_without_a_copy_of_that_step_the_run_stops(trained):
     found = trained("--recheck", "1", faults=[Fault("flip", "parameter", visit=17, bit=70)], workers=1)
     assert (found.code, found.stdout) == (12, "")
-    assert "at step 4 'model.0.weight' is not what the step before has left, and nobody else has it" in found.stderr
+    assert "at step 4 'model.0.weight' is not what the step before left, and nobody else has it" in found.stderr
 
 
 def test_code_that_is_not_deterministic_is_told_apart(script):

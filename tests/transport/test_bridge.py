@@ -12,7 +12,7 @@ from evenstep.core import points
 from evenstep.native import core
 from evenstep.testing.faults import flip
 from evenstep.transport.bridge import Bridge
-from evenstep.transport.links import HEADS, RANGES, WORDS
+from evenstep.transport.links import HEADS, RANGES, REST, WORDS
 from evenstep.transport.outbox import EVERYONE, POST, PUT, Outbox, Request
 from evenstep.transport.segment import Segment
 
@@ -89,6 +89,19 @@ def test_a_tag_and_the_number_of_bytes_arrive_too():
         assert machines.collect(1, 0, ROUND, "é" * 50, 1) == [1.0]
 
 
+def test_tags_are_told_apart_also_behind_what_a_slot_keeps_of_them():
+    long = "layer " * 60
+    with Machines([[0], [1]]) as machines:
+        machines.post(0, ROUND, long + "a", [1.0])
+        assert machines.collect(1, 0, ROUND, long + "b", 1) == core.ES_MISMATCH
+        assert machines.collect(1, 0, ROUND, long + "a", 1) == [1.0]
+
+
+def test_words_are_expected_before_they_come():
+    with Machines([[0], [1]]) as machines:
+        until(lambda: machines.network.expected[0, 1, WORDS] == 4)
+
+
 def test_the_posts_of_a_machine_go_as_one_message_when_all_who_take_part_have_posted():
     with Machines([[0, 1, 2], [3]]) as machines:
         machines.post(0, ROUND, "a", [0.0], local=2)
@@ -107,7 +120,8 @@ def test_what_is_posted_may_have_any_size(count):
             machines.post(worker, ROUND, "a", [0.5 * worker] * count, local=2)
         for worker in (0, 1):
             assert machines.collect(1, worker, ROUND, "a", count) == [0.5 * worker] * count
-        assert machines.network.sent[0, 1, WORDS] == (1 if count < 400 else 2)
+        assert machines.network.sent[0, 1, WORDS] == 1
+        assert machines.network.sent[0, 1, REST] == (count >= 400)
 
 
 def test_hundreds_of_exchanges_both_ways_keep_their_order():

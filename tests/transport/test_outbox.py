@@ -93,6 +93,21 @@ def test_a_worker_can_see_whether_everything_has_left():
     box.push(Request(PUT, 0))  # of another generation: it goes nowhere
     assert list(requests.take()) == []
     assert box.is_empty()
+    box.push(Request(POST, 1))
+    assert box.is_empty(), "the bridge copies what was posted"
+    segment.close()
+
+
+def test_what_a_bridge_that_is_gone_has_not_sent_is_not_waited_for():
+    segment = Segment.create(1)
+    box = Outbox(segment, 0)
+    box.push(Request(PUT, 1))
+    assert len(list(Requests(segment, [0], 1).take())) == 1
+    assert not box.is_empty()
+    box.start_over()
+    assert box.is_empty()
+    box.push(Request(PUT, 2))
+    assert not box.is_empty()
     segment.close()
 
 

@@ -37,7 +37,7 @@ class Processor:
 
 def read_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Processor:
     """The processor of this machine."""
-    found = {"vendor_id": platform.machine(), "model name": platform.processor() or "unknown", "flags": ""}
+    found = {"vendor_id": platform.machine(), "model name": "unknown", "flags": ""}
     with suppress(OSError):
         for line in cpuinfo.read_text().partition("\n\n")[0].splitlines():
             key, _, value = line.partition(":")

@@ -23,6 +23,7 @@ __all__ = ["MappedColumn", "map_column"]
 _DTYPES = {pa.float32(): torch.float32, pa.float64(): torch.float64, pa.int32(): torch.int32, pa.int64(): torch.int64}
 _STARTS_OF_A_PAGE = 16  # so that most rows are found at once, and the table stays in the cache
 _DATA_PAGE, _PLAIN, _RLE = 0, 0, 3  # of Parquet's format
+_SKIPPED_BYTES = {1: 0, 2: 0, 3: 1, 7: 8}  # by Thrift's number of a type: true, false, a byte, a double
 
 
 class _NotMappable(Exception):  # no error, but a way out
@@ -128,16 +129,9 @@ class _Chunk:
         if held.compression != "UNCOMPRESSED" or held.has_dictionary_page or self.top_repetition > 1:
             raise _NotMappable
         while seen < held.num_values:
-            header, begin = _read_struct(view, at)
-            page, size = header.get(5), _number(header, 3)
-            if _number(header, 1) != _DATA_PAGE or not isinstance(page, dict):
+            count, begin, at = _read_header(view, at)
+            if count > held.num_values - seen:
                 raise _NotMappable
-            count, *encodings = (_number(page, field) for field in (1, 2, 3, 4))
-            if encodings != [_PLAIN, _RLE, _RLE] or not 0 < count <= held.num_values - seen:
-                raise _NotMappable
-            if not 0 < size <= len(view) - begin:
-                raise _NotMappable
-            at = begin + size
             values = at - count * value_bytes
             for top, of_list in ((self.top_repetition, length), (self.top_definition, 0)):
                 if top:
@@ -156,6 +150,18 @@ def _chunks(file: pq.ParquetFile, name: str) -> Iterator[tuple[_Chunk, int]]:
         if held.num_rows:
             levels = schema.max_repetition_level, schema.max_definition_level
             yield _Chunk(held.column(column), *levels), held.num_rows
+
+
+def _read_header(view: memoryview, at: int) -> tuple[int, int, int]:
+    """How many values a page of plain values has, and where it begins and ends behind its header at a place."""
+    header, begin = _read_struct(view, at)
+    page, size = header.get(5), _number(header, 3)
+    if _number(header, 1) != _DATA_PAGE or not isinstance(page, dict):
+        raise _NotMappable
+    count, *encodings = (_number(page, field) for field in (1, 2, 3, 4))
+    if encodings != [_PLAIN, _RLE, _RLE] or count <= 0 or not 0 < size <= len(view) - begin:
+        raise _NotMappable
+    return count, begin, begin + size
 
 
 def _check_levels(view: memoryview, address: int, at: int, count: int, top: int, length: int) -> int:
@@ -179,23 +185,23 @@ def _read_struct(view: memoryview, at: int) -> tuple[dict[int, Any], int]:
         number += head >> 4
         if not head >> 4:
             number, at = _read_number(view, at)
-        match head & 15:
-            case 1 | 2:  # true, false
-                pass
-            case 3:  # a byte
-                at += 1
-            case 4 | 5 | 6:
-                fields[number], at = _read_number(view, at)
-            case 7:  # a double
-                at += 8
-            case 8:  # bytes
-                size, at = _read_varint(view, at)
-                at += size
-            case 12:
-                fields[number], at = _read_struct(view, at)
-            case _:
-                raise _NotMappable
+        fields[number], at = _read_value(view, at, head & 15)
     return fields, at + 1
+
+
+def _read_value(view: memoryview, at: int, kind: int) -> tuple[Any, int]:
+    """A number or a structure, or None for what no header of a page needs; and where it ends."""
+    if kind in _SKIPPED_BYTES:
+        return None, at + _SKIPPED_BYTES[kind]
+    match kind:
+        case 4 | 5 | 6:
+            return _read_number(view, at)
+        case 8:  # bytes
+            size, at = _read_varint(view, at)
+            return None, at + size
+        case 12:
+            return _read_struct(view, at)
+    raise _NotMappable
 
 
 def _number(fields: dict[int, Any], field: int) -> int:

@@ -91,9 +91,9 @@ class Custody:
         for rank, names in enumerate(changed):
             if names:
                 return (
-                    f"at {step} '{names[0]}' is not what the step before has left, and nobody else has it: the memory "
+                    f"at {step} '{names[0]}' is not what the step before left, and nobody else has it: the memory "
                     f"of worker {self._group.members[rank]} ({places[rank]}) has changed by itself, unless the script "
-                    "changes it through .data (that belongs into run.edit). Nothing is committed; go on from the last "
+                    "changes it through .data (that belongs in run.edit). Nothing is committed; go on from the last "
                     "checkpoint, on another machine (--resume)"
                 )
         return (

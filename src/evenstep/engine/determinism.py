@@ -57,8 +57,8 @@ def device_of(device: str, worker: int, num_workers: int) -> str:
     sharing = num_workers if where.index is not None else -(-num_workers // count)
     if sharing > 1 and not (env.mps_directory() / "control").exists():
         warnings.warn(
-            f"{sharing} workers share one GPU and take turns on it, which is slow; start NVIDIA's service for that "
-            f"before (nvidia-cuda-mps-control -d), or use evenstep run -n {1 if where.index is not None else count}",
+            f"{sharing} workers share one GPU and take turns on it, which is slow; first start NVIDIA's service for "
+            f"that (nvidia-cuda-mps-control -d), or use evenstep run -n {1 if where.index is not None else count}",
             stacklevel=3,
         )
     return f"cuda:{worker % count if where.index is None else where.index}"

@@ -238,7 +238,7 @@ class Graphs:
                     "again from before"
                 )
             self._give_up("a replay gave other bits than computing")
-        self._recorder.release()  # the graph holds as much, and computing is over for long
+        self._recorder.release()  # the graph holds as much, and computing ended long ago
         return computed
 
     def _give_up(self, reason: str) -> None:

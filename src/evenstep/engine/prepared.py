@@ -156,7 +156,7 @@ class PreparedOptimizer:
             if theirs != of_all[0][0]:
                 raise MismatchError(
                     f"worker {worker} prepares the optimizer {theirs} where worker 0 prepares {of_all[0][0]}: "
-                    "all workers must build the same"
+                    "all workers must build the same one"
                 )
         return [theirs for _, theirs in of_all]
 

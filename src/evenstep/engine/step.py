@@ -7,7 +7,8 @@ One step, alike on every worker:
 2. result round: everyone's backward is over (so nobody reads version v any more), losses and metrics are shared.
 3. update (`updates.py`): each owner saves version v of what it owns, then lets the optimizer change it.
 4. update round: everyone has updated, and knows what is new in the optimizers' state.
-5. commit (`exchange/ledger.py`): the first worker writes the result into the journal; now the state is version v + 1.
+5. commit (`exchange/ledger.py`): the first worker of each machine writes the result into the journal; now the state is
+   version v + 1.
 
 Whatever happens before the end of 5, version v can be restored.
 """
@@ -360,7 +361,7 @@ class Engine:
         """Wait until everyone has updated; put what is new in the state where everyone finds it."""
         carries = self.holdings.carries
         image = self.state.image
-        of_all = self.group.gather_json(work.where + "update", [mine, carries.news(), image and image.copied()])
+        of_all = self.ledger.share(work.where + "update", [mine, carries.news(), image and image.copied()])
         if image is not None:
             image.agree([theirs[2] for theirs in of_all])
         of_sites = [sorted(chain(*(of_all[rank][0] for rank in ranks))) for ranks in self.state.sites.members]

@@ -42,6 +42,7 @@ class Bridged(Slots):
         """See `Rounds`."""
         super().begin(generation)
         self.generation = generation.number
+        self.outbox.start_over()
         machines = generation.machines or [0] * len(generation.members)
         self._machine_of = dict(zip(generation.members, machines, strict=True))
 

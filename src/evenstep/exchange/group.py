@@ -313,6 +313,17 @@ class Group:
         ends = list(accumulate(sizes))
         return [found[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
+    def follow_leader(self, tag: str) -> None:
+        """Wait until the first worker of this machine, which waits for nobody, has come here. All workers take part."""
+        self._inner += 1
+        seq = self.exchanges << 32 | self._inner
+        here = [worker for worker, machine in zip(self.members, self.machines, strict=True) if machine == self.machine]
+        if self.leads:
+            self._rounds.post(seq, tag, 0, 0, here)
+        else:
+            with self.tracer.span(Kind.EXCHANGE, tag):
+                self._rounds.follow(here[0], seq, tag, time.monotonic() + self.timeout_s)
+
     def barrier(self, tag: str) -> None:
         """Wait until all workers have come here."""
         self.gather(tag, torch.zeros(1, 1))

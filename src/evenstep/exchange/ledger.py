@@ -16,7 +16,7 @@ every order of events.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -88,6 +88,7 @@ class Ledger:
         self._reported = 0  # the generation whose first step the supervisor knows of
         self.asked: Asked = (0, 0, 0)
         self._mine = torch.zeros(1, 3, dtype=torch.int64)  # what this worker has seen of that
+        self._agreed: Asked | None = None  # what all have seen of it, where the attempt has found that out
 
     @property
     def catching_up(self) -> bool:
@@ -116,9 +117,9 @@ class Ledger:
 
         Args:
             operation: Which one; the same on all workers.
-            attempt: Computes the operation and returns its entry. It ends with an exchange of all workers, so that
-                when it returns all have done their part. May be called several times: it must leave nothing changed
-                that the holder's `recover` does not restore.
+            attempt: Computes the operation and returns its entry. It ends with an exchange of all workers (`share`, of
+                a step), so that when it returns all have done their part. May be called several times: it must leave
+                nothing changed that the holder's `recover` does not restore.
             adopt: Called once with the committed entry, and whether this worker took part in it (if not, it is
                 catching up, and the state may be ahead of the entry); returns the result.
 
@@ -140,6 +141,19 @@ class Ledger:
         result = adopt(entry, self.took_part)
         self._next += 1
         return result
+
+    def share(self, tag: str, value: Any) -> list[Any]:
+        """Offer a JSON value when this worker has done its part of a step; return everyone's in rank order.
+
+        Over several machines everyone also learns what the supervisor asks for. So each machine can count the step by
+        itself, without another exchange between them: none can change anything in the next step before all have.
+        """
+        if self.group.num_machines == 1:
+            return self.group.gather_json(tag, value)
+        of_all = self.group.gather_json(tag, [value, self.group.board.asked()])
+        regroup, checkpoint, stop = (max(seen) for seen in zip(*(asked for _, asked in of_all), strict=True))
+        self._agreed = (regroup, checkpoint, stop)
+        return [theirs for theirs, _ in of_all]
 
     def _obtain(self, operation: Operation, attempt: Callable[[], Entry]) -> tuple[Entry, bool]:
         """The committed entry of the next operation, and whether this worker took part in it."""
@@ -167,6 +181,7 @@ class Ledger:
         try:
             if not self._recover():
                 return None
+            self._agreed = None
             entry = attempt()
             if self.group.board.again is not None:
                 entry = self._repeated(entry)
@@ -272,7 +287,7 @@ class Ledger:
         return replace(first, followers=followers)
 
     def _commit(self, operation: Operation, entry: Entry) -> None:
-        """Commit what everyone has done; the first worker counts it, and nobody goes on before that."""
+        """Commit what everyone has done; the first worker of a machine counts it, and nobody there goes on before."""
         group = self.group
         points.reach("before commit")
         if group.num_machines > 1 and not operation.is_step:  # not everyone need know what it gave
@@ -280,14 +295,19 @@ class Ledger:
         if group.leads:
             self._count(entry)
             points.reach("inside commit")
-        self._mine.numpy()[0] = group.board.asked()
-        regroup, checkpoint, stop = group.gather(f"{operation.kind}: committed", self._mine).numpy().max(0).tolist()
-        self.asked = (regroup, checkpoint, stop)
+        tag = f"{operation.kind}: committed"
+        if self._agreed is not None:
+            group.follow_leader(tag)
+            self.asked = self._agreed
+        else:
+            self._mine.numpy()[0] = group.board.asked()
+            regroup, checkpoint, stop = group.gather(tag, self._mine).numpy().max(0).tolist()
+            self.asked = (regroup, checkpoint, stop)
         if group.rank == 0 and self._reported != group.generation and operation.is_step:
             group.tell({"committed": operation.step})
             self._reported = group.generation
         points.reach("after commit")
-        if regroup > group.generation:
+        if self.asked[0] > group.generation:
             group.leave()
 
     def _count(self, entry: Entry) -> None:

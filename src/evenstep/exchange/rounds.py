@@ -49,6 +49,12 @@ class Rounds(Protocol):
             SilenceError: The worker did not come in time.
         """
 
+    def follow(self, worker: int, seq: int, tag: str, deadline: float) -> None:
+        """Wait until a worker has offered something under this number or a later one; take nothing.
+
+        The arguments and errors are those of `collect`.
+        """
+
     def check(self) -> None:
         """Check for failures; for callers that wait for something other than an exchange.
 

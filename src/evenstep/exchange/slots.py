@@ -58,21 +58,33 @@ class Slots:
         core.post(self._base, self.worker, seq, tag, address, num_bytes)
 
     def collect(self, worker: int, seq: int, tag: str, address: int, num_bytes: int, deadline: float) -> None:
-        """See `Rounds`. The one place that waits for another worker."""
+        """See `Rounds`."""
+
+        def look() -> int:
+            return core.collect(self._base, worker, seq, tag, address, num_bytes, self._spin, SLICE_NS)
+
+        if self._await(worker, tag, deadline, look) == core.ES_MISMATCH:
+            raise self._mismatch(worker, tag, num_bytes)
+
+    def follow(self, worker: int, seq: int, tag: str, deadline: float) -> None:
+        """See `Rounds`."""
+        self._await(worker, tag, deadline, lambda: core.follow(self._base, worker, seq, self._spin, SLICE_NS))
+
+    def _await(self, worker: int, tag: str, deadline: float, look: Callable[[], int]) -> int:
+        """The one place that waits for another worker: until it has come, however that ended."""
         rc, waits, begin = core.ES_AGAIN, False, time.monotonic()
         try:
-            while rc != core.ES_OK:
-                rc = core.collect(self._base, worker, seq, tag, address, num_bytes, self._spin, SLICE_NS)
+            while rc not in (core.ES_OK, core.ES_MISMATCH):
+                rc = look()
                 if rc == core.ES_ABORTED:
                     raise self._peer_error()
-                if rc == core.ES_MISMATCH:
-                    raise self._mismatch(worker, tag, num_bytes)
                 if rc == core.ES_AGAIN:
                     if not waits:
                         self._board.waits(self.worker, waits := True)
                     self._check_alive(worker)
                     if time.monotonic() > deadline:
                         self._is_silent(worker, tag)
+            return rc
         finally:
             self.waited_s += time.monotonic() - begin
             if waits:

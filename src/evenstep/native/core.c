@@ -199,6 +199,14 @@ uint64_t es_posted_at(void *base, uint32_t worker, uint64_t seq) { return slot_f
 
 size_t es_posted_bytes(void *base, uint32_t worker, uint64_t seq) { return slot_for(base, worker, seq)->bytes; }
 
+int es_holds(void *base, uint32_t worker, uint64_t seq) { return slot_for(base, worker, seq)->seq == seq; }
+
+void es_posted_tag(void *base, uint32_t worker, uint64_t seq, uint64_t *tag_hash, char tag[ES_TAG_BYTES]) {
+    const es_slot *slot = slot_for(base, worker, seq);
+    *tag_hash = slot->tag_hash;
+    memcpy(tag, slot->tag, ES_TAG_BYTES);
+}
+
 int es_matches(void *base, uint32_t worker, uint64_t seq, uint64_t tag_hash) {
     const es_slot *slot = slot_for(base, worker, seq);
     return slot->seq == seq && slot->tag_hash == tag_hash;

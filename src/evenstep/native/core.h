@@ -72,6 +72,10 @@ uint64_t es_posted_at(void *base, uint32_t worker, uint64_t seq);
 uint64_t es_hash_tag(const char *tag);
 /* The number of bytes in the slot of `worker` for a `seq` that it has posted. */
 size_t es_posted_bytes(void *base, uint32_t worker, uint64_t seq);
+/* Whether the slot of `worker` for a `seq` has what was posted under that, and nothing later. */
+int es_holds(void *base, uint32_t worker, uint64_t seq);
+/* The tag of what is in a slot, and the hash of the whole tag, which may be longer. */
+void es_posted_tag(void *base, uint32_t worker, uint64_t seq, uint64_t *tag_hash, char tag[ES_TAG_BYTES]);
 /* Whether the slot of `worker` for a `seq` that it has posted has this tag. */
 int es_matches(void *base, uint32_t worker, uint64_t seq, uint64_t tag_hash);
 

@@ -14,6 +14,7 @@
 #include "core.h"
 #include "mail.h"
 #include "norm.h"
+#include "posts.h"
 #include "reduce.h"
 #include "rows.h"
 
@@ -69,6 +70,18 @@ static PyObject *collect(PyObject *self, PyObject *args) {
     ARGS("KIKsKnIL", &base, &worker, &seq, &tag, &out, &bytes, &spin, &timeout_ns);
     Py_BEGIN_ALLOW_THREADS
     rc = es_collect(AT(base), worker, seq, tag, AT(out), (size_t)bytes, spin, timeout_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(rc);
+}
+
+static PyObject *follow(PyObject *self, PyObject *args) {
+    unsigned long long base, seq;
+    unsigned worker, spin;
+    long long timeout_ns;
+    int rc;
+    ARGS("KIKIL", &base, &worker, &seq, &spin, &timeout_ns);
+    Py_BEGIN_ALLOW_THREADS
+    rc = es_await(es_posted(AT(base), worker), seq, es_abort_word(AT(base)), spin, timeout_ns);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(rc);
 }
@@ -276,11 +289,35 @@ static PyObject *mark_wait(PyObject *self, PyObject *args) {
     return PyLong_FromLong(rc);
 }
 
-static PyObject *slot_data(PyObject *self, PyObject *args) {
-    unsigned long long base, seq;
-    unsigned worker;
-    ARGS("KIK", &base, &worker, &seq);
-    return PyLong_FromUnsignedLongLong((unsigned long long)(uintptr_t)es_slot_data(AT(base), worker, seq));
+static PyObject *pack_posts(PyObject *self, PyObject *args) {
+    unsigned long long base, seq, out;
+    PyObject *numbers;
+    Py_ssize_t capacity;
+    uint32_t workers[1024];
+    size_t bytes;
+    ARGS("KKO!Kn", &base, &seq, &PyTuple_Type, &numbers, &out, &capacity);
+    Py_ssize_t count = PyTuple_Size(numbers);
+    if (count > 1024) {
+        PyErr_SetString(PyExc_ValueError, "a message has the posts of at most 1024 workers");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; ++i) workers[i] = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GetItem(numbers, i));
+    if (PyErr_Occurred()) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    bytes = es_pack_posts(AT(base), seq, workers, (uint32_t)count, AT(out), (size_t)capacity);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromSize_t(bytes);
+}
+
+static PyObject *take_posts(PyObject *self, PyObject *args) {
+    unsigned long long base, message;
+    Py_ssize_t bytes;
+    int rc;
+    ARGS("KKn", &base, &message, &bytes);
+    Py_BEGIN_ALLOW_THREADS
+    rc = es_take_posts(AT(base), AT(message), (size_t)bytes);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(rc == 0);
 }
 
 static PyObject *mail_bump(PyObject *self, PyObject *args) {
@@ -427,7 +464,8 @@ static PyMethodDef methods[] = {
     {"mail_fragments", mail_fragments, METH_VARARGS, NULL}, {"mail_seen", mail_seen, METH_VARARGS, NULL},
     {"mail_bump", mail_bump, METH_VARARGS, NULL},         {"mail_wait", mail_wait, METH_VARARGS, NULL},
     {"mark_seen", mark_seen, METH_VARARGS, NULL},         {"mark_bump", mark_bump, METH_VARARGS, NULL},
-    {"mark_wait", mark_wait, METH_VARARGS, NULL},         {"slot_data", slot_data, METH_VARARGS, NULL},
+    {"mark_wait", mark_wait, METH_VARARGS, NULL},         {"follow", follow, METH_VARARGS, NULL},
+    {"pack_posts", pack_posts, METH_VARARGS, NULL},       {"take_posts", take_posts, METH_VARARGS, NULL},
     {"mail_push", mail_push, METH_VARARGS, NULL},         {"mail_head", mail_head, METH_VARARGS, NULL},
     {"mail_pull", mail_pull, METH_VARARGS, NULL},
     {"die_with_parent", die_with_parent, METH_NOARGS, NULL},  {"copy", copy, METH_VARARGS, NULL},

@@ -27,7 +27,7 @@ class StepCosts:
     """
 
     shard_s: float
-    num_meetings: int = 4
+    num_meetings: int = 2
     message_s: float = 1e-4
 
 

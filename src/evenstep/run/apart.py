@@ -95,7 +95,7 @@ class Apart:
         if what in ("load", "checkpoint", "edit", "exchange"):
             raise UnsupportedError(
                 f"run.{what} in a run with a server would see this worker only: the parameters are the server's, "
-                "which keeps them by --snapshot-every or --durable; leave out the server for it"
+                "which keeps them by --snapshot-every or --durable; do that without a server"
             )
         refuse(what, WITH_SERVERS)
 

@@ -9,11 +9,9 @@ What workers of one machine post in one exchange goes to each other machine as o
 send *beat*: the way between two machines may be cut though both reach the head.
 """
 
-import ctypes
 import mmap
 import queue
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -28,23 +26,31 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from evenstep.core import points
 from evenstep.native import core
-from evenstep.transport.links import ALTERED, HEADS, RANGES, WORDS, Links, Transfer, connect, seal_of
+from evenstep.transport import words
+from evenstep.transport.links import (
+    ALTERED,
+    HEADS,
+    RANGES,
+    REST,
+    SEAL_BYTES,
+    WORDS,
+    Links,
+    Transfer,
+    connect,
+    seal_of,
+)
 from evenstep.transport.outbox import ARRIVED, EVERYONE, POST, Mark, Request, Requests
 from evenstep.transport.segment import SEGMENT_BYTES, Segment
 from evenstep.transport.silence import Silence
 
 __all__ = ["Bridge", "Bridging", "serve"]
 
-_FIRST_BYTES = 4096  # the size of a first message; only what does not fit into it needs a second one
-_HEAD = struct.Struct("<QQ")  # of a message: bytes in all, number of posts
-_POST = struct.Struct(f"<QQQ{core.ES_TAG_BYTES}s")  # of a post: worker, sequence number, bytes, tag
-_SLOT_HEAD = struct.Struct(f"<QQQQQ{core.ES_TAG_BYTES}s")  # as it lies before the data of a slot (core.c)
-_HEADS_AHEAD = 16  # how many heads of ranges are expected at a time
-_FAILURE_BYTES = 3500  # how much of the end of a failure's text is sent, so that it is one message
+_WORDS_AHEAD = 4  # how many words, and how many heads of ranges, are expected at a time
+_HEADS_AHEAD = 16
+_WORDS_HELD = 32  # so many words to a machine are kept: gloo drops what nobody holds, and older ones have left
 _LOOK_S = 0.05
 _ANY_PORT = 9
 _PROBE_S = 1.0  # how long a machine may take to answer at all
-_NOBODY = -1
 _Coming: TypeAlias = "tuple[Request, tuple[Tensor, Transfer] | None]"  # None: there is no range, only a word
 _UnderWay: TypeAlias = "tuple[int, Transfer, Tensor]"  # to which machine, and what; must stay alive until it has left
 
@@ -95,15 +101,16 @@ class Bridge:
         self._whole = mmap.mmap(segment.fd, SEGMENT_BYTES)
         self._begin = torch.frombuffer(self._whole, dtype=torch.uint8, count=1).data_ptr()
         self._arrivals = Mark(segment, ARRIVED)
-        # of each machine: heads that will come, and the ranges whose heads have come
+        # of each machine: words and heads that will come, and the ranges whose heads have come
+        self._words: dict[int, deque[tuple[Tensor, Transfer]]] = {machine: deque() for machine in self._others}
         self._heads: dict[int, deque[tuple[Tensor, Transfer]]] = {machine: deque() for machine in self._others}
         self._coming: dict[int, queue.SimpleQueue[_Coming | None]] = {m: queue.SimpleQueue() for m in self._others}
         self._posts: dict[int, list[int]] = {}  # by sequence number: who has posted
         self._silence = None if silence_s is None else Silence(self._others, silence_s, time.monotonic())
-        # what is being sent for each request, with its worker (-1: none) and number
+        # ranges that are being sent, for each request, with its worker and number
         self._under_way: queue.SimpleQueue[tuple[list[_UnderWay], int, int] | None] = queue.SimpleQueue()
+        self._said: deque[_UnderWay] = deque()  # words
         self._told = False  # whether the other machines know of a failure
-        self._last_words: list[_UnderWay] = []  # the messages that told them: gloo drops what nobody holds
         self._stopped = threading.Event()
         self._failure: tuple[int, BaseException] | None = None
 
@@ -125,7 +132,10 @@ class Bridge:
             found = False
             for worker, number, request in self._requests.take():
                 found = True
-                self._under_way.put((self._carry_out(worker, request), worker, number))
+                if request.kind == POST:
+                    self._send_post(worker, request)
+                else:
+                    self._under_way.put((self._send_range(request), worker, number))
             self._pass_on_failure()
             self._beat()
             if not found:
@@ -143,41 +153,28 @@ class Bridge:
 
     # ---- out ----
 
-    def _carry_out(self, worker: int, request: Request) -> list[_UnderWay]:
-        if request.kind == POST:
-            together = self._posts.setdefault(request.seq, [])
-            together.append(worker)
-            if len(together) < request.local:
-                return []
-            return self._send_posts(request.seq, sorted(self._posts.pop(request.seq)))
+    def _send_post(self, worker: int, request: Request) -> None:
+        """Send what a worker has posted, with that of the others here who take part. It is copied: the slot is free."""
+        together = self._posts.setdefault(request.seq, [])
+        together.append(worker)
+        if len(together) < request.local:
+            return
+        messages = words.posts(self._segment.base, request.seq, sorted(self._posts.pop(request.seq)))
+        for machine in self._others:
+            for channel, message in zip((WORDS, REST), messages, strict=False):
+                self._say(machine, channel, message)
+
+    def _send_range(self, request: Request) -> list[_UnderWay]:
         under_way = []
         data = self._range(request.offset, request.num_bytes) if request.num_bytes else None
         if data is not None:
             request = request._replace(seal=seal_of(data))
-        head = torch.tensor(request.pack(), dtype=torch.int64).view(torch.uint8)
+        head = torch.tensor([*request.pack(), 0], dtype=torch.int64).view(torch.uint8)
         for machine in self._others if request.target == EVERYONE else [request.target]:
             under_way += self._send(machine, HEADS, head)
             if data is not None:
                 under_way += self._send(machine, RANGES, data)
         return under_way
-
-    def _send_posts(self, seq: int, workers: Sequence[int]) -> list[_UnderWay]:
-        posts = [self._post(worker, seq) for worker in workers]
-        size = _HEAD.size + sum(map(len, posts))
-        message = b"".join([_HEAD.pack(size, len(posts)), *posts]).ljust(_FIRST_BYTES, b"\0")
-        data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        under_way = []
-        for machine in self._others:
-            under_way += self._send(machine, WORDS, data[:_FIRST_BYTES])
-            if size > _FIRST_BYTES:
-                under_way += self._send(machine, WORDS, data[_FIRST_BYTES:])
-        return under_way
-
-    def _post(self, worker: int, seq: int) -> bytes:
-        place = core.slot_data(self._segment.base, worker, seq) - self._segment.base
-        found, num_bytes, *_, tag = _SLOT_HEAD.unpack_from(self._whole, place - _SLOT_HEAD.size)
-        assert found == seq, "the head of a slot is as in core.c, and a slot is kept until it has been sent"
-        return _POST.pack(worker, seq, num_bytes, tag) + self._whole[place : place + num_bytes]
 
     def _pass_on_failure(self) -> None:
         """Once the workers of this machine have failed, tell the other machines, once."""
@@ -185,12 +182,8 @@ class Bridge:
         if found is None or self._told:
             return
         self._told = True
-        culprit, text = found
-        note = text.encode(errors="backslashreplace")[-_FAILURE_BYTES:]
-        message = _HEAD.pack(_HEAD.size + 8 + len(note), 0) + culprit.to_bytes(8, "little") + note
-        data = torch.frombuffer(bytearray(message.ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)
         for machine in self._others:
-            self._last_words += self._send(machine, WORDS, data)
+            self._say(machine, WORDS, words.failure(*found))
 
     def _beat(self) -> None:
         """Send the others something, and find out who is silent."""
@@ -198,34 +191,43 @@ class Bridge:
             return
         now = time.monotonic()
         for machine in self._silence.due(now):
-            message = _HEAD.pack(_HEAD.size, 0).ljust(_FIRST_BYTES, b"\0")
-            data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            self._under_way.put((self._send(machine, WORDS, data), _NOBODY, 0))
+            self._say(machine, WORDS, words.beat())
         for machine in self._silence.lost(now):
             self._lose(machine, RuntimeError(f"it has said nothing for {self._silence.silence_s:g} s"))
 
-    def _send(self, machine: int, channel: int, data: Tensor) -> list[_UnderWay]:
-        if self._silence is not None and channel == WORDS:
+    def _say(self, machine: int, channel: int, message: Tensor) -> None:
+        """Send words, without waiting until they have left."""
+        if self._silence is not None:
             self._silence.said(machine, time.monotonic())
+        self._said += self._send(machine, channel, message)
+        while len(self._said) > _WORDS_HELD * len(self._others):
+            to, link, _ = self._said.popleft()
+            self._leaves(to, link)
+
+    def _send(self, machine: int, channel: int, data: Tensor) -> list[_UnderWay]:
         try:
             return [(machine, self._links.send(machine, channel, data), data)]
         except RuntimeError as error:
             self._lose(machine, error)
             return []
 
+    def _leaves(self, machine: int, link: Transfer) -> bool:
+        """Wait until something has left for a machine; whether it has."""
+        try:
+            link.wait()
+        except RuntimeError as error:
+            self._lose(machine, error)
+            return False
+        return True
+
     def _finish_sending(self) -> None:
-        """Tell workers which of their requests have left, in the order in which they were made."""
+        """Tell workers which of their ranges have left, in the order in which they were put."""
         while (item := self._under_way.get()) is not None:
             under_way, worker, number = item
-            for machine, link, _ in under_way:
-                try:
-                    link.wait()
-                except RuntimeError as error:
-                    self._lose(machine, error)
-                    return
-            if worker != _NOBODY:
-                self._requests.is_sent(worker, number)
-                self._arrivals.bump()
+            if not all(self._leaves(machine, link) for machine, link, _ in under_way):
+                return
+            self._requests.is_sent(worker, number)
+            self._arrivals.bump()
 
     def _range(self, offset: int, num_bytes: int) -> Tensor:
         return torch.frombuffer(self._whole, dtype=torch.uint8, offset=offset, count=num_bytes)
@@ -243,34 +245,33 @@ class Bridge:
         self._coming[machine].put(None)  # for the thread that waits for ranges
 
     def _take_words(self, machine: int) -> None:
-        first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-        self._links.receive(machine, WORDS, first).wait()
-        size, count = _HEAD.unpack(ctypes.string_at(first.data_ptr(), _HEAD.size))
-        message = first
-        if size > _FIRST_BYTES:
-            message = torch.empty(size, dtype=torch.uint8)
-            message[:_FIRST_BYTES] = first
-            self._links.receive(machine, WORDS, message[_FIRST_BYTES:]).wait()
-        place = _HEAD.size
-        if count == 0 and size > _HEAD.size:
-            failure = ctypes.string_at(message.data_ptr() + place, size - place)
-            self._abort(int.from_bytes(failure[:8], "little"), failure[8:].decode(errors="replace"))
-        for _ in range(count):
-            worker, seq, num_bytes, tag = _POST.unpack(ctypes.string_at(message.data_ptr() + place, _POST.size))
-            place += _POST.size
-            text = tag.rstrip(b"\0").decode(errors="replace")
-            core.post(self._segment.base, worker, seq, text, message.data_ptr() + place, num_bytes)
-            place += num_bytes
+        ahead = self._words[machine]
+        while len(ahead) < _WORDS_AHEAD:
+            self._expect_words(machine, words.empty())
+        first, arrival = ahead.popleft()
+        arrival.wait()
+        rest = None
+        if num_bytes := words.rest_of(first):
+            rest = words.empty(num_bytes)
+            self._links.receive(machine, REST, rest).wait()
+        if (failure := words.failure_in(first)) is not None:
+            self._abort(*failure)
+        else:
+            words.take_posts(self._segment.base, first, rest)
+        self._expect_words(machine, first)
+
+    def _expect_words(self, machine: int, room: Tensor) -> None:
+        self._words[machine].append((room, self._links.receive(machine, WORDS, room)))
 
     def _take_heads(self, machine: int) -> None:
         """Expect the range whose head comes next, though earlier ones may still be on their way."""
         heads = self._heads[machine]
         while len(heads) < _HEADS_AHEAD:
-            head = torch.empty(8, dtype=torch.int64)
+            head = torch.zeros(8 + SEAL_BYTES // 8, dtype=torch.int64)
             heads.append((head, self._links.receive(machine, HEADS, head.view(torch.uint8))))
         head, arrival = heads.popleft()
         arrival.wait()
-        request = Request.unpack(head.tolist())
+        request = Request.unpack(head[:8].tolist())
         expected = None
         if request.num_bytes:
             data = self._range(request.offset, request.num_bytes)

@@ -1,12 +1,14 @@
 """The links between the machines of a generation: bytes to and from each other one, in order, by torch.distributed.
 
-There are three channels: words, which workers wait for; ranges of memory; and the heads of ranges, which say where they
-belong. Ranges have connections of their own, so that words need not wait for them. Heads go ahead beside the words: so
-the next ranges are expected while one is still on its way, and a connection never idles until somebody has answered.
+There are four channels: words, which workers wait for; the rest of long ones; ranges of memory; and their heads, which
+say where they belong. Ranges have connections of their own, so that words need not wait for them. Heads go ahead
+beside the words: so the next ranges are expected while one is still on its way, and a connection never idles until
+somebody has answered.
+
+A message other than a range ends in `SEAL_BYTES` that are the links' own: there goes its checksum.
 """
 
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -25,6 +27,8 @@ __all__ = [
     "CHANNELS",
     "HEADS",
     "RANGES",
+    "REST",
+    "SEAL_BYTES",
     "WORDS",
     "GlooLinks",
     "Links",
@@ -37,13 +41,12 @@ __all__ = [
     "seal_of",
 ]
 
-WORDS, HEADS, RANGES = 0, 1, 2
+WORDS, HEADS, RANGES, REST = 0, 1, 2, 3
 ALTERED = "what has come is not what was sent: the checksums differ, so a machine or a link alters data"
-CHANNELS = 3
+CHANNELS = 4
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
-_SEAL_BYTES = 8
+SEAL_BYTES = 8
 _CONNECTIONS = 3  # one for words and heads, and one for ranges in each direction: gloo does not do both at once
-_TOGETHER_BYTES = 1 << 16  # up to here a message is copied, to go as one with its checksum
 _FOREVER = timedelta(days=365)  # who is lost is not for us to find out
 
 
@@ -70,7 +73,7 @@ class Links(Protocol):
     count: int
 
     def send(self, machine: int, channel: int, data: Tensor) -> Transfer:
-        """Start to send bytes [n]; they must stay until it is over."""
+        """Start to send bytes [n], n a multiple of 8 but for ranges; they must stay until it is over."""
 
     def receive(self, machine: int, channel: int, data: Tensor) -> Transfer:
         """Start to receive bytes [n], as many as were sent; they are there when it is over.
@@ -209,68 +212,36 @@ class SealedLinks:
 
     def send(self, machine: int, channel: int, data: Tensor) -> Transfer:
         """See `Links`."""
-        if channel == RANGES:
-            return self._links.send(machine, channel, data)
-        seal = _bytes_of(seal_of(data))
-        if data.numel() <= _TOGETHER_BYTES:
-            whole = torch.cat([data, seal])
-            return _Sent([self._links.send(machine, channel, whole)], [whole])
-        return _Sent([self._links.send(machine, channel, each) for each in (data, seal)], [data, seal])
+        if channel != RANGES:
+            core.store(data.data_ptr() + data.numel() - SEAL_BYTES, seal_of(data[:-SEAL_BYTES]))
+        return self._links.send(machine, channel, data)
 
     def receive(self, machine: int, channel: int, data: Tensor) -> Transfer:
         """See `Links`."""
-        if channel == RANGES:
-            return self._links.receive(machine, channel, data)
-        route = f"{data.numel()} bytes from machine {machine} to machine {self.machine}"
-        if data.numel() <= _TOGETHER_BYTES:
-            whole = torch.empty(data.numel() + _SEAL_BYTES, dtype=torch.uint8)
-            arrivals = [self._links.receive(machine, channel, whole)]
-            return _SealedArrival(arrivals, whole[: data.numel()], whole[data.numel() :], data, route)
-        seal = torch.empty(_SEAL_BYTES, dtype=torch.uint8)
-        arrivals = [self._links.receive(machine, channel, each) for each in (data, seal)]
-        return _SealedArrival(arrivals, data, seal, data, route)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A message on its way, and the memory that must stay until it has left."""
-
-    links: Sequence[Transfer]
-    held: Sequence[Tensor]
-
-    def wait(self) -> None:
-        """See `Transfer`."""
-        for link in self.links:
-            link.wait()
+        arrival = self._links.receive(machine, channel, data)
+        return arrival if channel == RANGES else _SealedArrival(arrival, data, machine, self.machine)
 
 
 @dataclass(frozen=True)
 class _SealedArrival:
-    """A message that will come, with its checksum, and where it belongs."""
+    """A message that will come, with its checksum."""
 
-    arrivals: Sequence[Transfer]
-    message: Tensor
-    seal: Tensor
+    arrival: Transfer
     data: Tensor
-    route: str
+    source: int
+    target: int
 
     def wait(self) -> None:
         """See `Transfer`."""
-        for arrival in self.arrivals:
-            arrival.wait()
-        if not torch.equal(_bytes_of(seal_of(self.message)), self.seal):
-            raise RuntimeError(f"{ALTERED} ({self.route})")
-        if self.message is not self.data:
-            self.data.copy_(self.message)
+        self.arrival.wait()
+        if core.load(self.data.data_ptr() + self.data.numel() - SEAL_BYTES) != seal_of(self.data[:-SEAL_BYTES]):
+            size = self.data.numel() - SEAL_BYTES
+            raise RuntimeError(f"{ALTERED} ({size} bytes from machine {self.source} to machine {self.target})")
 
 
 def seal_of(data: Tensor) -> int:
     """The checksum of bytes, without its first bit: so it is a word, which may have a sign."""
     return core.checksum(data.data_ptr(), data.numel()) >> 1
-
-
-def _bytes_of(seal: int) -> Tensor:
-    return torch.frombuffer(bytearray(seal.to_bytes(_SEAL_BYTES, "little")), dtype=torch.uint8)
 
 
 def connect(backend: str, store: Any, machine: int, count: int, address: str | None, timeout_s: float) -> Links:

@@ -115,6 +115,7 @@ class Outbox:
         self._base, self._ring = segment.base, _Ring(segment, worker)
         self._mark = Mark(segment, ASKED)
         self._count = core.load(self._ring.pushed)  # another worker may have been in this place
+        self._last_put = 0  # how many requests there were when the last range was put
 
     def push(self, request: Request) -> None:
         """Make a request. Blocks while the ring is full, unless the group has failed: then it is dropped."""
@@ -124,12 +125,18 @@ class Outbox:
             time.sleep(_PAUSE_S)
         self._ring.entries[self._count % _ENTRIES] = request.pack()
         self._count += 1
+        if request.kind == PUT:
+            self._last_put = self._count
         core.store(self._ring.pushed, self._count)
         self._mark.bump()
 
     def is_empty(self) -> bool:
-        """Whether all requests have left this machine, so that their memory may be changed."""
-        return core.load(self._ring.sent) >= self._count
+        """Whether all ranges have left this machine, so that their memory may be changed; a post is copied first."""
+        return core.load(self._ring.sent) >= self._last_put
+
+    def start_over(self) -> None:
+        """Note that the bridge is gone, and with it what was asked of it."""
+        self._last_put = 0
 
 
 class Requests:
@@ -161,5 +168,5 @@ class Requests:
             core.store(ring.taken, end)
 
     def is_sent(self, worker: int, number: int) -> None:
-        """Note that a request has left, and all before it."""
+        """Note that a range has left, and all before it."""
         core.store(self._rings[worker].sent, number + 1)

@@ -18,11 +18,14 @@ from evenstep.server.service.requests import VERBS
 
 @pytest.fixture
 def server():
+    with serve(Limits(body_bytes=1 << 20)) as server:
+        yield server
+
+
+def serve(limits):
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.5)
-    limits = Limits(body_bytes=1 << 20, idle_s=0.5)
-    with ParameterServer(net, optimizer, staleness=None, transports=("http",), limits=limits) as server:
-        yield server
+    return ParameterServer(net, optimizer, staleness=None, transports=("http",), limits=limits)
 
 
 def ask(server, method, path, body=None, **headers):
@@ -66,7 +69,6 @@ def test_plain_requests_are_enough(server):
         ("POST", "/update?worker=me&sequence=1", b"\x04" + 7 * b"\0" + b"abcd", {}, 400, "is not JSON"),
         ("POST", "/update?worker=me&sequence=1", b"x", {"content_type": "text/plain"}, 415, "Content-Type is"),
         ("POST", "/update?worker=me&sequence=1", b"x", {"content_length": "99999999"}, 413, "at most 1048576"),
-        ("POST", "/update?worker=me&sequence=1", b"\x10", {"content_length": "200"}, 408, "the body came too slowly"),
         ("GET", "/status", None, {"host": "evil.example"}, 403, "this server is called"),
         ("GET", "/status", None, {"origin": "http://evil.example"}, 403, "a page from elsewhere"),
         ("GET", "/nowhere", None, {}, 404, ""),
@@ -90,6 +92,15 @@ def test_a_wrong_request_is_4xx_with_one_sentence_and_changes_nothing(
     assert words in text.decode()
     assert server.store.version == 0
     assert ask(server, "GET", "/status")[0] == 200
+
+
+def test_a_body_that_comes_too_slowly_is_refused_and_changes_nothing():
+    with serve(Limits(idle_s=0.5)) as server:
+        ask(server, "POST", "/register?worker=me")
+        found, _, text = ask(server, "POST", "/update?worker=me&sequence=1", b"\x10", content_length="200")
+        assert (found, json.loads(text)["error"]) == (408, "the body came too slowly")
+        assert server.store.version == 0
+        assert ask(server, "GET", "/status")[0] == 200
 
 
 def say(server, text):

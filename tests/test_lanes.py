@@ -1,0 +1,84 @@
+"""Lanes of tests: all are run once, side by side, and whatever happens in one is reported as if there were none."""
+
+import re
+from textwrap import dedent
+
+import pytest
+
+from workers import Cli
+
+SETTINGS = """
+    import pytest
+    import lanes
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(session):
+        lanes.run(session, 2)
+        return True
+"""
+FIRST = """
+    import os, pathlib, time
+
+    def meet(mine, other):
+        pathlib.Path(__file__).with_name(mine).touch()
+        while not pathlib.Path(__file__).with_name(other).exists():
+            time.sleep(0.01)
+
+    def test_meets(tmp_path):
+        meet("one", "two")
+        assert "lane-" in str(tmp_path)
+
+    def test_dies():
+        os._exit(3)
+
+    def test_goes_on():
+        pass
+"""
+SECOND = """
+    import pytest
+    from test_first import meet
+
+    def test_meets():
+        meet("two", "one")
+
+    @pytest.mark.skip(reason="not today")
+    def test_skips():
+        pass
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_is_one(number):
+        print("what it said")
+        assert number == 1
+"""
+
+
+@pytest.fixture
+def outcome(tmp_path):
+    """What pytest says about files, with options of its own, and its exit code."""
+
+    def run(*options, **files):
+        for name, text in {"conftest": SETTINGS, **files}.items():
+            (tmp_path / f"{name}.py").write_text(dedent(text))
+        here = ("--rootdir", tmp_path, "-c", "/dev/null", "--basetemp", tmp_path / "base", "-p", "no:cacheprovider")
+        with Cli(*here, *options, tmp_path, program=pytest.main) as cli:
+            done = cli.wait(60.0)
+        return done.stdout, done.code
+
+    return run
+
+
+def test_two_files_run_at_a_time_and_a_lane_that_ends_costs_its_test_alone(outcome):
+    said, code = outcome(test_first=FIRST, test_second=SECOND)
+    assert code == 1
+    assert "2 failed, 4 passed, 1 skipped" in said
+    assert re.search(r"test_first\.py::test_dies: lane \d ended in this test, with exit code 3", said)
+    assert re.search(r"^E +assert 2 == 1$", said, re.MULTILINE)
+    assert len(re.findall("^what it said$", said, re.MULTILINE)) == 1, "by the test that has failed"
+
+
+def test_after_the_first_failure_the_other_lane_is_ended_too(outcome):
+    failing, endless = "def test_fails(): assert False", "import time\ndef test_waits(): time.sleep(600)"
+    said, code = outcome("--exitfirst", test_first=failing, test_second=endless)
+    assert code == 1
+    assert "stopping after 1 failures" in said
+    assert "1 failed" in said
