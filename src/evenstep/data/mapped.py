@@ -57,9 +57,9 @@ class MappedColumn:
         shift = (self._num_rows // (_STARTS_OF_A_PAGE * len(pages))).bit_length()
         starts = np.searchsorted(self._firsts, np.arange(0, self._num_rows, 1 << shift), side="right") - 1
         self._starts = starts.astype(np.uint32)
-        addresses = (each.ctypes.data for each in (self._bases, self._firsts, self._starts))
+        bases, firsts, begins = (each.ctypes.data for each in (self._bases, self._firsts, self._starts))
         row_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        self._where = (*addresses, shift, row_bytes, self._num_rows)
+        self._where = (bases, firsts, begins, shift, row_bytes, self._num_rows)
 
     def take(self, rows: Indices) -> Tensor:
         """Some rows as a tensor ``[len(rows), *shape]``.
