@@ -9,6 +9,9 @@ from modules import Classifier, L, loader, samples, trainer, weights
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper
 
 from evenstep.lightning import Exact
 
@@ -38,6 +41,28 @@ class Warmed(Classifier):
         optimizer.step(closure=optimizer_closure)
         for group in optimizer.param_groups:
             group["lr"] = self.lr / (1 + self.trainer.global_step)
+
+
+class Wrapped(Classifier):
+    """Has metrics inside of metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = ClasswiseWrapper(MulticlassAccuracy(3, average=None))
+        self.extremes = MinMaxMetric(MulticlassAccuracy(3))
+        self.columns = MultioutputWrapper(MeanMetric(), 3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.each.update(logits, batch[1])
+        self.extremes.update(logits, batch[1])
+        self.columns.update(logits)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({**self.each.compute(), **self.extremes.compute()})
+        self.log_dict({f"column {n}": value for n, value in enumerate(self.columns.compute())})
+        for metric in (self.each, self.extremes, self.columns):
+            metric.reset()
 
 
 class Grouped(Classifier):
@@ -95,6 +120,7 @@ CASES: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
     "double precision": (Classifier, {"precision": "64-true"}),
     "an optimizer_step of its own": (Warmed, {}),
     "hooks, lists and outputs": (Keeping, {}),
+    "metrics inside of metrics": (Wrapped, {}),
     "few batches": (Classifier, {"limit_train_batches": 3, "val_check_interval": 2, "max_steps": 5}),
     "a fast run": (Classifier, {"fast_dev_run": 2}),
 }

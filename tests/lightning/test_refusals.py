@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from modules import Classifier, loader, trainer
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, Metric
+from torchmetrics.wrappers import Running
 
 from evenstep.core.errors import ConfigError, UnsupportedError
 from evenstep.lightning import Exact
@@ -215,6 +216,17 @@ class Averaging(Callback):
             mine.lerp_(theirs, 0.1)
 
 
+class Windowed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = Running(MeanMetric(), window=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.recent.update(loss.detach())
+        return loss
+
+
 MODULES: dict[type[Classifier], str] = {
     Manual: "has automatic_optimization=False.* return the loss",
     Silent: "returned a NoneType; expected the loss",
@@ -231,6 +243,7 @@ MODULES: dict[type[Classifier], str] = {
     Asking: "'logits' of what training_step returned was asked for its sum",
     Impatient: "called its closure by itself.* expected optimizer.step",
     Clipping: "Clipping has a configure_gradient_clipping.* instead: Trainer",
+    Windowed: r"metric self.recent \(Running\) keeps something in its _num_vals_seen, which is none of its states",
     Measuring: r"metric self.mean \(Averaged\) has a state 'mean' that is neither",
 }
 OPTIONS: list[tuple[dict[str, Any], str]] = [

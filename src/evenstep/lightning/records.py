@@ -48,14 +48,26 @@ class PartRecord:
 
     @contextmanager
     def own(self, name: str, metric: Metric) -> Iterator[None]:
-        """While this is open, a metric holds what this part has put into it, and nothing else."""
-        everyones = _state_of(metric)
+        """While this is open, a metric holds what this part has put into it, and nothing else.
+
+        Raises:
+            UnsupportedError: It has changed something that is not among its states.
+        """
+        everyones, before = _state_of(metric), _beside_states(metric)
         vars(metric).update(self._states.get(name) or _pristine(metric))
         try:
             yield
         finally:
             self._states[name] = _state_of(metric)
             vars(metric).update(everyones)
+        now = _beside_states(metric)
+        for attribute in [*before, *now]:
+            if before.get(attribute) != now.get(attribute):
+                raise UnsupportedError(
+                    f"the metric self.{name} ({type(metric).__name__}) keeps something in its {attribute}, which is "
+                    "none of its states (add_state), so what the parts of a batch have put into it cannot be merged; "
+                    "update it in a hook such as on_validation_epoch_end, with what parts append to a list"
+                )
 
     def pack(self) -> Packed:
         """As plain values and tensors."""
@@ -102,9 +114,25 @@ def _pristine(metric: Metric) -> dict[str, Any]:
     return {**states, "_update_count": 0, "_computed": None, "_forward_cache": None}
 
 
+def _beside_states(metric: Metric) -> dict[str, Any]:
+    """What a metric holds besides its states, as far as it is plain."""
+    known = {*metric._defaults, *_HELD, "_modules", "_parameters", "_buffers"}
+    return {
+        name: len(value) if isinstance(value, list | dict | set) else _seen_of_one(value)
+        for name, value in vars(metric).items()
+        if name not in known
+    }
+
+
 def metrics_of(module: LightningModule) -> dict[str, Metric]:
     """The metrics of a module, by their names."""
     return {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+
+
+def _has_own_states(metric: Metric) -> bool:
+    """Whether the states that it shows are its own: a `ClasswiseWrapper` shows those of the metric that it wraps."""
+    wrapped = (child for child in metric.modules() if isinstance(child, Metric) and child is not metric)
+    return all(child._defaults is not metric._defaults for child in wrapped)
 
 
 class PartRecorder:
@@ -143,7 +171,8 @@ class PartRecorder:
             loggers, self._trainer.loggers = self._trainer.loggers, [_Unreachable(self._hook)]
             stack.callback(setattr, self._trainer, "loggers", loggers)
             for name, metric in metrics_of(self._module).items():
-                stack.enter_context(self._owned(name, metric))
+                if _has_own_states(metric):
+                    stack.enter_context(self._owned(name, metric))
             for name, value in vars(self._module).items():
                 if type(value) is list:
                     stack.callback(vars(self._module).__setitem__, name, value)
