@@ -115,3 +115,76 @@ def test_a_parameter_of_another_prepared_model_is_nobody_strange():
         model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         other = run.prepare(other)
         run.step(batch(), lambda part: F.cross_entropy(other(model(part[0])), part[1]))
+
+
+@pytest.fixture
+def prepared():
+    """A run with a model and an optimizer, after a step."""
+    with evenstep.Run(shards=2, quiet=True) as run:
+        model = network()
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        run.step(batch(), lambda part: F.cross_entropy(model(part[0]), part[1]))
+        yield run, model, optimizer
+
+
+NEXT = {
+    "fingerprint": lambda run: run.fingerprint(),
+    "save": lambda run: run.save("model.ckpt"),
+    "edit": lambda run: run.edit(lambda: None),
+    "evaluate": lambda run: run.evaluate([1, 2], 2, lambda part: {"sum": part}),
+}
+
+
+@pytest.mark.parametrize("operation", NEXT)
+def test_what_was_changed_after_a_step_is_noticed_by_whatever_comes_next(operation, prepared, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, model, _ = prepared
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    with pytest.raises(evenstep.NondeterminismError, match=r"'model.0.weight' was changed between steps"):
+        NEXT[operation](run)
+    assert not any(tmp_path.iterdir())
+
+
+def train_and_change():
+    with evenstep.Run(shards=2, quiet=True) as run:
+        model = network()
+        run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+
+
+def test_what_was_changed_after_the_last_step_is_noticed_by_the_end_of_the_run():
+    with pytest.raises(evenstep.NondeterminismError, match=r"'model.0.weight' was changed between steps"):
+        train_and_change()
+
+
+def test_a_loop_that_does_backward_and_step_by_itself_is_refused(prepared):
+    _, model, optimizer = prepared
+    F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+    with pytest.raises(evenstep.UnsupportedError, match=r"SGD.step\(\) was called on gradients of this worker alone"):
+        optimizer.step()
+
+
+def test_a_step_of_the_optimizer_that_was_left_in_the_script_changes_nothing(prepared):
+    run, _, optimizer = prepared
+    before = run.fingerprint()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert run.fingerprint() == before
+
+
+def test_after_the_run_the_optimizer_is_an_ordinary_one(prepared):
+    run, model, optimizer = prepared
+    run.close()
+    before = model[0].weight.clone()
+    model[0].weight.grad = torch.ones(6, 4)
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_torchs_clipping_beside_a_step_is_warned_of(prepared):
+    run, model, _ = prepared
+    with pytest.warns(UserWarning, match=r"clip_grad_norm_ is called beside run.step.*clip_norm=\.\.\."):
+        run.step(batch(), lambda part: F.cross_entropy(model(part[0]), part[1]))
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)

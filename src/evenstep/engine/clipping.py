@@ -1,8 +1,10 @@
 """Clipping the gradients of a step: every element to a magnitude, then all of them to a norm."""
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Literal
 
 import torch
@@ -10,7 +12,19 @@ from torch import Tensor
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Clipping", "norms_of", "total_norm"]
+__all__ = ["Clipping", "norms_of", "total_norm", "warn_of_torchs"]
+
+_TORCHS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
+
+
+def warn_of_torchs(caller: FrameType) -> None:
+    """Say it if the function that asks for a step without clipping calls torch's own, which would do nothing there."""
+    for name in _TORCHS.intersection(caller.f_code.co_names):
+        warnings.warn(
+            f"{name} is called beside run.step, which leaves no gradients behind, so it clips nothing; use "
+            f"run.step(..., {'clip_norm' if name == 'clip_grad_norm_' else 'clip_value'}=...)",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)

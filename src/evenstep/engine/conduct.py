@@ -3,7 +3,8 @@
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from evenstep.core.errors import UnsupportedError
 
-__all__ = ["Conduct", "check_kind", "options_of"]
+__all__ = ["Conduct", "StepGuard", "check_kind", "options_of"]
 
 Options = list[dict[str, Any]]
 
@@ -107,9 +108,41 @@ class Conduct:
         return now
 
 
+class StepGuard:
+    """Sees to it that nobody but the engine updates parameters with an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._lifted = False
+        handle = optimizer.register_step_pre_hook(self)
+        self.remove = handle.remove
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before a step of the optimizer; without gradients it does nothing, and may stay in a script."""
+        if not self._lifted and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step() was called on gradients of this worker alone; expected "
+                "run.step(batch, function), which computes them, adds them up over all workers and updates: return the "
+                "loss from the function, and leave out loss.backward() and optimizer.step()"
+            )
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """While this is open, the optimizer may step."""
+        self._lifted = True
+        try:
+            yield
+        finally:
+            self._lifted = False
+
+
 def _refuse_hooks(optimizer: Optimizer) -> None:
     """Raise UnsupportedError if others do something before or after every step of an optimizer."""
-    for when, hooks in (("pre", optimizer._optimizer_step_pre_hooks), ("post", optimizer._optimizer_step_post_hooks)):
+    before = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, StepGuard)]
+    for when, hooks in (("pre", before), ("post", optimizer._optimizer_step_post_hooks)):
         if hooks:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} has a hook (register_step_{when}_hook), which on each worker sees only "

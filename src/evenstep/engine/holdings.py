@@ -213,6 +213,7 @@ class Holdings:
         """Give models and optimizers back to the user as ordinary ones."""
         for prepared in self.optimizers:
             prepared.gradients.close()
+            prepared.guard.remove()
         self.models.release(self.optimizers)
         if self.state.image is not None:
             self.state.image.close()

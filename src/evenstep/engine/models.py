@@ -193,10 +193,10 @@ class Models:
         self.untouched.remember()
         self.strays.remember(self.slots.buffers)
 
-    def check(self, when: str) -> None:
+    def check(self, when: str, *, values: bool = True) -> None:
         """Report it if user code changed a model since it was remembered; raises as `slots` and `untouched` do."""
         self.slots.check()
-        self.untouched.check(when)
+        self.untouched.check(when, values=values)
         self.strays.look()
 
     def restore_buffers(self) -> None:

@@ -16,7 +16,7 @@ from evenstep.core import points
 from evenstep.core.config import MAX_SHARDS
 from evenstep.core.errors import MismatchError, UnsupportedError
 from evenstep.engine.across import AcrossMachines
-from evenstep.engine.conduct import Conduct, check_kind, options_of
+from evenstep.engine.conduct import Conduct, StepGuard, check_kind, options_of
 from evenstep.engine.delivery import Delivery, Local, SharedAreas
 from evenstep.engine.edits import Edit
 from evenstep.engine.flat import FlatGradients
@@ -54,6 +54,7 @@ class PreparedOptimizer:
         names: Their full names.
         kept: What it keeps for them.
         gradients: Their gradients, on the way to the owners.
+        guard: Keeps user code from stepping by itself.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class PreparedOptimizer:
         self.kept = Kept(state, optimizer, self.parameters, self.names, prefix)
         self._make_gradients()
         self._undo_options: list[dict[str, Any]] | None = None
+        self.guard = StepGuard(optimizer)
 
     @property
     def optimizers(self) -> "tuple[PreparedOptimizer, ...]":
@@ -172,7 +174,8 @@ class PreparedOptimizer:
         self._undo_options = conduct.options if self._whole else None
         try:
             if self.gradients.plan.owned or not self._whole:
-                self.optimizer.step()
+                with self.guard.lifted():
+                    self.optimizer.step()
             else:
                 self.stepped_elsewhere()
         finally:

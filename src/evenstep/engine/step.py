@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core import points
-from evenstep.core.errors import MismatchError
+from evenstep.core.errors import EvenstepError, MismatchError
 from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.carries import Carried
 from evenstep.engine.clipping import Clipping, norms_of, total_norm
@@ -40,6 +40,7 @@ from evenstep.engine.kept import News
 from evenstep.engine.logged import Logged, mean_of_all
 from evenstep.engine.on_device import DeviceCompute
 from evenstep.engine.optimizer_set import Trained
+from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.recheck import Recheck, Trial
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
@@ -94,6 +95,7 @@ class Engine:
         sharing: Which shards each worker has.
         intake: Takes in models and optimizers.
         logged: What the script logs until the next step.
+        told_of_changes: Whether `check_untouched` has raised.
     """
 
     def __init__(self, holdings: Holdings, updates: Updates) -> None:
@@ -110,6 +112,7 @@ class Engine:
         self._said_without_mean = False
         self.determinism = Determinism(self.config)  # last: what fails before it leaves the process unchanged
         self.logged = Logged()
+        self.told_of_changes = False
         self._compute_s = self._update_s = 0.0  # of the current step
         self._of_all: dict[str, float] = {}  # what was logged before this step
         self.ledger.holder = self
@@ -201,10 +204,28 @@ class Engine:
             self.updates.refuse("scaled loss")
         if self.config.recheck:
             self.updates.refuse("recheck")
-        if not self.ledger.catching_up:
-            self.models.check("between steps")
-            for prepared in task.trained.optimizers:
+        self.check_untouched(task.trained.optimizers, values=True)
+
+    def check_untouched(self, optimizers: Sequence[PreparedOptimizer], *, values: bool = False) -> None:
+        """Check that user code has changed nothing since the last operation.
+
+        Args:
+            optimizers: Those whose state is looked at.
+            values: Whether parameters are also compared by value, if their values were remembered.
+
+        Raises:
+            NondeterminismError: It has.
+            UnsupportedError: It has moved or replaced something.
+        """
+        if self.ledger.catching_up:
+            return
+        try:
+            self.models.check("between steps", values=values)
+            for prepared in optimizers:
                 prepared.kept.check_untouched()
+        except EvenstepError:
+            self.told_of_changes = True
+            raise
 
     def _try(self, kind: str, task: StepTask) -> Entry:
         """Go through a step up to its commit, which is the ledger's; see the module's docstring for its parts."""

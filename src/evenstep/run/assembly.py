@@ -81,6 +81,7 @@ class Assembly:
                 self.engine, self.others = open_engine(config, self.ledger, server, standing, env)
                 opened.callback(self.engine.close)
                 self.operations.version = lambda: self.engine.version
+                self.operations.check_untouched = lambda: self.engine.check_untouched(self.engine.optimizers)
                 self._compose(opened)
                 self._begin(progress=progress and shows)
                 port = page and page + self.group  # every group has its own; 0: any
@@ -130,6 +131,9 @@ class Assembly:
             return
         try:
             with self.operations.alike():
+                if not self.engine.told_of_changes:  # else the script has caught the error, and ends
+                    self.engine.check_untouched(self.engine.optimizers, values=True)
+                self.operations.check_untouched = lambda: None
                 self.engine.updates.finish()
                 self.saving.conclude()
             log_last(self.engine, self.operations.perform)

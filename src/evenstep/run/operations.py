@@ -24,18 +24,21 @@ class RunOperations:
 
     Attributes:
         version: How many steps have been committed, for messages.
+        check_untouched: Raises if user code has changed what only operations may change.
         closed: Whether the run is over.
     """
 
     def __init__(self, ledger: Ledger, worker: int) -> None:
         self._ledger, self._worker = ledger, worker
         self.version: Callable[[], int] = lambda: 0
+        self.check_untouched: Callable[[], None] = lambda: None
         self.closed = False
         self._failed: str | None = None
 
     def perform(self, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]) -> T:
         """Do an operation on all workers; see `Ledger.perform`."""
         with self.alike():
+            self.check_untouched()
             return self._ledger.perform(Operation(kind, self.version()), attempt, adopt)
 
     @contextmanager

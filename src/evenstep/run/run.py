@@ -17,7 +17,7 @@ from evenstep.data.batch import Batch
 from evenstep.data.order import Deal
 from evenstep.data.whole import cut_whole
 from evenstep.engine.carries import Carry
-from evenstep.engine.clipping import Clipping
+from evenstep.engine.clipping import Clipping, warn_of_torchs
 from evenstep.engine.determinism import device_of
 from evenstep.engine.editing import edit
 from evenstep.engine.logged import checked
@@ -148,7 +148,7 @@ class Run:
 
     def close(self) -> None:
         """Finish: wait for all workers, print the fingerprint (worker 0, unless quiet), release everything."""
-        self._made.finish(self.fingerprint)
+        self._made.finish(self._fingerprint)
 
     # ---- what a user calls ----
 
@@ -306,6 +306,8 @@ class Run:
             MismatchError: Workers or shards reached different exchanges.
             UnsupportedError: The step met something that cannot be trained exactly.
         """
+        if clip_norm is None and clip_value is None:
+            warn_of_torchs(sys._getframe(1))
         with self._operations.step():
             if self._env.resume:
                 self._saving.say_if_none()
@@ -434,6 +436,7 @@ class Run:
         numbers seeded by (seed, step); afterwards everyone has the result. All workers must call this alike.
         """
         with self._operations.alike():
+            self._operations.check_untouched()
             self._engine.updates.refuse("edit")
             seed = derive("edit", self.config.seed, self.version)
             edit(self._engine.holdings, self._engine.updates, function, seed)
@@ -522,6 +525,11 @@ class Run:
         Any worker may call this between steps; it does not communicate. With servers it waits for what is on its way,
         and covers the optimizer's state only when the run is over: until then the servers have it.
         """
+        if not self._operations.closed:
+            self._operations.check_untouched()
+        return self._fingerprint()
+
+    def _fingerprint(self) -> str:
         self._others.collect()
         return self._engine.state.fingerprint()
 
