@@ -112,9 +112,9 @@ def on_ray(steps: int) -> Iterator[Line]:
         begin = time.time()
         first_s = evenstep.ray.run(training, 1, workers=2, quiet=True)[0] - begin
         yield line("Ray: to the first step, beyond an empty actor", first_s - empty_s, "s", "< 5")
-        for task, count in ((SMALL, steps), (LARGE, max(10, steps // 8))):
+        for task, name, count in ((SMALL, "SMALL", steps), (LARGE, "LARGE", max(10, steps // 8))):
             on_two = step_ms(evenstep.ray.run(training, count, None, task, workers=2, quiet=True))
-            here = step_ms(on_this_machine(count, task))
+            here = step_ms(on_this_machine(f"clusters.training({count}, task=clusters.{name})")[0])
             yield line(f"Ray: step of {task.name}, 2 nodes / evenstep run -n 2", on_two / here, "", "1.15")
         with tempfile.TemporaryDirectory() as folder:
             killed: list[float] = []
@@ -134,8 +134,8 @@ def on_ray(steps: int) -> Iterator[Line]:
             yield line("Ray: a node killed, until the next step is committed", gap, "s", "< 3")
 
 
-def on_this_machine(steps: int, task: Task) -> list[float]:
-    """The same under `evenstep run -n 2`."""
+def on_this_machine(call: str) -> list[Any]:
+    """What a call of something in here returns on each worker of `evenstep run -n 2`."""
     import json
     import subprocess
 
@@ -143,12 +143,12 @@ def on_this_machine(steps: int, task: Task) -> list[float]:
         script = Path(folder, "train.py")
         script.write_text(
             f"import sys, json\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport clusters\n"
-            f"times = clusters.training({steps}, task=clusters.{'SMALL' if task is SMALL else 'LARGE'})\n"
+            f"found = {call}\n"
             f"from evenstep.core import env\n"
-            f"if env.read().worker == 0: json.dump(times, open({folder + '/times'!r}, 'w'))\n"
+            f"json.dump(found, open(f'{folder}/{{env.read().worker}}', 'w'))\n"
         )
         subprocess.run([sys.executable, "-m", "evenstep", "run", "-n", "2", str(script)], check=True)
-        return list(json.loads(Path(folder, "times").read_text()))
+        return [json.loads(Path(folder, str(worker)).read_text()) for worker in range(2)]
 
 
 def on_spark(rows: int) -> Iterator[Line]:
@@ -184,20 +184,29 @@ def on_spark(rows: int) -> Iterator[Line]:
             files = sorted(Path(folder).iterdir())
             alone = min(timed(lambda: [len(pq.read_table(file)) for file in files]) for _ in range(3))
 
-            def into_batches() -> None:
-                data = evenstep.data.parquet(folder, ["features", "label"])
-                with evenstep.Run(shards=8, quiet=True) as run:
-                    for batch in run.batches(data, batch_size=8192):
-                        for shard in range(8):
-                            batch.part(shard)
-
-            ours = min(timed(into_batches) for _ in range(3))
+            ours = into_batches(folder)
             yield line("Rows into training / pyarrow reading the files alone", alone / ours, "", "0.7")
+            both = on_this_machine(f"clusters.into_batches({folder!r})")
+            yield line("Rows into training by 2 workers / pyarrow reading them alone", alone / max(both), "", "0.7")
             alike = min(timed(lambda: shuffled(files, rows)) for _ in range(3))
             yield line("Rows into training / pyarrow taking as many at random", alike / ours, "", "-")
             yield line("Rows into training", rows / ours, "rows/s", "-")
     finally:
         session.stop()
+
+
+def into_batches(folder: str) -> float:
+    """Seconds for all rows of some files in batches, in random order, of a run with one worker or several."""
+    import evenstep
+
+    def once() -> None:
+        data = evenstep.data.parquet(folder, ["features", "label"])
+        with evenstep.Run(shards=8, quiet=True) as run:
+            for batch in run.batches(data, batch_size=8192):
+                for shard in run.local_shards:
+                    batch.part(shard)
+
+    return min(timed(once) for _ in range(3))
 
 
 def shuffled(files: list[Path], rows: int) -> None:

@@ -102,6 +102,10 @@ def test_arguments_that_make_no_sense_are_refused():
     for name in ("epochs", "batch_size"):
         with pytest.raises(ConfigError, match=f"{name}=0, expected a whole number above 0"):
             SparkModel(build).fit(None, **{name: 0})
+    with pytest.raises(ConfigError, match="the data are a list; expected an RDD of pairs of features and label"):
+        SparkModel(build).fit([])
+    with pytest.raises(ConfigError, match="2 rows of features and 1 labels, expected as many of both"):
+        SparkModel(build).evaluate(np.zeros((2, 3)), [0])
     with pytest.raises(CheckpointError, match="holds no model"):
         load_spark_model("/nowhere")
 
@@ -118,4 +122,7 @@ def test_rows_of_another_kind_than_the_first_are_refused():
         ConfigError, match="the features of a row are of the kind array<double>, and those of the first"
     ):
         _as_row(([1.5, 2.0], 0), kinds)
+    for row, said in ((7, "a row is 7; expected a pair"), (("a", 0), "a row has 'a'; expected a number or an array")):
+        with pytest.raises(ConfigError, match=said):
+            _as_row(row, kinds)
     assert _as_row((None, 0), _kinds(([1.5], 0))) == (None, 0), "the column is named where it is written"

@@ -21,6 +21,7 @@ from evenstep.native import core
 __all__ = ["MappedColumn", "map_column"]
 
 _DTYPES = {pa.float32(): torch.float32, pa.float64(): torch.float64, pa.int32(): torch.int32, pa.int64(): torch.int64}
+_STARTS_OF_A_PAGE = 16  # so that most rows are found at once, and the table stays in the cache
 _DATA_PAGE, _PLAIN, _RLE = 0, 0, 3  # of Parquet's format
 _SKIPPED_BYTES = {1: 0, 2: 0, 3: 1, 7: 8}  # by Thrift's number of a type: true, false, a byte, a double
 
@@ -50,12 +51,15 @@ class MappedColumn:
     def __init__(
         self, pages: Sequence[_Page], shape: tuple[int, ...], dtype: torch.dtype, buffers: Sequence[Any]
     ) -> None:
-        ends = np.cumsum([page.num_rows for page in pages], dtype=np.int64)
-        self._firsts = np.concatenate([[np.int64(0)], ends[:-1]])
+        self._firsts = np.cumsum([0, *(page.num_rows for page in pages)], dtype=np.int64)
         self._bases = np.array([page.address for page in pages], np.uint64)
-        self._num_rows, self._shape, self._dtype, self._buffers = int(ends[-1]), shape, dtype, buffers
+        self._num_rows, self._shape, self._dtype, self._buffers = int(self._firsts[-1]), shape, dtype, buffers
+        shift = (self._num_rows // (_STARTS_OF_A_PAGE * len(pages))).bit_length()
+        starts = np.searchsorted(self._firsts, np.arange(0, self._num_rows, 1 << shift), side="right") - 1
+        self._starts = starts.astype(np.uint32)
+        bases, firsts, begins = (each.ctypes.data for each in (self._bases, self._firsts, self._starts))
         row_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        self._where = (self._bases.ctypes.data, self._firsts.ctypes.data, len(pages), row_bytes, self._num_rows)
+        self._where = (bases, firsts, begins, shift, row_bytes, self._num_rows)
 
     def take(self, rows: Indices) -> Tensor:
         """Some rows as a tensor ``[len(rows), *shape]``.

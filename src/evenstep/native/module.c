@@ -171,10 +171,11 @@ static PyObject *copy(PyObject *self, PyObject *args) {
 }
 
 static PyObject *gather(PyObject *self, PyObject *args) {
-    unsigned long long target, bases, firsts, num_pieces, row_bytes, num_rows, rows, count;
+    unsigned long long target, bases, firsts, starts, row_bytes, num_rows, rows, count;
+    unsigned shift;
     int found;
-    ARGS("KKKKKKKK", &target, &bases, &firsts, &num_pieces, &row_bytes, &num_rows, &rows, &count);
-    es_pieces pieces = {AT(bases), AT(firsts), num_pieces, row_bytes, num_rows};
+    ARGS("KKKKIKKKK", &target, &bases, &firsts, &starts, &shift, &row_bytes, &num_rows, &rows, &count);
+    es_pieces pieces = {AT(bases), AT(firsts), AT(starts), shift, row_bytes, num_rows};
     Py_BEGIN_ALLOW_THREADS
     found = es_gather(AT(target), &pieces, AT(rows), count);
     Py_END_ALLOW_THREADS

@@ -4,13 +4,9 @@
 
 #define AT_ONCE 64 /* rows that are asked for before the first is copied: memory answers slowly, but many at once */
 
-static inline size_t piece_of(const int64_t *firsts, size_t count, int64_t row) {
-    size_t found = 0;
-    while (count > 1) {
-        size_t half = count / 2;
-        found += firsts[found + half] <= row ? half : 0;
-        count -= half;
-    }
+static inline size_t piece_of(const es_pieces *in, int64_t row) {
+    size_t found = in->starts[row >> in->shift];
+    while (in->firsts[found + 1] <= row) found++;
     return found;
 }
 
@@ -21,7 +17,7 @@ static inline __attribute__((always_inline)) int gather(char *to, const es_piece
         size_t some = count - begin < AT_ONCE ? count - begin : AT_ONCE;
         for (size_t n = 0; n < some; n++) {
             if ((uint64_t)rows[begin + n] >= in->num_rows) return 0;
-            size_t piece = piece_of(in->firsts, in->count, rows[begin + n]);
+            size_t piece = piece_of(in, rows[begin + n]);
             size_t offset = (size_t)(rows[begin + n] - in->firsts[piece]) * row_bytes;
             from[n] = (const char *)(uintptr_t)in->bases[piece] + offset;
             __builtin_prefetch(from[n]);

@@ -8,8 +8,9 @@
 /* Rows that lie in pieces, one after the other in each: piece p begins with row firsts[p], at bases[p]. */
 typedef struct {
     const uint64_t *bases;
-    const int64_t *firsts; /* ascending, from 0 on */
-    size_t count;
+    const int64_t *firsts; /* ascending, from 0 on; after the last one, num_rows */
+    const uint32_t *starts; /* the piece of every row whose number is a multiple of 1 << shift */
+    unsigned shift;
     size_t row_bytes;
     uint64_t num_rows;
 } es_pieces;

@@ -23,7 +23,7 @@ from evenstep.spark.names import check_functions, is_classification, name_of, re
 from evenstep.spark.rows import folder_in, write_into
 from evenstep.spark.said import said_in
 from evenstep.spark.stage import run
-from evenstep.spark.training import Training, figures_of, inputs_of, state_of, train
+from evenstep.spark.training import Training, figures_of, inputs_of, noting, state_of, train
 
 __all__ = ["SparkModel", "load_spark_model"]
 
@@ -130,9 +130,14 @@ class SparkModel:
                 every worker.
 
         Raises:
-            ConfigError: There are no rows, or an argument is invalid.
+            ConfigError: It is no RDD, there are no rows or they are no pairs of numbers, or an argument is invalid.
         """
         _check_counts(epochs=epochs, batch_size=batch_size)
+        if not isinstance(rdd, RDD):
+            raise ConfigError(
+                f"the data are a {type(rdd).__name__}; expected an RDD of pairs of features and label (for DataFrames "
+                "there is evenstep.spark.Estimator)"
+            )
         if not 0 <= validation_split < 1:
             raise ConfigError(f"validation_split={validation_split!r}, expected a fraction from 0 to below 1")
         if rdd.isEmpty():
@@ -204,7 +209,13 @@ class SparkModel:
             raise said_in(error) from error
 
     def evaluate(self, x: Any, y: Any) -> dict[str, float]:
-        """The mean loss and metrics over all rows, each counted once."""
+        """The mean loss and metrics over all rows, each counted once.
+
+        Raises:
+            ConfigError: There are not as many labels as rows.
+        """
+        if len(x) != len(y):
+            raise ConfigError(f"{len(x)} rows of features and {len(y)} labels, expected as many of both")
         part = {_X: torch.as_tensor(np.asarray(x)), _Y: torch.as_tensor(np.asarray(y))}
         model = self.module().eval()
         with torch.inference_mode():
@@ -282,15 +293,23 @@ def _as_row(pair: Any, kinds: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _kinds(pair: Any) -> tuple[str, str]:
-    """The kinds of features and label, as Spark calls them."""
+    """The kinds of features and label, as Spark calls them.
+
+    Raises:
+        ConfigError: It is not a pair of numbers or arrays of numbers.
+    """
 
     def kind(value: Any) -> str:
         array = np.asarray(value)
+        if array.dtype.kind not in "biuf" and value is not None:
+            raise ConfigError(f"a row has {value!r:.80}; expected a number or an array of numbers")
         text = "bigint" if array.dtype.kind in "biu" else "double" if array.dtype == np.float64 else "float"
         for _ in range(array.ndim):
             text = f"array<{text}>"
         return text
 
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ConfigError(f"a row is {pair!r:.80}; expected a pair: features and label")
     return kind(pair[0]), kind(pair[1])
 
 
@@ -302,8 +321,9 @@ def _outputs(job: Training, weights: bytes, rows: Iterator[Any]) -> Iterator[np.
     waiting: list[Any] = []
 
     def flush() -> Iterator[np.ndarray[Any, Any]]:
-        with torch.inference_mode():
-            yield from model(*inputs_of({_X: torch.as_tensor(np.stack(waiting))}, (_X,))).numpy()
+        (given,) = inputs_of({_X: torch.as_tensor(np.stack(waiting))}, (_X,))
+        with torch.inference_mode(), noting({_X: given}):
+            yield from model(given).numpy()
         waiting.clear()
 
     for row in rows:
