@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,8 +28,10 @@ from results import AGAINST_PEERS, Record, add_option, shown
 
 PORT = 7777
 LINKS = {"unshaped": None, "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit"}
-TRAININGS = (("mlp", 2), ("mlp", 8), ("resnet", 2), ("resnet", 8), ("transformer", 2), ("transformer", 8))
+MODELS = ("mlp", "resnet", "transformer")
+NUMBERS_OF_SHARDS = (2, 8)
 SHARDS = 8
+PARTS = ("steps", "predicted", "loss", "newcomer")
 GIGABIT_BYTES_PER_S = 0.94e9 / 8  # without the heads of packets
 STATE_BYTES = 100_000_000
 PATIENCE_S = 120.0
@@ -51,11 +53,16 @@ def main() -> int:
     """Measure everything; 1 if something failed."""
     parser = argparse.ArgumentParser(description="Measure runs over two machines, which are namespaces of this one.")
     parser.add_argument("--rounds", type=int, default=2, help="measurements of every training on every link")
-    parser.add_argument("--models", default="mlp,resnet,transformer", help="which, separated by commas")
-    parser.add_argument("--links", default=",".join(LINKS), help="which, separated by commas")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, separated by commas")
+    parser.add_argument("--models", default=",".join(MODELS), help="of the steps; which, separated by commas")
+    parser.add_argument("--links", default=",".join(LINKS), help="of the steps; which, separated by commas")
     parser.add_argument("--train", type=int, metavar="BYTES", help="be a training with so much state (internal)")
     add_option(parser)
     options = parser.parse_args()
+    parts, models, links = (
+        chosen(parser, name, getattr(options, name), known)
+        for name, known in (("parts", PARTS), ("models", MODELS), ("links", LINKS))
+    )
     if options.train is not None:
         train(options.train)
         return 0
@@ -64,39 +71,61 @@ def main() -> int:
         return 0
     exit_on_sigterm()
     record = Record.begin()
-    columns = ["link", "what", "ours ms", "peer ms", "ratio", "goal", "sent MB a step", "DDP"]
-    rows = shown(step_rows(options.models.split(","), options.links.split(","), options.rounds))
-    record.table(columns, rows, "Steps on two machines, against DDP", **{**AGAINST_PEERS, "labels": columns[:2]})
-    columns = ["MLP at 1 Gbit/s", "predicted ms", "measured ms", "ratio"]
-    record.table(columns, shown(predicted_rows()), "As `evenstep topo --simulate` predicts it (goal: 0.75 to 1.25)")
-    record.table(["what happens", "times", "median s", "worst s"], shown(loss_rows()), "Until the next committed step")
-    record.table(["what", "s"], shown(newcomer_rows()), f"A newcomer and a state of {STATE_BYTES / 1e6:.0f} MB")
+    if "steps" in parts:
+        columns = ["link", "what", "ours ms", "peer ms", "ratio", "goal", "sent MB a step", "DDP"]
+        rows = shown(step_rows(models, links, options.rounds))
+        record.table(columns, rows, "Steps on two machines, against DDP", **{**AGAINST_PEERS, "labels": columns[:2]})
+    if "predicted" in parts:
+        columns = ["MLP at 1 Gbit/s", "predicted ms", "measured ms", "ratio"]
+        record.table(columns, shown(predicted_rows()), "As `evenstep topo --simulate` predicts it (goal: 0.75 to 1.25)")
+    if "loss" in parts:
+        columns = ["what happens", "times", "median s", "worst s"]
+        record.table(columns, shown(loss_rows()), "Until the next committed step")
+    if "newcomer" in parts:
+        record.table(["what", "s"], shown(newcomer_rows()), f"A newcomer and a state of {STATE_BYTES / 1e6:.0f} MB")
     record.save(options.json)
     return 0
+
+
+def chosen(parser: argparse.ArgumentParser, option: str, text: str, known: Iterable[str]) -> list[str]:
+    """What an option names, separated by commas; ends the process with a sentence if there is no such thing."""
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            parser.error(f"--{option}: no '{name}'; choose among {', '.join(known)}")
+    return names
 
 
 # ---- steps ----
 
 
 def step_rows(models: list[str], links: list[str], rounds: int) -> Iterator[list[str]]:
-    """A row for every link and training."""
+    """A row for every link, model and number of shards; DDP, which has no shards, trains once between ours."""
     for link in links:
-        for model, shards in TRAININGS:
-            if model not in models:
-                continue
-            ours, ddp = zip(
-                *((ours_once(model, shards, link), ddp_once(model, link)) for _ in range(rounds)), strict=True
-            )
-            mine, theirs = (statistics.median(each.seconds for each in side) for side in (ours, ddp))
-            yield [
-                link,
-                f"{model}, {shards} shards",
-                f"{1000 * mine:.1f}",
-                f"{1000 * theirs:.1f}",
-                f"{mine / theirs:.2f}",
-                "0.8" if LINKS[link] is None else "1.0",
-                *(f"{max(each.sent_bytes for each in side) / 1e6:.1f}" for side in (ours, ddp)),
-            ]
+        for model in models:
+            ddp: list[Steps] = []
+            ours: dict[int, list[Steps]] = {shards: [] for shards in NUMBERS_OF_SHARDS}
+            for _ in range(rounds):
+                few, many = NUMBERS_OF_SHARDS
+                ours[few].append(ours_once(model, few, link))
+                ddp.append(ddp_once(model, link))
+                ours[many].append(ours_once(model, many, link))
+            for shards, mine in ours.items():
+                yield step_row(link, f"{model}, {shards} shards", mine, ddp)
+
+
+def step_row(link: str, what: str, ours: list[Steps], ddp: list[Steps]) -> list[str]:
+    """One training against DDP."""
+    mine, theirs = (statistics.median(each.seconds for each in side) for side in (ours, ddp))
+    return [
+        link,
+        what,
+        f"{1000 * mine:.1f}",
+        f"{1000 * theirs:.1f}",
+        f"{mine / theirs:.2f}",
+        "0.8" if LINKS[link] is None else "1.0",
+        *(f"{max(each.sent_bytes for each in side) / 1e6:.1f}" for side in (ours, ddp)),
+    ]
 
 
 def ours_once(model: str, shards: int, link: str, machines: int = 2) -> Steps:

@@ -23,7 +23,8 @@ EVERY = -1
 _ALIGNMENT = 64
 _MOST_BYTES = 9 << 18  # of a piece: every message costs, and larger ones would hold up those behind them
 _LEAST_BYTES = 9 << 15  # a little more than a power of two, so that a matrix and its bias travel together
-_SMALL_BYTES = 1 << 21  # so little is added up in two pieces by two machines: a message costs more than waiting
+_TINY_BYTES = 5 << 18  # two machines send so little as one piece, and twice as much as two:
+_SMALL_BYTES = 5 << 19  # a message costs more than waiting for the last gradient
 _PIECES_EACH = 8  # how many pieces a machine should at least have: so it has little more or less than another
 
 
@@ -156,7 +157,7 @@ def _piece_bytes(sizes: Sequence[int], num_machines: int | None) -> int:
     if num_machines is None:
         return least
     if num_machines == 2 and total <= _SMALL_BYTES:
-        return max(total // 2 + total // 16, least)
+        return max(total if total <= _TINY_BYTES else total // 2 + total // 16, least)
     return min(max(total // (_PIECES_EACH * max(num_machines - 1, 1)), least), _MOST_BYTES)
 
 
