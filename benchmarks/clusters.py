@@ -223,17 +223,83 @@ def shuffled(files: list[Path], rows: int) -> None:
         part["label"].to_numpy()
 
 
+ELEPHAS = """
+import sys, time
+import numpy as np
+from elephas.spark_model import SparkModel
+from elephas.utils.rdd_utils import to_simple_rdd
+from pyspark import SparkContext
+from tensorflow.keras.layers import Dense, Input
+from tensorflow.keras.models import Sequential
+from tensorflow.keras.optimizers import SGD
+
+mode, rows, epochs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+generator = np.random.default_rng(0)
+x, y = generator.random((rows, 784), dtype=np.float32), np.eye(10)[generator.integers(0, 10, rows)]
+model = Sequential([Input((784,)), Dense(128, "relu"), Dense(128, "relu"), Dense(10, "softmax")])
+model.compile(SGD(0.1), "categorical_crossentropy", ["acc"])
+pairs = to_simple_rdd(SparkContext("local[2]", "elephas"), x, y).repartition(2).cache()
+pairs.count()
+trained = SparkModel(model, mode=mode, frequency="epoch", num_workers=2)
+begin = time.time()
+trained.fit(pairs, epochs=epochs, batch_size=64, verbose=0, validation_split=0.0)
+print(rows * epochs / (time.time() - begin))
+"""
+"""Elephas's own example, an MLP for digits, on random ones; for a Python that has Elephas and TensorFlow."""
+
+
+def digits() -> Any:
+    """The same model in PyTorch."""
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def beside_elephas(python: str, rows: int, epochs: int) -> Iterator[Line]:
+    """Samples a second of a whole `fit`, with two workers that each have a core, here and there."""
+    import subprocess
+
+    import numpy as np
+    from pyspark.sql import SparkSession
+
+    from evenstep.spark import SparkModel
+
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    generator = np.random.default_rng(0)
+    x, y = generator.random((rows, 784), dtype=np.float32), generator.integers(0, 10, rows).tolist()
+    for mode in ("synchronous", "asynchronous"):
+        words = [python, "-c", ELEPHAS, mode, str(rows), str(epochs)]
+        theirs_env = {**os.environ, "PYSPARK_PYTHON": python, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(words, env=theirs_env, stdout=subprocess.PIPE, text=True, check=True)
+        theirs = float(done.stdout.split()[-1])
+        builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+        session = builder.config("spark.log.level", "OFF").getOrCreate()
+        try:
+            pairs = session.sparkContext.parallelize(list(zip(x, y, strict=True)), 2).cache()
+            pairs.count()
+            model = SparkModel(digits, optimizer_config={"lr": 0.1}, mode=mode, num_workers=2, batch_size=64)
+            ours = rows * epochs / timed(lambda: model.fit(pairs, epochs))  # noqa: B023  # called at once
+        finally:
+            session.stop()
+        yield line(f"Elephas's example, {mode}: Elephas", theirs, "samples/s", "-")
+        yield line(f"Elephas's example, {mode}: evenstep", ours, "samples/s", "-")
+
+
 def main() -> None:
     """Print all figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--only", choices=["ray", "spark"])
+    parser.add_argument("--only", choices=["ray", "spark", "elephas"])
+    parser.add_argument("--elephas", metavar="PYTHON", help="a Python with Elephas, to run its example beside ours")
+    parser.add_argument("--epochs", type=int, default=20, help="of Elephas's example, over 60,000 rows")
     add_option(parser)
     options = parser.parse_args()
     record = Record.begin()
-    parts = [] if options.only == "spark" else [on_ray(options.steps)]
-    parts += [] if options.only == "ray" else [on_spark(options.rows)]
+    parts = [on_ray(options.steps)] if options.only in (None, "ray") else []
+    parts += [on_spark(options.rows)] if options.only in (None, "spark") else []
+    if options.elephas:
+        parts.append(beside_elephas(options.elephas, 60_000, options.epochs))
     record.table(["what", "found", "unit", "goal"], shown(itertools.chain.from_iterable(parts)))
     record.save(options.json)
 

@@ -20,6 +20,7 @@ LIGHT = HERE.parent / "light"
 TRAININGS: dict[str, str] = json.loads((HERE / "trainings.json").read_text())
 
 pytestmark = [
+    pytest.mark.timeout(400),  # torch is imported each time, which takes its time where others work
     pytest.mark.skipif(not arithmetic.bits(), reason="this processor has no AVX2 and FMA"),
     pytest.mark.skipif(not golden().applies, reason=f"the golden fingerprints belong to torch {golden().torch}"),
 ]
@@ -30,7 +31,7 @@ def output_of(*command: str | Path, codes: tuple[int, ...] = (0,), **variables: 
     path = os.pathsep.join(filter(None, (str(LIGHT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     done = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode in codes, done.stderr
     return done.stdout

@@ -99,3 +99,14 @@ def test_what_was_put_is_flushed_when_the_bridge_says_so(new_segment):
     for worker, number, _ in requests.take():
         requests.is_sent(worker, number)
     puts.flush()
+
+
+def test_a_wait_leaves_the_core_to_the_bridge_where_there_are_several_machines(new_segment, monkeypatch):
+    segment = new_segment(8)
+    rounds, data, spins, collect = bridged(segment), torch.ones(4), [], core.collect
+    monkeypatch.setattr(core, "collect", lambda *arguments: spins.append(arguments[6]) or collect(*arguments))
+    core.post(segment.base, 2, ROUND, "a tag", data.data_ptr(), data.nbytes)
+    rounds.collect(2, ROUND, "a tag", data.data_ptr(), data.nbytes, time.monotonic() + 30.0)
+    rounds.begin(Generation(4, 0, [0, 2], None, machines=[0, 0]))
+    rounds.collect(2, ROUND, "a tag", data.data_ptr(), data.nbytes, time.monotonic() + 30.0)
+    assert spins[0] == 0 < spins[1]

@@ -41,7 +41,7 @@ with evenstep.Run(shards=8, seed=5, progress=False) as run:
         run.step(batch, function)
         run.print("step", run.version)
 """
-STEPS = 200
+STEPS = 100
 pytestmark = pytest.mark.timeout(600)  # machines take their time to start where others work
 
 WIDE = """
@@ -72,7 +72,7 @@ def run(tmp_path):
             self.network, self.count = network, 0
             self.where = f"{network.addresses[0]}:7777"
 
-        def head(self, *options, steps=STEPS, pause_s=0.1, silence_s=30, checkpoints=()):
+        def head(self, *options, steps=STEPS, pause_s=0.2, silence_s=30, checkpoints=()):
             log = tmp_path / "head.log"
             options = ("--listen", self.where, "--token-file", tmp_path / "token", *options)
             options += ("--silence", str(silence_s))
@@ -111,7 +111,7 @@ def expected(alone):
 def test_machines_are_lost_and_come_back_and_the_fingerprint_is_that_of_one(run, expected, tmp_path):
     with Namespaces(3) as network:
         start = run(network)
-        head = start.head("-n", "1", "--machines", "2", silence_s=4, pause_s=0.4)
+        head = start.head("-n", "1", "--machines", "2", silence_s=4, pause_s=0.8)
         first = start.join(1, "-n", "2")
         head.awaits("^step 3$")
         first.kill()
@@ -134,7 +134,7 @@ def test_when_the_head_is_lost_everyone_ends_and_resume_goes_on(run, expected, t
     with Namespaces(2) as network:
         start = run(network)
         checkpoints = (tmp_path / "checkpoints",)
-        head = start.head("-n", "1", "--machines", "2", pause_s=0.1, checkpoints=checkpoints)
+        head = start.head("-n", "1", "--machines", "2", pause_s=0.2, checkpoints=checkpoints)
         other = start.join(1, "-n", "1")
         head.awaits("^step 12$")
         head.kill()
@@ -142,7 +142,7 @@ def test_when_the_head_is_lost_everyone_ends_and_resume_goes_on(run, expected, t
         assert "--resume" in other.said
         assert other.ends() == 7
         assert processes.descendants(other.pid) == {}
-        head = start.head("-n", "1", "--machines", "2", "--resume", pause_s=0.1, checkpoints=checkpoints)
+        head = start.head("-n", "1", "--machines", "2", "--resume", pause_s=0.2, checkpoints=checkpoints)
         other = start.join(1, "-n", "1")
         head.awaits("^step 25$")
         os.kill(head.pid, signal.SIGTERM)
@@ -182,7 +182,7 @@ def test_a_machine_with_another_script_or_token_is_refused_and_the_run_goes_on(r
 def test_machines_that_do_not_reach_each_other_and_one_that_is_stopped_and_wakes_up_later(run, expected, tmp_path):
     with Namespaces(3) as network:
         start = run(network)
-        head = start.head("-n", "1", "--machines", "3", silence_s=3, pause_s=0.2)
+        head = start.head("-n", "1", "--machines", "3", silence_s=3, pause_s=0.4)
         first, second = start.join(1, "-n", "1"), start.join(2, "-n", "1")
         head.awaits("^step 3$")
         network.part(1, 2)  # both reach the head

@@ -16,8 +16,9 @@ STRICT = ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror"]
 
 @pytest.mark.parametrize("name", FREE_OF_PYTHON)
 def test_the_core_compiles_without_a_warning(name):
-    for optimize in ("-O0", "-O3"):
-        command = [*STRICT, optimize, "-c", "-o", "/dev/null", NATIVE / name]
+    once = "-Dtarget_clones(...)=unused"  # the copies of a function for several processors have the same warnings
+    for optimize in (["-O0"], ["-O3", once]):
+        command = [*STRICT, *optimize, "-c", "-o", "/dev/null", NATIVE / name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 

@@ -35,7 +35,7 @@ SCRIPT = """
         data = torch.utils.data.TensorDataset(torch.randn(80, 4))
         for batch in run.batches(data, 8, epochs=10**6):
             run.log("<b>rate</b>", 1e-2)
-            run.step(batch, lambda part: (time.sleep(0.002), net(part[0]).pow(2).mean())[1])
+            run.step(batch, lambda part: (time.sleep(0.02), net(part[0]).pow(2).mean())[1])
 """
 
 

@@ -44,6 +44,8 @@ class Bridged(Slots):
         self.generation = generation.number
         self.outbox.start_over()
         machines = generation.machines or [0] * len(generation.members)
+        if len(set(machines)) > 1:  # another machine is never here at once, and the bridge needs the core
+            self._spin = 0
         self._machine_of = dict(zip(generation.members, machines, strict=True))
 
     def post(self, seq: int, tag: str, address: int, num_bytes: int, among: Sequence[int]) -> None:
