@@ -1,5 +1,7 @@
 """What no step would train is refused: layers that come after `prepare`, parameters that are in no model."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,7 +119,7 @@ def test_a_parameter_of_another_prepared_model_is_nobody_strange():
         run.step(batch(), lambda part: F.cross_entropy(other(model(part[0])), part[1]))
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def prepared():
     """A run with a model and an optimizer, after a step."""
     with evenstep.Run(shards=2, quiet=True) as run:
@@ -136,14 +138,14 @@ NEXT = {
 
 
 @pytest.mark.parametrize("operation", NEXT)
-def test_what_was_changed_after_a_step_is_noticed_by_whatever_comes_next(operation, prepared, tmp_path, monkeypatch):
+def test_what_was_changed_after_a_step_is_noticed_by_whatever_comes_next(operation, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run, model, _ = prepared
-    with torch.no_grad():
-        model[0].weight.mul_(0.5)
-    with pytest.raises(evenstep.NondeterminismError, match=r"'model.0.weight' was changed between steps"):
-        NEXT[operation](run)
-    assert not any(tmp_path.iterdir())
+    with prepared() as (run, model, _):
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        with pytest.raises(evenstep.NondeterminismError, match=r"'model.0.weight' was changed between steps"):
+            NEXT[operation](run)
+        assert not any(tmp_path.iterdir())
 
 
 def train_and_change():
@@ -159,32 +161,34 @@ def test_what_was_changed_after_the_last_step_is_noticed_by_the_end_of_the_run()
         train_and_change()
 
 
-def test_a_loop_that_does_backward_and_step_by_itself_is_refused(prepared):
-    _, model, optimizer = prepared
-    F.cross_entropy(model(batch()[0]), batch()[1]).backward()
-    with pytest.raises(evenstep.UnsupportedError, match=r"SGD.step\(\) was called on gradients of this worker alone"):
+def test_a_loop_that_does_backward_and_step_by_itself_is_refused():
+    with prepared() as (_, model, optimizer):
+        F.cross_entropy(model(batch()[0]), batch()[1]).backward()
+        with pytest.raises(
+            evenstep.UnsupportedError, match=r"SGD.step\(\) was called on gradients of this worker alone"
+        ):
+            optimizer.step()
+
+
+def test_a_step_of_the_optimizer_that_was_left_in_the_script_changes_nothing():
+    with prepared() as (run, _, optimizer):
+        before = run.fingerprint()
         optimizer.step()
+        optimizer.zero_grad()
+        assert run.fingerprint() == before
 
 
-def test_a_step_of_the_optimizer_that_was_left_in_the_script_changes_nothing(prepared):
-    run, _, optimizer = prepared
-    before = run.fingerprint()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert run.fingerprint() == before
+def test_after_the_run_the_optimizer_is_an_ordinary_one():
+    with prepared() as (run, model, optimizer):
+        run.close()
+        before = model[0].weight.clone()
+        model[0].weight.grad = torch.ones(6, 4)
+        optimizer.step()
+        assert not torch.equal(model[0].weight, before)
 
 
-def test_after_the_run_the_optimizer_is_an_ordinary_one(prepared):
-    run, model, optimizer = prepared
-    run.close()
-    before = model[0].weight.clone()
-    model[0].weight.grad = torch.ones(6, 4)
-    optimizer.step()
-    assert not torch.equal(model[0].weight, before)
-
-
-def test_torchs_clipping_beside_a_step_is_warned_of(prepared):
-    run, model, _ = prepared
-    with pytest.warns(UserWarning, match=r"clip_grad_norm_ is called beside run.step.*clip_norm=\.\.\."):
-        run.step(batch(), lambda part: F.cross_entropy(model(part[0]), part[1]))
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+def test_torchs_clipping_beside_a_step_is_warned_of():
+    with prepared() as (run, model, _):
+        with pytest.warns(UserWarning, match=r"clip_grad_norm_ is called beside run.step.*clip_norm=\.\.\."):
+            run.step(batch(), lambda part: F.cross_entropy(model(part[0]), part[1]))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)

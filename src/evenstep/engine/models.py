@@ -256,8 +256,8 @@ def check_model(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedError(
-                f"layer '{name}' was built with sparse=True; evenstep adds only dense gradients: build it with "
-                "sparse=False"
+                f"layer '{name or type(module).__name__}' was built with sparse=True; evenstep adds only dense "
+                "gradients: build it with sparse=False"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _check_tensor(name, tensor)
