@@ -136,8 +136,14 @@ def reap(child: children.Child) -> int:
 
 
 def _be_called(name: str) -> None:
-    """Change the command line of this process, by which others find it."""
+    """Change the command line of this process, by which others find it.
+
+    The kernel reads on into the first environment, behind it, where the end of the command line was overwritten; all
+    variables lie elsewhere by now.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    first, last = map(int, fields[45:47])  # where the kernel reads it
-    assert len(name) < last - first, f"the command line of this process is too short to hold {name}"
-    ctypes.memmove(first, name.encode().ljust(last - first, b"\0"), last - first)
+    first, last, behind, end = map(int, fields[45:49])  # where the kernel reads it, and the first environment
+    room = (end if behind == last else last) - first
+    assert len(name) < room, f"the command line of this process is too short to hold {name}"
+    text = name.encode().ljust(last - first, b"\0")
+    ctypes.memmove(first, text if len(name) < last - first else text + b"\0", max(len(name) + 1, last - first))
