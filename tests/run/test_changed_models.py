@@ -178,6 +178,14 @@ def test_a_step_of_the_optimizer_that_was_left_in_the_script_changes_nothing():
         assert run.fingerprint() == before
 
 
+def test_an_optimizer_is_prepared_once():
+    with prepared() as (run, _, optimizer):
+        before = run.fingerprint()
+        with pytest.raises(evenstep.ConfigError, match="this SGD is prepared already; prepare every optimizer once"):
+            run.prepare(network(), optimizer)
+        assert run.fingerprint() == before
+
+
 def test_after_the_run_the_optimizer_is_an_ordinary_one():
     with prepared() as (run, model, optimizer):
         run.close()

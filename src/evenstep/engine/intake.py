@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim import Optimizer
 
+from evenstep.core.errors import ConfigError
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.prepared import PreparedOptimizer
 from evenstep.engine.sharing import Sharing
@@ -37,10 +38,13 @@ class Intake:
             whole: Whether the optimizer looks at all parameters at once, so that one worker steps them.
 
         Raises:
+            ConfigError: The optimizer is prepared already.
             UnsupportedError: They cannot be trained exactly.
             MismatchError: Another worker prepares something else.
         """
         holdings = self._holdings
+        if any(known.optimizer is optimizer for known in holdings.optimizers):
+            raise ConfigError(f"this {type(optimizer).__name__} is prepared already; prepare every optimizer once")
         if whole:
             self._updates.refuse("whole optimizer")
         self._updates.admit(model, optimizer)
