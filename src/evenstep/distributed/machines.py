@@ -134,7 +134,7 @@ class MachineRanks:
             UnsupportedError: The tensor is not contiguous.
         """
         if not tensor.is_contiguous():
-            raise UnsupportedError("a message between machines wants a contiguous tensor; receive into one and copy")
+            raise UnsupportedError("a message between machines needs a contiguous tensor; receive into one and copy")
         ours = tensor.detach()
         if peer == ANY:
             name = f"receive from any rank with tag {tag}"
@@ -359,7 +359,7 @@ def _reduce(dtype: int, op: int, inputs: Sequence[Tensor], program: bytes, out: 
 
 
 def _at(address: int, num_bytes: int) -> Tensor:
-    """The memory at an address, which somebody else keeps alive."""
+    """The memory at an address, which the caller keeps alive."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)

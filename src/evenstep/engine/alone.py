@@ -17,7 +17,7 @@ class Alone:
     """The surroundings of a shard that is computed on its own, as long as it does not want to meet others.
 
     Args:
-        shard: Which one.
+        shard: Its number.
         rows: The rows of its part.
         before: A shard that was computed before it without meeting anybody, if any.
     """

@@ -204,12 +204,12 @@ class Graphs:
 
     def _capture(self, found: _Signature, look: Look, task: Task) -> Products:
         if sum(len(each.known) for each in self._signatures.values()) >= _MOST_GRAPHS:
-            self._give_up(f"its parts have come in more than {_MOST_GRAPHS} shapes; pad them to few")
+            self._give_up(f"its parts have come in more than {_MOST_GRAPHS} shapes; pad them to a few")
             return self.compute(task).products
         recording, reason = None, "another worker could not capture it"
         try:
             recording = self._recorder.record(task)
-        except Exception as error:  # noqa: BLE001  # whatever it was: it can be computed, and is said
+        except Exception as error:  # noqa: BLE001  # whatever it was, the piece can be computed, and the user is told
             reason = _reason(error)
         if not task.agree(recording is not None) or recording is None:
             self._give_up(reason)

@@ -1,4 +1,4 @@
-"""Every operation of a script on its workers, done exactly once, whoever dies in the middle of it.
+"""Every operation of a script on its workers, done exactly once, whichever of them die in the middle of it.
 
 An operation (a step, an evaluation, a save) is tried by all workers together. If it succeeds, the first worker writes
 its result into the journal: from that moment it is committed. If a worker dies, stops or is asked to leave before that
@@ -103,7 +103,7 @@ class Ledger:
 
     @property
     def _reached(self) -> int:
-        """How many operations the state contained when somebody last had it."""
+        """How many operations the state contained when a worker last had it."""
         again = self.group.board.again
         return self.journal.committed if again is None else again
 
@@ -160,7 +160,7 @@ class Ledger:
         while not self.catching_up:
             if self.group.left:
                 self.group.enter()
-                if not self.volatile:  # else where this worker has to be is seen together
+                if not self.volatile:  # otherwise all find out together where this worker has to be
                     continue
             if (tried := self._try(operation, attempt)) is not None:
                 return tried, True

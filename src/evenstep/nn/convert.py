@@ -142,8 +142,8 @@ def _warn_of_others(named: Sequence[tuple[str, nn.Module]]) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
             f"layer '{names[0]}'{more} of class {kind} is a batch norm of its own kind: its statistics stay those of "
-            "each shard, because it cannot be known what it would mean to span them all; use one of torch's, or say "
-            "that this is meant by prepare(..., sync_batchnorm=False)",
+            "each shard, because it cannot be known what it would mean to span them all; use one of torch's, or "
+            "pass prepare(..., sync_batchnorm=False) if that is intended",
             stacklevel=4,
         )
 

@@ -45,7 +45,7 @@ class Share:
     Attributes:
         num_rows: How many rows it has trained on.
         history: Figures for every epoch.
-        buffers: Of its model, such as the statistics of batch norm.
+        buffers: The buffers of its model, such as the statistics of batch norm.
     """
 
     num_rows: int
