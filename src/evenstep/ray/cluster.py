@@ -72,7 +72,7 @@ def run(
         workers: How many; or a pair: the number to start with at least, and the number to use at most.
         cpus_per_worker: CPUs that each worker takes.
         gpus_per_worker: GPUs that each worker takes; then all workers are on one node and stay there.
-        address: Of the cluster; None: the one already connected to, or `RAY_ADDRESS`, or this machine's.
+        address: The address of the cluster; None: the one already connected to, or `RAY_ADDRESS`, or this machine's.
         shards: Parts of every batch; None: as the script says.
         max_restarts: How many workers that die may be replaced on their node; None: any number.
         step_timeout_s: How long a step may take; None: as the script says.
