@@ -81,6 +81,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 def pytest_collection_finish() -> None:
     """Everything is imported: what every fork would do, or drag along, is done once."""
+    gc.set_threshold(700, 10, 10)  # Python's own: see `started`
     for clear in typing._cleanups:  # a library does so at every exit
         clear()
     pages.settle()
