@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/evenstep/native
 	$(PIP) --editable '.[dev]'
 	touch $@
 
-# The tests of the server's page need a browser; without one they are skipped. Bounded in time, so that a slow download does not hold up the rest.
+# The tests of the server's page need a browser; without one they are skipped. It takes two minutes at most.
 PACKAGES := chromium chromium-driver
 INSTALL := apt-get -qq -y --no-install-recommends install $(PACKAGES)
 browser:
