@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 import processes
 from evenstep.core.errors import MismatchError, PeerError, SilenceError
-from evenstep.distributed import machines
+from evenstep.distributed.failures import Failures
 from evenstep.distributed.machines import MachineRanks
 from workers import run_outcomes, run_workers
 
@@ -44,7 +44,7 @@ def test_a_rank_that_is_killed_on_one_machine_is_named_on_the_other(culprit):
 
 
 def test_a_rank_that_stops_on_one_machine_is_noticed_on_the_other(monkeypatch):
-    monkeypatch.setattr(machines, "_REPORT_S", 10.0)  # a rank may be late that knows who it is
+    monkeypatch.setattr(Failures, "report_s", 10.0)  # the rank that knows which one it is may be late
 
     def body(rank):
         pids = [None] * 4

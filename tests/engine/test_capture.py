@@ -102,7 +102,7 @@ def recorder(monkeypatch):
 
 def recording_of(recorder, tracks):
     graph = SimpleNamespace(replay=lambda: None)
-    copies = [capture._Copy(track, graph, graph, [], [], capture.Products(None, [], []), 0) for track in tracks]
+    copies = [capture._TrackGraphs(track, graph, graph, [], [], capture.Products(None, [], []), 0) for track in tracks]
     return capture._Recording(copies, recorder._turns)
 
 

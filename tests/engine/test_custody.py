@@ -223,7 +223,7 @@ def test_a_site_that_differs_takes_the_state_anew(sites, capfd, num_workers, cul
     said = capfd.readouterr().err
     assert f"at step 2 worker {culprit} (machine" in said
     assert "holds a wrong 'model.2.bias' and 1 more: element [0] is " in said
-    assert "it takes the state anew" in said
+    assert "it gets a new copy of the state" in said
 
 
 def test_one_that_has_updated_wrong_is_outvoted_by_two(sites, capfd):

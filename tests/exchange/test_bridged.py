@@ -80,7 +80,7 @@ def test_a_wait_ends_when_something_has_arrived(new_segment):
 def test_a_wait_ends_with_the_group_or_with_its_time(new_segment):
     segment = new_segment(8)
     puts = Puts(segment, bridged(segment, timeout_s=0.1))
-    with pytest.raises(SilenceError, match=r"worker 0 waits for the sums of bucket 3 since 0.1 s"):
+    with pytest.raises(SilenceError, match=r"worker 0 has waited 0.1 s for the sums of bucket 3"):
         puts.wait(lambda: False, "the sums of bucket 3")
     core.abort_all(segment.base, 8, 2, "machine 4 is lost")
     with pytest.raises(PeerError, match="machine 4 is lost"):

@@ -61,7 +61,7 @@ def test_a_worker_that_is_not_needed_any_more_learns_so(new_segment, pipe):
 def test_a_supervisor_that_says_nothing_is_given_up(new_segment, pipe, monkeypatch):
     segment = new_segment(3)
     monkeypatch.setattr(membership, "_PATIENCE_S", 0.1)
-    with pytest.raises(SilenceError, match="the supervisor says nothing"):
+    with pytest.raises(SilenceError, match="worker 1 waited for a generation, but the supervisor announced none"):
         Supervised(segment, 1, pipe[1]).next(0, 0.0)
 
 

@@ -327,7 +327,7 @@ def test_of_two_machines_one_that_is_wrong_is_named_each_time_and_the_fingerprin
     who = rf"worker 1 \(machine {gethostname()}, process \d+, core \d+\)"
     machines = re.escape(f"machine 0 ({gethostname()}) and machine 1 ({gethostname()})")
     for line in (
-        rf"at step 1 {who} holds a wrong 'model\.0\.weight': element \[\d, \d\] is .*; it takes the state anew",
+        rf"at step 1 {who} holds a wrong 'model\.0\.weight': element \[\d, \d\] is .*; it gets a new copy of the state",
         rf"between {machines} {ALTERED}; the step is done again",
         rf"{who} computed wrong in step \d+, shard \d, gradient of 'model\.\S+': element .*; it is dismissed, and .*",
         r"1 workers from now on: 0",

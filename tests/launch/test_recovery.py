@@ -1,4 +1,4 @@
-"""Whoever dies, the same bits: faults at every point, resizes, stuck and slow workers."""
+"""When something dies, the same bits: faults at every point, resizes, stuck and slow workers."""
 
 import os
 import re

@@ -214,7 +214,7 @@ def test_what_cannot_be_is_one_sentence(server, monkeypatch):
     with pytest.raises(ConfigError, match=r"4 servers .* only 3 layers with parameters"), run:
         run.prepare(net := Net(), torch.optim.SGD(net.parameters(), 0.1))
     monkeypatch.setenv("EVENSTEP_STANDING", "{}")
-    with pytest.raises(ConfigError, match="EVENSTEP_STANDING makes no sense"):
+    with pytest.raises(ConfigError, match="EVENSTEP_STANDING cannot be read"):
         evenstep.Run()
 
 

@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_differences(script, tmp
 def test_without_a_checkpoint_resuming_is_starting(script, tmp_path, undisturbed):
     done = cli_run("run", "-n", "2", "--resume", script(training()), tmp_path / "none")
     assert lines(done) == undisturbed
-    assert "starting anew" in done.stderr
+    assert "starting over" in done.stderr
 
 
 def test_resuming_a_script_without_checkpoints_is_said(script, tmp_path, undisturbed):

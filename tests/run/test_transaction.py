@@ -39,7 +39,7 @@ def raise_in_backward(engine, monkeypatch):
 
 
 def raise_before_the_update(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_clip", lambda *_: _raise())
+    monkeypatch.setattr(engine._limiting, "clip", lambda *_: _raise())
     return loss_of
 
 

@@ -74,7 +74,7 @@ def add_join(commands: Any) -> None:
     join.add_argument("head", metavar="HOST:PORT", help="where the head listens")
     join.add_argument("-n", "--workers", metavar="N", type=int, help="number of workers (default: one for each core)")
     join.add_argument("--token-file", metavar="FILE", type=Path, help="holds the secret of the head")
-    join.add_argument("--cafile", metavar="FILE", type=Path, help="TLS: what the head's certificate was signed by")
+    join.add_argument("--cafile", metavar="FILE", type=Path, help="TLS: the certificate that signed the head's")
     join.add_argument(
         "--wait", metavar="SECONDS", type=float, default=30.0, help="how long to wait for the head (default: 30)"
     )

@@ -31,18 +31,7 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
     Raises:
         ConfigError: There is no such kind of cluster, or an option belongs to one machine.
     """
-    cluster: str = options.on
-    if cluster != "ray" and not cluster.startswith("ray://"):
-        raise ConfigError(f"--on {cluster}, expected ray, or ray://HOST:PORT")
-    for name, value in vars(options).items():
-        is_given = value is not None and value is not False and (name, value) != ("grace", _GRACE_S)  # 0 is given
-        if name not in _TAKEN | _OURS and is_given:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} applies to one machine and has no meaning with --on {cluster}; leave it out")
-    if not isinstance(script, Path):
-        raise ConfigError(f"-m {script} with --on {cluster}, expected the path of a script")
-    if workers is None or not workers.isdigit() or int(workers) < 1:
-        raise ConfigError(f"-n {workers} with --on {cluster}, expected a number of workers: -n 8")
+    num_workers = _check(options, script, workers)
     from evenstep import ray  # here: importing it takes seconds, and it may not be installed
 
     run = ray.run  # which imports Ray, and that has its own way to end on SIGTERM
@@ -51,14 +40,14 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
         run(
             script,
             *options.args,
-            workers=int(workers),
-            address=None if cluster == "ray" else cluster,
+            workers=num_workers,
+            address=None if options.on == "ray" else options.on,
             shards=options.shards,
             max_restarts=0 if options.no_replace else options.max_restarts,
             step_timeout_s=options.step_timeout,
             resume=options.resume,
             **{name: getattr(options, name) for name in _FIGURES},
-            working_dir=str(script.resolve().parent),
+            working_dir=str(Path(script).resolve().parent),
         )
     except ray.ScriptError as error:
         with unheard(sys.stderr):
@@ -71,3 +60,20 @@ def run_on(options: argparse.Namespace, script: Path | str, workers: str | None)
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _check(options: argparse.Namespace, script: Path | str, workers: str | None) -> int:
+    """Check that the options have a meaning on a cluster; return the number of workers."""
+    cluster: str = options.on
+    if cluster != "ray" and not cluster.startswith("ray://"):
+        raise ConfigError(f"--on {cluster}, expected ray, or ray://HOST:PORT")
+    for name, value in vars(options).items():
+        is_given = value is not None and value is not False and (name, value) != ("grace", _GRACE_S)  # 0 is given
+        if name not in _TAKEN | _OURS and is_given:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} applies to one machine and has no meaning with --on {cluster}; leave it out")
+    if not isinstance(script, Path):
+        raise ConfigError(f"-m {script} with --on {cluster}, expected the path of a script")
+    if workers is None or not workers.isdigit() or int(workers) < 1:
+        raise ConfigError(f"-n {workers} with --on {cluster}, expected a number of workers: -n 8")
+    return int(workers)

@@ -66,7 +66,7 @@ def launch_checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def launch_checksums_of_pieces(flat: Tensor, num_bytes: int) -> Tensor:
-    """As `launch_checksums`, of the pieces of so many bytes of a tensor of bytes; the last piece is what is left."""
+    """As `launch_checksums`, of a tensor of bytes in pieces of `num_bytes`; the last piece is what is left."""
     first, size = flat.data_ptr(), flat.numel()
     if flat.is_cpu or _kernel() is None or first % 8 or num_bytes % 8 or size % 8:
         return launch_checksums([flat[begin : begin + num_bytes] for begin in range(0, size, num_bytes)])

@@ -53,7 +53,7 @@ class Child:
                 os.kill(self.pid, number)  # it has no process group yet; its id is not reused until we reap it
 
     def interrupt(self, number: int) -> None:
-        """Send a signal to its main thread alone, which handles it before it goes on, also if it was stopped."""
+        """Send a signal to its main thread alone, which handles it before it goes on, even if it was stopped."""
         if self.alive:
             core.interrupt(self.pid, number)
 
@@ -66,7 +66,7 @@ class Child:
         return False
 
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped it."""
+        """Whether it has been stopped, such as by SIGSTOP."""
         with suppress(OSError, IndexError):  # it may be ending right now
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
@@ -168,7 +168,7 @@ def _live_apart(parent: int | None, streams: tuple[int, int], keep: Collection[i
     os.dup2(streams[1], 2)
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
-        if fd > 2 and fd not in (null, *keep) and os.path.lexists(f"/proc/self/fd/{fd}"):  # that of the listing is gone
+        if fd > 2 and fd not in (null, *keep) and os.path.lexists(f"/proc/self/fd/{fd}"):  # the listing's own is gone
             # Not closed: objects that came along would write to, or close, what gets their number next.
             os.dup2(null, fd, inheritable=False)
     os.close(null)
@@ -194,7 +194,7 @@ class _Pipe:
         data = os.read(self.fd, 65536)
         *lines, rest = (self._begun + data).split(b"\n")
         if self.kind != "events" and rest and (not data or len(rest) > _LONGEST_LINE_BYTES):
-            lines, rest = [*lines, rest], b""  # an event without an end is none: its writer was killed in the middle
+            lines, rest = [*lines, rest], b""  # an incomplete event is dropped: its writer was killed
         self._begun = rest
         return lines, not data
 
@@ -271,9 +271,7 @@ class Children:
         ready = self._selector.select(max(wait_s, 0.0))
         for key, _ in sorted(ready, key=lambda item: self._order(item[0].data)):
             now = self._selector.get_map().get(key.fd)
-            if (
-                now is not None and now.data is key.data
-            ):  # otherwise it was closed meanwhile, and its number may be another's
+            if now is not None and now.data is key.data:  # otherwise it was closed, and its number may be another's
                 self._handle(key.data)
         return bool(ready)
 

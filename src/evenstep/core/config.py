@@ -28,7 +28,8 @@ class RunConfig:
         quiet: No progress bar and no closing fingerprint line.
         on_nondeterminism: Whether an operation that torch knows to be non-deterministic raises or only warns.
         arithmetic: "native": as this processor is fastest. "portable": the same bits on every processor.
-        graphs: Whether steps on a GPU are replayed from CUDA graphs; "auto": where they can be; True: or an error.
+        graphs: Whether steps on a GPU are replayed from CUDA graphs; "auto": where they can be; True: or else it is
+            an error.
         overlap: Whether the graphs of two shards are replayed at the same time.
         recheck: One in this many steps is computed twice, by different workers; 0: none.
         tolerate_wrong: How often a worker may be found to compute wrong before it is dismissed.
@@ -106,8 +107,8 @@ class RunConfig:
             )
         if self.arithmetic == "portable" and self.device != "cpu":
             raise ConfigError(
-                f"device={self.device!r} with arithmetic='portable', expected 'cpu': kinds of GPUs are not made equal; "
-                "use arithmetic='native'"
+                f"device={self.device!r} with arithmetic='portable', expected 'cpu': GPUs of different kinds give "
+                "different bits; use arithmetic='native'"
             )
 
 

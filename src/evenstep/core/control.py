@@ -27,7 +27,7 @@ def _name(pid: int) -> str:
 
 
 class Control:
-    """The end of whoever answers for a job: its supervisor, or the job itself.
+    """The answering end of a job's socket: its supervisor's, or the job's own.
 
     Raises:
         OSError: This process already has one open.
@@ -58,12 +58,12 @@ class Control:
                 return  # a bad caller must not harm the run
 
     def close(self) -> None:
-        """Give up the name."""
+        """Close the socket and free its name."""
         self.socket.close()
 
 
 def _parsed(data: bytes) -> Any:
-    """A request; None if it is no JSON, or too deep."""
+    """A request; None if it is not JSON, or nested too deeply."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -34,7 +34,7 @@ class Environment:
         worker: This worker's number.
         num_workers: How many workers there are.
         shards: The number of shards asked for on the launcher's command line, if any.
-        arithmetic: The arithmetic asked for there, or by whoever started this process, if any.
+        arithmetic: The arithmetic asked for there, or by the process that started this one, if any.
         segment_fd: The inherited file descriptor of the shared segment, if the launcher made one.
         torchrun: Whether torchrun started this process.
         events_fd: Where to write progress and errors as JSON lines for the launcher, if it listens.
@@ -48,7 +48,7 @@ class Environment:
         job: Identifies the launcher's job; None: there is no launcher.
         recheck: One in how many steps is computed twice, if the launcher's command line says so.
         tolerate_wrong: How often a worker may compute wrong, if the launcher's command line says so.
-        machines: If workers may be on several machines: which one each is on; empty if a supervisor says so.
+        machines: If workers may be on several machines: which one each is on; empty if the supervisor will say.
     """
 
     worker: int = 0
@@ -190,7 +190,7 @@ def write(variables: dict[str, str]) -> None:
 
 
 def become(command: list[str], variables: dict[str, str]) -> NoReturn:
-    """Replace this process by a command, with these variables added to its environment."""
+    """Replace this process with a command, with these variables added to its environment."""
     os.execve(command[0], command, {**os.environ, **variables})
 
 

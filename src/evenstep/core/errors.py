@@ -23,7 +23,7 @@ class EvenstepError(Exception):
     """The root of all errors that evenstep raises.
 
     Attributes:
-        exit_code: With which a command ends that raises it.
+        exit_code: The exit code of a command that raises it.
         was_shown: Whether the user has read the message already.
     """
 

@@ -7,7 +7,7 @@ __all__ = ["octets"]
 
 
 def octets(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as a flat one: a view of its memory where that is contiguous, else of a copy.
+    """The bytes of a tensor as a flat tensor: a view of its memory if that is contiguous, else of a copy.
 
     A tensor of one element counts as contiguous whatever its strides are (a column of a part with one row), but torch
     gives no view of its bytes unless the last one is 1.

@@ -14,7 +14,7 @@ class Signals:
 
     Args:
         handle: Called with each, by `deliver`.
-        numbers: Which signals.
+        numbers: The signals.
     """
 
     def __init__(self, handle: Callable[[int], None], *numbers: int) -> None:

@@ -122,7 +122,7 @@ class Batch:
         """
         raise ConfigError(
             "a batch of run.batches cannot be unpacked: its parts lie on different workers; pass it whole, as in "
-            "run.step(batch, lambda part: ...), which calls the function with one collated part after the other"
+            "run.step(batch, lambda part: ...), which calls the function with one collated part after another"
         )
 
 

@@ -1,6 +1,6 @@
 """Columns of Arrow tables as arrays: one row for each sample, no nulls, rows of one length.
 
-Whoever only writes rows, as tasks of a cluster do, need not wait for torch: it is not imported here.
+Tasks of a cluster that only write rows need not wait for torch: it is not imported here.
 """
 
 from collections.abc import Sequence

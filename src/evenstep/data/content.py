@@ -1,4 +1,4 @@
-"""Rows ordered by their content: whoever writes them, from however many parts, gets the same files.
+"""Rows ordered by their content: any writer, from any number of parts, produces the same files.
 
 A row's key is 64 bits mixed from its values, or from those of one column that the user names. The high bits say which
 file it belongs to, and a file is sorted by key, then by content. Rows that tie in both are identical.

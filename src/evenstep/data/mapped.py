@@ -1,8 +1,8 @@
 """Columns of Parquet files that need no decoding: rows are gathered from where the file is mapped into memory.
 
-So it is where numbers lie as they are: uncompressed, without dictionary or nulls, in lists of one length, as
-`evenstep.data.content` writes them. All workers of a machine then share what is in memory of a file. Whatever is not
-exactly so is no error: it is left to pyarrow.
+That is possible where numbers are stored as they are: uncompressed, without dictionary or nulls, in lists of one
+length, as `evenstep.data.content` writes them. All workers of a machine then share what is in memory of a file. Any
+other layout is not an error: it is left to pyarrow.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,8 +44,8 @@ class MappedColumn:
 
     Args:
         pages: Where they lie, in order.
-        shape: Of a row.
-        dtype: Of its numbers.
+        shape: The shape of a row.
+        dtype: The type of its numbers.
         buffers: The mappings, which live as long as this.
     """
 

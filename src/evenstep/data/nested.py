@@ -1,6 +1,6 @@
 """Nested values: what a batch may be made of, taken apart and put together again with its types kept.
 
-A *structure* is a mapping (also one that is no `dict`, such as the `BatchEncoding` of a tokenizer), a named tuple, a
+A *structure* is a mapping (even one that is not a `dict`, such as the `BatchEncoding` of a tokenizer), a named tuple, a
 data class, a list or a tuple.
 """
 

@@ -32,7 +32,7 @@ class _Block:
     Attributes:
         groups: (file, row group) of each piece, in order.
         first: The number of the first row.
-        num_rows: How many.
+        num_rows: How many there are.
         num_bytes: Their approximate size when decoded.
     """
 

@@ -1,10 +1,5 @@
-"""What machines exchange besides collectives: news of a failure, and messages through gloo.
+"""Messages between ranks of different machines, through gloo, which does not know what a rank is."""
 
-Every wait for either has a bound: torch's store stops answering when the process that hosts it has stopped, and gloo
-does not know what a rank is.
-"""
-
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -14,46 +9,7 @@ from torch._C._distributed_c10d import Work
 
 from evenstep.distributed.work import NO_TIMEOUT, end_record
 
-__all__ = ["DirectWork", "Word"]
-
-_KEY = "evenstep/failed"
-_TELLING_S = 1.0
-
-
-class Word:
-    """The first failure of a group, left in torch's store for the other machines. Nothing here blocks for long."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self._asking: threading.Thread | None = None
-        self._found: str | None = None
-        self.lost = False
-        """Whether the store is gone with the process that hosted it."""
-
-    def leave(self, text: str) -> None:
-        """Say why the group has failed, if nobody has yet."""
-        self._in_a_thread(lambda: self._store.compare_set(_KEY, "", text)).join(_TELLING_S)
-
-    def found(self) -> str | None:
-        """The failure that some rank reported, if known yet; the store is asked again in the background."""
-        if self._found is None and (self._asking is None or not self._asking.is_alive()):
-            self._asking = self._in_a_thread(self._ask)
-        return self._found
-
-    def _ask(self) -> None:
-        if self._store.check([_KEY]):
-            self._found = self._store.get(_KEY).decode()
-
-    def _in_a_thread(self, ask: Callable[[], object]) -> threading.Thread:
-        def run() -> None:
-            try:
-                ask()
-            except RuntimeError:
-                self.lost = True
-
-        thread = threading.Thread(target=run, name="evenstep-word", daemon=True)
-        thread.start()
-        return thread
+__all__ = ["DirectWork"]
 
 
 class DirectWork(Work):

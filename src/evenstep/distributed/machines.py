@@ -8,19 +8,18 @@ gloo, rank to rank.
 
 import contextlib
 import ctypes
-import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, Work
+from torch._C._distributed_c10d import PrefixStore, Work
 
-from evenstep.core.errors import EvenstepError, MismatchError, PeerError, SilenceError, UnsupportedError
-from evenstep.distributed.errors import kind_of
-from evenstep.distributed.machine_messages import DirectWork, Word
+from evenstep.core.errors import EvenstepError, MismatchError, SilenceError, UnsupportedError
+from evenstep.distributed.failures import Failures, Word
+from evenstep.distributed.leaders import Leaders
+from evenstep.distributed.machine_messages import DirectWork
 from evenstep.distributed.members import Member
 from evenstep.distributed.reductions import ITEM_BYTES
 from evenstep.distributed.team import ANY, Call, Pieces, Team
@@ -31,7 +30,7 @@ from evenstep.transport.links import gloo
 __all__ = ["MachineRanks"]
 
 _TAG_BYTES = 256
-_REPORT_S = 2.0  # how long the machine of a rank that failed may take to say so, beyond the timeout
+_PATIENCE_S = 2 * Failures.report_s  # how much longer than its leader a rank waits
 
 
 class MachineRanks:
@@ -55,9 +54,9 @@ class MachineRanks:
         machines: Sequence[Sequence[int]],
         timeout_s: float,
     ) -> None:
-        self._word = Word(store)
         self.team: Team | None = None
         self._team = team
+        self._failures = Failures(Word(store), team)
         self._members = members
         self._rank = rank
         self._machines = machines
@@ -65,10 +64,14 @@ class MachineRanks:
         self._leads = rank == machines[self._mine][0]
         self._nodes = [_nodes(ranks, len(members)) for ranks in machines]
         self._number = 0
-        self._leaders: Any = None
-        if self._leads:
-            self._leaders = gloo(PrefixStore("evenstep/leaders/", store), self._mine, len(machines), None, timeout_s)
+        self._leaders: Any = self._meet_leaders(store, timeout_s) if self._leads else None
         self._direct: Any = gloo(PrefixStore("evenstep/ranks/", store), rank, len(members), None, timeout_s)
+
+    def _meet_leaders(self, store: Any, timeout_s: float) -> Leaders:
+        count = len(self._machines)
+        group = gloo(PrefixStore("evenstep/leaders/", store), self._mine, count, None, timeout_s)
+        others = ", ".join(str(self._leader(number)) for number in range(count) if number != self._mine)
+        return Leaders(group, count, others, self._failures, self._team.check)
 
     # ---- operations ----
 
@@ -109,7 +112,7 @@ class MachineRanks:
             table = torch.stack(self._gather(tag, sizes, timeout_s)).view(torch.int64)
             for source, expected in enumerate(out_bytes):
                 if table[source, self._rank] != expected:
-                    self._fail(
+                    self._failures.fail(
                         MismatchError,
                         f"{self._members[source]} gives {table[source, self._rank]} bytes to "
                         f"{self._members[self._rank]}, which expects {expected}, in {self._at(tag)}",
@@ -134,7 +137,7 @@ class MachineRanks:
             UnsupportedError: The tensor is not contiguous.
         """
         if not tensor.is_contiguous():
-            raise UnsupportedError("a message between machines wants a contiguous tensor; receive into one and copy")
+            raise UnsupportedError("a message between machines needs a contiguous tensor; receive into one and copy")
         ours = tensor.detach()
         if peer == ANY:
             name = f"receive from any rank with tag {tag}"
@@ -179,9 +182,7 @@ class MachineRanks:
             text = torch.zeros(_TAG_BYTES, dtype=torch.uint8)
             short = bytearray(tag[:_TAG_BYTES])
             text[: len(short)] = torch.frombuffer(short, dtype=torch.uint8)
-            found = [torch.empty_like(text) for _ in self._machines]
-            self._gather_leaders(found, text, tag, timeout_s)
-            for number, theirs in enumerate(found):
+            for number, theirs in enumerate(self._leaders.gather(text, self._at(tag), timeout_s)):
                 if not torch.equal(theirs, text):
                     self._disagree(self._at(tag), number, bytes(theirs.tolist()).rstrip(b"\0"))
         self._local(Call(core.ES_BARRIER, tag), None, None, timeout_s)
@@ -197,8 +198,7 @@ class MachineRanks:
                 leaves = tuple((rank, rank + 1) for rank in range(*span))
                 inputs = [given[self._machines[self._mine].index(rank)] for rank, _ in leaves]
                 _reduce(dtype, op, inputs, tree.merge_program(leaves, len(self._members)), row)
-            found = [torch.empty_like(nodes) for _ in self._machines]
-            self._gather_leaders(found, nodes, tag, timeout_s)
+            found = self._leaders.gather(nodes, self._at(tag), timeout_s)
             rows: dict[tuple[int, int], Tensor] = {}
             for spans_there, theirs in zip(self._nodes, found, strict=True):
                 rows.update(zip(spans_there, theirs, strict=False))
@@ -214,8 +214,7 @@ class MachineRanks:
             most = max(len(ranks) for ranks in self._machines)
             padded = torch.zeros(most, len(mine), dtype=torch.uint8)
             padded[: len(given)] = torch.stack(given)
-            found = [torch.empty_like(padded) for _ in self._machines]
-            self._gather_leaders(found, padded, tag, timeout_s)
+            found = self._leaders.gather(padded, self._at(tag), timeout_s)
             for number, ranks in enumerate(self._machines):
                 everything[list(ranks)] = found[number][: len(ranks)]
         return list(self._local_broadcast(tag, everything.view(-1), 0, timeout_s).view_as(everything))
@@ -227,9 +226,7 @@ class MachineRanks:
         if self._mine == home:
             data = self._local_broadcast(tag, data, self._machines[home].index(root), timeout_s)
         if self._leads:
-            options = BroadcastOptions()
-            options.rootRank, options.timeout = home, _gloo_timeout(timeout_s)
-            self._between(lambda: self._leaders.broadcast([data], options), tag, timeout_s)
+            self._leaders.broadcast(data, home, self._at(tag), timeout_s)
         return data if self._mine == home else self._local_broadcast(tag, data, 0, timeout_s)
 
     def _local_gather(self, tag: bytes, mine: Tensor, timeout_s: float) -> list[Tensor]:
@@ -244,9 +241,7 @@ class MachineRanks:
         self._local(Call(core.ES_BROADCAST, tag, root=root, num_items=len(data)), ins, outs, timeout_s)
         return data
 
-    def _local(
-        self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float, patience_s: float = 2 * _REPORT_S
-    ) -> None:
+    def _local(self, call: Call, ins: Pieces, outs: Pieces, timeout_s: float, patience_s: float = _PATIENCE_S) -> None:
         """Do a part of an operation inside the machine.
 
         A rank may wait here for a leader that waits for another machine, which waits for one of its own ranks. Each
@@ -255,40 +250,15 @@ class MachineRanks:
         self._team.number = self._number - 1  # all parts belong to one operation of the group
         self._team.call(call, ins, outs, timeout_s + patience_s)
 
-    def _gather_leaders(self, found: list[Tensor], mine: Tensor, tag: bytes, timeout_s: float) -> None:
-        options = AllgatherOptions()
-        options.timeout = _gloo_timeout(timeout_s)
-        self._between(lambda: self._leaders.allgather([found], [mine], options), tag, timeout_s)
-
-    def _between(self, start: Callable[[], Work], tag: bytes, timeout_s: float) -> None:
-        """Do an operation of the leaders, and watch for failures meanwhile."""
-        deadline, pause_s = time.monotonic() + timeout_s + _REPORT_S, 2e-5
-        try:
-            work = start()
-            while not work.is_completed():
-                time.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, 0.02)
-                self._team.check()
-                if pause_s == 0.02:
-                    self._hear_of_failure()
-                if time.monotonic() > deadline:
-                    text = f"one of {self._others()} said nothing for {timeout_s:g} s: Timed out in {self._at(tag)}"
-                    self._fail(SilenceError, text)
-            work.wait()
-        except EvenstepError:  # some of ours are RuntimeErrors too
-            raise
-        except RuntimeError as error:
-            self._lose(f"one of {self._others()} was lost in {self._at(tag)}: {error}")
-
     # ---- failure ----
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
         """Leave word of a failure for the other machines."""
         try:
-            yield
-        except EvenstepError as error:
-            self._word.leave(f"{kind_of(error).__name__}\n{error}")
+            with self._failures.telling():
+                yield
+        except EvenstepError:
             self._direct = None  # ranks that wait for our message see the connection close
             raise
 
@@ -302,39 +272,18 @@ class MachineRanks:
             f"{first}, but {second}: all ranks of a group must start the same operations in the same order, on tensors "
             "of one shape and dtype"
         )
-        self._fail(MismatchError, text)
+        self._failures.fail(MismatchError, text)
 
     def _leader(self, number: int) -> Member:
         return self._members[self._machines[number][0]]
-
-    def _others(self) -> str:
-        return ", ".join(str(self._leader(number)) for number in range(len(self._machines)) if number != self._mine)
-
-    def _fail(self, kind: type[EvenstepError], text: str) -> NoReturn:
-        self._team.fail(kind, self._team.index, text)
-        self._team.raise_failure()
-
-    def _hear_of_failure(self) -> None:
-        word = self._word.found()
-        if word is not None:
-            kind, _, text = word.partition("\n")
-            self._fail({"MismatchError": MismatchError, "SilenceError": SilenceError}.get(kind, PeerError), text)
-
-    def _lose(self, text: str) -> NoReturn:
-        """Raise for a connection that broke, with the cause if another machine reports one."""
-        deadline = time.monotonic() + _REPORT_S
-        while time.monotonic() < deadline and not self._word.lost:
-            self._hear_of_failure()
-            time.sleep(0.02)
-        self._fail(PeerError, text)
 
     def _lose_message(self, name: str, peer: int, error: RuntimeError, timeout_s: float) -> NoReturn:
         me, other = self._members[self._rank], "a rank" if peer == ANY else self._members[peer]
         with self._telling():
             if "imed out" not in str(error):
-                self._lose(f"{other} was lost; {me} waits for it in {name}: {error}")
+                self._failures.lose(f"{other} was lost; {me} waits for it in {name}: {error}")
             text = f"{other} said nothing for {timeout_s:g} s: Timed out at {me}, which waits in {name}; look at it"
-            self._fail(SilenceError, f"{text}, or raise init_process_group(timeout=...)")
+            self._failures.fail(SilenceError, f"{text}, or raise init_process_group(timeout=...)")
 
 
 def _nodes(ranks: Sequence[int], size: int) -> list[tuple[int, int]]:
@@ -348,18 +297,13 @@ def _nodes(ranks: Sequence[int], size: int) -> list[tuple[int, int]]:
     return [node for first, end in runs for node in tree.cover((first, end), size)]
 
 
-def _gloo_timeout(timeout_s: float) -> timedelta:
-    """The timeout for gloo: it should end when we give up too, but not before we know why."""
-    return timedelta(seconds=timeout_s + 2 * _REPORT_S)
-
-
 def _reduce(dtype: int, op: int, inputs: Sequence[Tensor], program: bytes, out: Tensor) -> None:
     addresses = tuple(each.data_ptr() for each in inputs)
     core.tree_reduce(dtype, op, addresses, program, out.data_ptr(), len(out) // ITEM_BYTES[dtype])
 
 
 def _at(address: int, num_bytes: int) -> Tensor:
-    """The memory at an address, which somebody else keeps alive."""
+    """The memory at an address, which the caller keeps alive."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)

@@ -39,7 +39,7 @@ class _Message:
     """A message on its way.
 
     Attributes:
-        peer: Who it goes to or comes from.
+        peer: The rank that it goes to or comes from.
         tag: The user's tag.
         data: The contiguous memory that it is read from or written to.
         dtype: The user's dtype.
@@ -114,7 +114,7 @@ class Mail:
         num_bytes = core.mail_bytes(self._num_ranks)
         self._memory = team.segment.memory.reserve(num_bytes).tensor(torch.Size([num_bytes]), torch.uint8)
         self._mail = self._memory.data_ptr()
-        self._lock = threading.Lock()  # held by whoever moves fragments
+        self._lock = threading.Lock()  # held by the thread that moves fragments
         self._sends: list[deque[_Message]] = [deque() for _ in team.members]
         self._receives: list[_Message] = []
         self._arriving: list[_Message | None] = [None for _ in team.members]  # of which some fragments are here
@@ -164,7 +164,7 @@ class Mail:
                 if not self._guarded(self._move):
                     slice_ns = int(_SLICE_S * 1e9)
                     rc = core.mail_wait(self._team.base, self._mail, self._rank, seen, BACKGROUND_SPIN, slice_ns)
-                # also while other messages come and go
+                # even while other messages come and go
                 if rc != core.ES_OK or time.monotonic() > looked_s + _SLICE_S:
                     self._guarded(self._look_around)
                     looked_s = time.monotonic()

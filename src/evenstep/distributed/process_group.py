@@ -131,7 +131,7 @@ def monitored_barrier(
     """
     found = distributed.group.WORLD if group is None else group
     if not isinstance(found, EvenstepProcessGroup):
-        raise ConfigError(f"monitored_barrier wants a process group of the evenstep backend, not {found!r}")
+        raise ConfigError(f"monitored_barrier needs a process group of the evenstep backend, not {found!r}")
     found.monitored_barrier(timeout, wait_all_ranks)
 
 

@@ -60,7 +60,7 @@ DONE = DoneWork()
 
 
 class PendingWork(Work):
-    """An operation that somebody else completes.
+    """An operation that another thread completes.
 
     Args:
         name: What it is, for errors.
@@ -102,7 +102,7 @@ class PendingWork(Work):
         found: BaseException | None = None
         try:
             job()
-        except BaseException as error:  # noqa: BLE001  # the border of a thread: whoever waits gets it
+        except BaseException as error:  # noqa: BLE001  # the border of a thread: the waiting caller gets it
             found = error
         over()
         self.complete(found)
@@ -113,13 +113,13 @@ class PendingWork(Work):
         Raises:
             SilenceError: It is not over after the timeout; the operation goes on.
             ConfigError: This process is a copy of the rank that started it, and it was not over then.
-            EvenstepError: It failed; the same error for everyone who waits.
+            EvenstepError: It failed; the same error for every waiting caller.
         """
         if not self._done.is_set():
             check_not_a_copy(self._pid, "a rank of torch.distributed")  # a copy lacks the thread that would complete it
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if seconds > 0 else None):
-            raise SilenceError(f"{self.name} is not over after {seconds:g} s, and wait(timeout) was not to wait longer")
+            raise SilenceError(f"{self.name} is not over after wait(timeout={seconds:g} s), and goes on; wait again")
         if self._error is not None:
             raise self._error
         return True

@@ -28,7 +28,7 @@ class Diagnosis:
     Attributes:
         host: Its name.
         arithmetic: "native" or "portable".
-        processor: Which kind it is.
+        processor: The kind of processor.
         software: The libraries that compute.
         settings: The variables that they choose their kernels by.
         findings: What was looked at.

@@ -1,4 +1,4 @@
-"""The surroundings of a shard that is computed on its own: nobody, and a way to say that it wants to meet others."""
+"""The surroundings of a shard that is computed on its own: nobody, and a way to say that it has to meet others."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ __all__ = ["Alone", "Meets"]
 
 
 class Meets(BaseException):
-    """A shard that is computed on its own wants to meet the others. Not an Exception, so no script catches it."""
+    """A shard that is computed on its own has to meet the others. Not an Exception, so no script catches it."""
 
 
 class Alone:
-    """The surroundings of a shard that is computed on its own, as long as it does not want to meet others.
+    """The surroundings of a shard that is computed on its own, as long as it need not meet others.
 
     Args:
-        shard: Which one.
+        shard: Its number.
         rows: The rows of its part.
         before: A shard that was computed before it without meeting anybody, if any.
     """
@@ -32,7 +32,7 @@ class Alone:
         if self._before is None:
             raise Meets
         raise UnsupportedError(
-            f"this shard wants to meet all others (in a batch norm, or run.gather), but shard {self._before} ended "
+            f"this shard has to meet all others (in a batch norm, or run.gather), but shard {self._before} ended "
             "without that; the step function must do the same for every part, and model.train() comes before run.step"
         )
 

@@ -43,7 +43,7 @@ class CudaRecorder:
         tracks = self._pair if task.is_one_of_many else self._alone
         return _Recording([self._record(task, track) for track in tracks], self._turns)
 
-    def _record(self, task: Task, track: "_Track") -> "_Copy":
+    def _record(self, task: Task, track: "_Track") -> "_TrackGraphs":
         generator = torch.cuda.default_generators[self._device.index or 0]
         before = generator.graphsafe_get_state()
         own = [generator.clone_state() for _ in task.seeds]
@@ -67,7 +67,7 @@ class CudaRecorder:
         finally:
             generator.graphsafe_set_state(before)
         num_bytes = torch.cuda.memory_reserved(self._device) - before_bytes
-        return _Copy(track, forward, backward, inputs, own, piece.products, num_bytes)
+        return _TrackGraphs(track, forward, backward, inputs, own, piece.products, num_bytes)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, track: "_Track", function: Callable[[], None]) -> None:
         graph.capture_begin(pool=track.pool, capture_error_mode="thread_local")
@@ -165,7 +165,7 @@ class _Track:
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _TrackGraphs:
     """The graphs of a piece on one track, and what they read and write."""
 
     track: _Track
@@ -180,7 +180,7 @@ class _Copy:
 class _Recording:
     """See `Recording`."""
 
-    def __init__(self, copies: Sequence[_Copy], turns: Iterator[int]) -> None:
+    def __init__(self, copies: Sequence[_TrackGraphs], turns: Iterator[int]) -> None:
         self._copies, self._turns = copies, turns  # the turns of all recordings, so no two replays use one track
         self.num_copies, self.num_bytes = len(copies), copies[0].num_bytes
 

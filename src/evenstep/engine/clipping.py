@@ -18,7 +18,7 @@ _TORCHS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
 
 
 def warn_of_torchs(caller: FrameType) -> None:
-    """Say it if the function that asks for a step without clipping calls torch's own, which would do nothing there."""
+    """Warn if a function that asks for a step without clipping calls torch's own clipping, which would do nothing."""
     for name in _TORCHS.intersection(caller.f_code.co_names):
         warnings.warn(
             f"{name} is called beside run.step, which leaves no gradients behind, so it clips nothing; use "
@@ -91,7 +91,7 @@ def norms_of(gradients: Mapping[int, Tensor]) -> dict[int, float]:
 
 
 def total_norm(norms: Iterable[Mapping[str, float]], numbers: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """The norm over all gradients, whoever owns which.
+    """The norm over all gradients, whatever their owners.
 
     Args:
         norms: What `norms_of` gave on each worker, as JSON brings it back.

@@ -109,7 +109,7 @@ class Conduct:
 
 
 class StepGuard:
-    """Sees to it that nobody but the engine updates parameters with an optimizer.
+    """Ensures that only the engine updates parameters with an optimizer.
 
     Args:
         optimizer: The optimizer.
@@ -163,7 +163,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _contents(value: Any, depth: int) -> Any:
-    """Something that is equal for a value, what it contains included, until that changes."""
+    """What stands for a value in comparisons: it stays equal until the value, or what it contains, changes."""
     if isinstance(value, int | float | str | bool | None):
         return value
     if isinstance(value, Tensor):

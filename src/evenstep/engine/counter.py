@@ -53,7 +53,7 @@ class Counter:
         """Add what has come, in leaf order; return whether the nodes are now complete (and were not before).
 
         Args:
-            i: Which parameter.
+            i: The number of the parameter.
             over: Whether no more gradients will come.
         """
         leaf, stop = self._next[i], self._leaves.shards.stop

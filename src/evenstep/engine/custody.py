@@ -2,9 +2,9 @@
 
 Digests are made before a step that is computed twice: when the step before it has committed, when it begins, and before
 it updates anything. The workers of a site share out the tensors; one number for all of them is compared, and only if
-that differs the single ones are looked at. A site that differs takes the state anew from one that is right. Where there
+that differs are the single ones looked at. A site that differs copies the state from one that is right. Where there
 is no other it takes back what has changed from its image, or from a checkpoint, if one is of this moment; else the run
-stops, for nothing doubtful is committed.
+stops: nothing doubtful is committed.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Custody:
     """Looks after the state of one site. All workers must call everything here alike, unless it says otherwise.
 
     Args:
-        holdings: Whose state.
+        holdings: What holds the state.
     """
 
     def __init__(self, holdings: Holdings) -> None:
@@ -54,16 +54,16 @@ class Custody:
         return found
 
     def check(self, where: str) -> bool:
-        """See that the state is what it was, and alike on all sites; make it so where that can be done.
+        """Check that the state is what it was, and the same on all sites; repair it where that is possible.
 
         Args:
             where: The step, in words.
 
         Returns:
-            Whether it was: what was computed of another is to be computed again.
+            Whether it was; if not, what was computed from it must be computed again.
 
         Raises:
-            WrongError: It cannot.
+            WrongError: It cannot be repaired.
         """
         now = self._digests()
         operation, digests = self._noted
@@ -125,7 +125,7 @@ class Custody:
                 self._state.save(entries)
             self._state.spread(where + "state anew", entries, there)
             if self._group.rank == 0:
-                self._tell_wrong(where, here, places, names, element, "it takes the state anew")
+                self._tell_wrong(where, here, places, names, element, "it gets a new copy of the state")
         with torch.no_grad():
             self._state.pull()
         self._noted = self._state.operation, self._digests()

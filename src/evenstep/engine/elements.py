@@ -21,7 +21,7 @@ class Element:
     """One element of two tensors.
 
     Attributes:
-        index: Which element.
+        index: Where it is.
         found: Its value in the first tensor, and its bits.
         expected: The same for the second.
     """

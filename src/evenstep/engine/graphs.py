@@ -88,7 +88,7 @@ class Task:
         piece: Makes the piece for given inputs and seeds; with generators of the device, one for each shard, instead
             of the seeds if it is captured.
         between: Called with the numbers of its results when forward has been launched.
-        agree: Asks whether all who compute it together say yes; they must ask alike.
+        agree: Asks whether all workers that compute it together say yes; they must ask alike.
         is_one_of_many: Whether the step has more pieces on this device.
     """
 
@@ -204,12 +204,12 @@ class Graphs:
 
     def _capture(self, found: _Signature, look: Look, task: Task) -> Products:
         if sum(len(each.known) for each in self._signatures.values()) >= _MOST_GRAPHS:
-            self._give_up(f"its parts have come in more than {_MOST_GRAPHS} shapes; pad them to few")
+            self._give_up(f"its parts have come in more than {_MOST_GRAPHS} shapes; pad them to a few")
             return self.compute(task).products
         recording, reason = None, "another worker could not capture it"
         try:
             recording = self._recorder.record(task)
-        except Exception as error:  # noqa: BLE001  # whatever it was: it can be computed, and is said
+        except Exception as error:  # noqa: BLE001  # whatever it was, the piece can be computed, and the user is told
             reason = _reason(error)
         if not task.agree(recording is not None) or recording is None:
             self._give_up(reason)

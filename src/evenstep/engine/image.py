@@ -2,11 +2,11 @@
 
 After a step is committed the state flows there on a stream of its own while the next step is computed, and is whole
 before that changes anything; every site copies its share. There are two images, taken in turns, and a word on the board
-says which is whole: so there always is one. If all sites are lost, they begin from it, and what was committed since is
+says which is whole, so there always is one. If all sites are lost, they begin from it, and what was committed since is
 done again. Copying slows down what is computed meanwhile, so a large state is copied every few steps only.
 
 Beside every piece of an image lies its *seal*: the checksum of the piece of the state, made where that is, with the
-number of operations behind it. So whoever reads an image knows whether it is what was copied, and of one moment.
+number of operations behind it. So a reader of an image knows whether it is what was copied, and of one moment.
 """
 
 import math
@@ -29,7 +29,7 @@ from evenstep.transport.memory import FlatRegion, aligned
 __all__ = ["Image"]
 
 _MOST_COST = 0.02  # of the time of a step
-_SLOWDOWN = 0.1  # of the time of a copy: by so much it delays what is computed at the same time
+_SLOWDOWN = 0.1  # of the time of a copy: how much it delays what is computed at the same time
 _PIECE_BYTES = 1 << 20
 
 Copied = tuple[int, int]  # how many operations the last whole copy has behind it, and after how many the next is due
@@ -49,7 +49,7 @@ class _Place:
         return [slice(n * _PIECE_BYTES, min((n + 1) * _PIECE_BYTES, self.flat.numel())) for n in numbers]
 
     def wrong(self, which: int, operations: int, first: int = 0, end: int | None = None) -> list[slice]:
-        """Those of some pieces whose image is not what was copied after so many operations."""
+        """Those of some pieces whose image is not what was copied after this many operations."""
         pieces, room = self.pieces(first, end), self.rooms[which]
         points.touch("image", *(room[piece] for piece in pieces))
         seals = self.seals[which][first:end] ^ operations
@@ -129,7 +129,7 @@ class Image:
                 self._group.board.image = self._image
 
     def take(self, operations: int) -> None:
-        """Begin to copy the state, which has so many operations behind it, if it is time. All sites decide alike."""
+        """Begin to copy the state, which has this many operations behind it, if it is time. All sites decide alike."""
         if self._begun != self._image[0] or operations - self._begun < self._every:
             return
         if self._stream is not None and self._events is not None:
@@ -193,7 +193,7 @@ class Image:
             place.flat.copy_(place.rooms[which])
 
     def find(self, tensor: Tensor, operations: int) -> Tensor | None:
-        """What a tensor of the state was after so many operations, if that was copied last and is right; on the host.
+        """What a tensor of the state was after this many operations, if that was copied last and is right; on the host.
 
         For a run of one site; waits until the copy is whole.
         """

@@ -234,7 +234,7 @@ class Kept:
             )
 
     def release(self) -> None:
-        """Give the optimizer all of it as ordinary tensors, whoever owned them."""
+        """Give the optimizer all of it as ordinary tensors, whatever their owners."""
         for i, entries in self._entries.items():
             for key, entry in entries.items():
                 if entry.counts and self._state.memory.shared:

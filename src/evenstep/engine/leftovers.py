@@ -1,8 +1,8 @@
 """What a step function leaves behind in Python: variables and attributes that it changes from call to call.
 
 They see the shards of their own worker only, so a result that depends on them depends on the number of workers. Whether
-it does cannot be seen from outside. So whoever keeps something (a counter, a hidden state) is told once, by name, and
-training goes on. What is set only once is a cache, and a list that grows is a record: both are let alone.
+it does cannot be seen from outside. So a script that keeps something (a counter, a hidden state) is warned once, by
+name, and training goes on. What is set only once is a cache, and a list that grows is a record: both are left alone.
 """
 
 import functools
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 __all__ = ["Leftovers"]
 
 _NUMBERS = (int, float, complex)
-_STEPS = 3  # in so many steps it looks, for each step function
-_CHANGES = 2  # what changes in so many of them is kept from call to call
+_STEPS = 3  # how many steps it looks at, for each step function
+_CHANGES = 2  # what changes in this many of them is kept from call to call
 
 Kept = dict[str, Any]
 """By the words for it: a number, or a tensor and its version."""

@@ -280,7 +280,7 @@ def _check_memory(parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor
         if begin < last[0] and (name in parameters or last[1] in parameters):
             raise UnsupportedError(
                 f"'{last[1]}' and '{name}' share memory, but are two tensors; in a run each has its own, so they would "
-                "part. Tie them by one parameter (layer.weight = other.weight), or give one a copy (.clone())"
+                "diverge. Tie them by one parameter (layer.weight = other.weight), or give one a copy (.clone())"
             )
         last = max(last, (end, name))
 

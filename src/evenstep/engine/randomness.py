@@ -68,7 +68,7 @@ class Ahead:
             self._without = None if self._state else place
 
     def resume(self) -> None:
-        """Give it back; the bit generator has just been made the current one, by which NumPy forgets it."""
+        """Give it back: the bit generator has just been made the current one, which made NumPy forget the number."""
         if self._state is not None:
             np.random.set_state(self._state)
 

@@ -118,7 +118,8 @@ class Recheck:
         self._said_alone = True
         self._group.say(
             "recheck: the only worker computes steps twice by itself, which finds code that is not deterministic and a "
-            "machine that is wrong now and then, but not one that is always wrong alike; use several workers for that"
+            "machine that is wrong now and then, but not one that is always wrong in the same way; use several workers "
+            "for that"
         )
 
     def _look(self, trial: Trial) -> bool:

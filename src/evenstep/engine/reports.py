@@ -73,7 +73,7 @@ def compare_contents(version: int, of_workers: Sequence[tuple[int, Mapping[str, 
         of_workers: Workers, and the contents of their batches.
 
     Raises:
-        MismatchError: They did not.
+        MismatchError: They do not.
     """
     (first, expected), *others = of_workers
     for worker, found in others:

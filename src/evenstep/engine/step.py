@@ -13,12 +13,9 @@ One step, alike on every worker:
 Whatever happens before the end of 5, version v can be restored.
 """
 
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -29,7 +26,7 @@ from evenstep.core import points
 from evenstep.core.errors import EvenstepError, MismatchError
 from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.carries import Carried
-from evenstep.engine.clipping import Clipping, norms_of, total_norm
+from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Compute, Samples, StepFunction, Work
 from evenstep.engine.context import Context
 from evenstep.engine.determinism import Determinism
@@ -37,6 +34,7 @@ from evenstep.engine.graphs import Graphs
 from evenstep.engine.holdings import Holdings
 from evenstep.engine.intake import Intake
 from evenstep.engine.kept import News
+from evenstep.engine.limiting import Limiting
 from evenstep.engine.logged import Logged, mean_of_all
 from evenstep.engine.on_device import DeviceCompute
 from evenstep.engine.optimizer_set import Trained
@@ -46,8 +44,8 @@ from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Results, merge
 from evenstep.engine.scaling import Scaling
 from evenstep.engine.sharing import Sharing
+from evenstep.engine.stopwatch import Stopwatch
 from evenstep.engine.updates import OwnUpdates, Updates
-from evenstep.exchange.board import Spent
 from evenstep.exchange.journal import Entry
 from evenstep.exchange.ledger import Operation
 from evenstep.exchange.tracing import Kind
@@ -108,12 +106,12 @@ class Engine:
         self.sharing = Sharing(holdings, updates, self.context)
         self.recheck = Recheck(holdings, self.sharing, self.compute)
         self.intake = Intake(holdings, updates, self.sharing, self.compute.forget_lanes)
+        self._limiting, self._stopwatch = Limiting(holdings), Stopwatch(self.group)
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
         self._said_without_mean = False
         self.determinism = Determinism(self.config)  # last: what fails before it leaves the process unchanged
         self.logged = Logged()
         self.told_of_changes = False
-        self._compute_s = self._update_s = 0.0  # of the current step
         self._of_all: dict[str, float] = {}  # what was logged before this step
         self.ledger.holder = self
         self.models.untouched.alone = isinstance(updates, OwnUpdates)
@@ -182,20 +180,10 @@ class Engine:
         for prepared in trained.optimizers:
             self.intake.take_in_added(prepared)
         operation = Operation(kind, self.version, is_step=True)
-        with self.holdings.memory.at_work(), self._timed():
+        with self.holdings.memory.at_work(), self._stopwatch.step(lambda: self.ledger.took_part):
             outcome = self.ledger.perform(operation, lambda: self._try(kind, task), adopt)
         self.updates.settle(trained, task.samples)
         return outcome
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Record on the board where the time of a step goes."""
-        self._compute_s = self._update_s = 0.0
-        begin, waited_s = time.monotonic(), self.group.waited_s
-        yield
-        if self.ledger.took_part:
-            waited_s, whole_s = self.group.waited_s - waited_s, time.monotonic() - begin
-            self.group.board.spend(self.group.worker, Spent(self._compute_s, waited_s, self._update_s, whole_s))
 
     def _check(self, task: StepTask) -> None:
         """Check that a step can be done, and that nothing was changed since the last."""
@@ -284,12 +272,9 @@ class Engine:
         gradients = work.prepared.gradients
         active = [rank for rank, (first, end) in enumerate(self.sharing.spans) if any(work.sizes[first:end])]
         gradients.begin(1 + self.group.exchanges, active, list(work.parts))
-        begin, waited_s = time.monotonic(), self.group.waited_s
-        with self.group.tracer.span(Kind.COMPUTE):
+        with self._stopwatch.computing() as lap, self.group.tracer.span(Kind.COMPUTE):
             results = self.compute.run(work) if work.parts else dict
             gradients.end_backward()
-        busy_s = time.monotonic() - begin - (self.group.waited_s - waited_s)
-        self._compute_s += busy_s
         facts = {
             "batch": list(work.sizes),
             "samples": work.samples,
@@ -299,7 +284,7 @@ class Engine:
             "scale": work.scale,
         }
         changed = [] if self.state.sites.are_one else self.models.changed_buffers()
-        return Report(self.group.worker, facts, contents, results(), busy_s, changed, self.logged.values)
+        return Report(self.group.worker, facts, contents, results(), lap.seconds, changed, self.logged.values)
 
     def _share(self, work: Work, report: Report) -> tuple[Results, set[str]]:
         """Losses and metrics over all shards, and the buffers that any of them changed.
@@ -326,45 +311,14 @@ class Engine:
             whether the update was skipped, on all workers, because scaled gradients were not finite.
         """
         sums = work.prepared.gradients.finish()
-        if not self._unscale(work, sums, scaling):
+        if not self._limiting.unscale(work, sums, scaling):
             return float("inf"), [], True
         results.scale_gradients(sums)
-        norm = self._clip(work, sums)
+        norm = self._limiting.clip(work, sums)
         points.reach("before update")
-        begin = time.monotonic()
-        with self.group.tracer.span(Kind.UPDATE):
+        with self._stopwatch.updating(), self.group.tracer.span(Kind.UPDATE):
             mine = self.updates.update(work, sums)
-        self._update_s += time.monotonic() - begin
         return norm, mine, False
-
-    def _unscale(self, work: Work, sums: dict[int, Tensor | None], scaling: Scaling) -> bool:
-        """Bring scaled gradients back; return whether all of them are finite, on all workers."""
-        if work.scale is None:
-            return True
-        mine = scaling.unscale(gradient for gradient in sums.values() if gradient is not None)
-        return all(self.group.gather_json(work.where + "scaled gradients", mine))
-
-    def _clip(self, work: Work, sums: dict[int, Tensor | None]) -> float | Tensor | None:
-        """Limit the gradients; return their former norm if that is limited, perhaps still on a device."""
-        gradients = {i: gradient for i, gradient in sums.items() if gradient is not None}
-        if not self.holdings.memory.shared:  # all sums are here
-            return work.clipping.clip([gradients[i] for i in self._norm_order(work) if i in gradients])
-        work.clipping.clip_elements(gradients.values())
-        if work.clipping.norm is None:
-            return None
-        of_all = self.group.gather_json(work.where + "gradient norms", norms_of(gradients))
-        dtype = reduce(torch.promote_types, (parameter.dtype for parameter in work.prepared.parameters))
-        total = total_norm(of_all, self._norm_order(work), dtype)
-        work.clipping.scale_down(gradients.values(), total)
-        return float(total)
-
-    def _norm_order(self, work: Work) -> Sequence[int]:
-        """The numbers of the trained parameters in the order in which the norms of their gradients are added up."""
-        names = work.prepared.names
-        if work.clipping.order == "optimizer":
-            return range(len(names))
-        places = {name: place for place, name in enumerate(self.models.slots.parameters)}
-        return sorted(range(len(names)), key=lambda i: places[names[i]])
 
     def _publish_buffers(self, work: Work, changed: set[str], firsts: Sequence[int | None]) -> None:
         """Make the buffers of the first shard with samples everyone's.
@@ -389,7 +343,7 @@ class Engine:
         news: News = of_sites[0]
         if any(theirs != news for theirs in of_sites):
             raise MismatchError(
-                f"in step {work.version} the sites have made different optimizer state of the same gradients: "
+                f"in step {work.version} the sites have made different optimizer state from the same gradients: "
                 f"{of_sites}"[:1000]
             )
         carried = sorted(chain(*(theirs[1] for theirs in of_all)), key=lambda item: item[:2])

@@ -19,7 +19,7 @@ from evenstep.native import core
 
 __all__ = ["Strays", "Untouched"]
 
-_FIRST = 4  # so often it looks in any case
+_FIRST = 4  # how often it looks in any case
 _SHARE = 0.005  # how much of the time it may take after that
 
 
@@ -31,8 +31,8 @@ class Untouched:
 
     Attributes:
         alone: Whether only steps and edits of this run change the parameters, so that their values can be compared.
-        kept: Whether somebody else looks after the values too, and knows what to do about memory that changes by
-            itself. That does so in one place; a script does so in several.
+        kept: Whether the values are rechecked too, which can repair memory that changes by itself. Such memory changes
+            in one place; what a script changes differs in several.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -21,11 +21,11 @@ __all__ = ["EVERYONE", "Bridged", "Puts"]
 
 
 class Bridged(Slots):
-    """The slots of a machine in which there are the posts of other machines' workers too: see `Rounds`.
+    """The slots of a machine, which also hold the posts of other machines' workers: see `Rounds`.
 
     Args:
-        segment: Of this machine.
-        worker: Whose place this process takes.
+        segment: The segment of this machine.
+        worker: The worker that this process is.
         timeout_s: How long any wait for another worker may take.
         report: See `Slots`.
     """
@@ -44,7 +44,7 @@ class Bridged(Slots):
         self.generation = generation.number
         self.outbox.start_over()
         machines = generation.machines or [0] * len(generation.members)
-        if len(set(machines)) > 1:  # another machine is never here at once, and the bridge needs the core
+        if len(set(machines)) > 1:  # what another machine posts is never here at once, and the bridge needs the core
             self._spin = 0
         self._machine_of = dict(zip(generation.members, machines, strict=True))
 
@@ -67,8 +67,8 @@ class Puts:
     """Ranges of this machine's memory for others, and the wait for theirs.
 
     Args:
-        segment: Of this machine.
-        rounds: Of this worker.
+        segment: The segment of this machine.
+        rounds: The exchanges of this worker.
     """
 
     def __init__(self, segment: Segment, rounds: Bridged) -> None:
@@ -80,11 +80,11 @@ class Puts:
         """Copy memory to the same place of another machine, or of EVERYONE, then set a word there. Does not wait.
 
         Args:
-            machine: Which.
-            data: What; a tensor of the segment without gaps, which must stay as it is until the other machine has it.
-                None: only the word.
-            word: Which word; one element of a tensor of words.
-            value: To what.
+            machine: The other machine, or EVERYONE.
+            data: A tensor of the segment without gaps, which must stay as it is until the other machine has it. None:
+                only the word is set.
+            word: The word, as one element of a tensor of words.
+            value: What to set it to.
         """
         offset, num_bytes = 0, 0
         if data is not None:
@@ -123,7 +123,7 @@ class Puts:
                     break
                 rounds.check()
                 if time.monotonic() > begin + rounds.timeout_s:
-                    raise SilenceError(f"worker {rounds.worker} waits for {what} since {rounds.timeout_s:g} s")
+                    raise SilenceError(f"worker {rounds.worker} has waited {rounds.timeout_s:g} s for {what}")
                 self._arrived.wait(seen, SLICE_NS / 1e9, self._segment.base)
         finally:
             self._board.waits(rounds.worker, False)

@@ -1,4 +1,4 @@
-"""The figures of committed steps, read from the journal: each step once, whoever died, at no cost to the workers.
+"""The figures of committed steps, read from the journal: each step once, whatever died, at no cost to the workers.
 
 Any process that maps the segment may read them: the supervisor for its files, the page of a run for its viewers.
 """

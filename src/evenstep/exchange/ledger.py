@@ -1,4 +1,4 @@
-"""Every operation of a script on its workers, done exactly once, whoever dies in the middle of it.
+"""Every operation of a script on its workers, done exactly once, whichever of them die in the middle of it.
 
 An operation (a step, an evaluation, a save) is tried by all workers together. If it succeeds, the first worker writes
 its result into the journal: from that moment it is committed. If a worker dies, stops or is asked to leave before that
@@ -71,7 +71,7 @@ class Ledger:
         took_part: Whether this worker took part in the last operation.
         volatile: Whether the state is lost with the workers that have it.
         missing: The workers of this generation that lack it; known while it is being restored.
-        asked: What the supervisor had asked for when the last operation was committed; the same on all who took part.
+        asked: What the supervisor had asked for when the last operation was committed; the same on all that took part.
     """
 
     def __init__(self, group: Group) -> None:
@@ -103,7 +103,7 @@ class Ledger:
 
     @property
     def _reached(self) -> int:
-        """How many operations the state contained when somebody last had it."""
+        """How many operations the state contained when a worker last had it."""
         again = self.group.board.again
         return self.journal.committed if again is None else again
 
@@ -160,7 +160,7 @@ class Ledger:
         while not self.catching_up:
             if self.group.left:
                 self.group.enter()
-                if not self.volatile:  # else where this worker has to be is seen together
+                if not self.volatile:  # otherwise all find out together where this worker has to be
                     continue
             if (tried := self._try(operation, attempt)) is not None:
                 return tried, True

@@ -48,7 +48,7 @@ class Fixed:
     """A fixed number of workers, always the same.
 
     Args:
-        num_workers: How many.
+        num_workers: How many there are.
         machines: The machine that each of them is on; None: all on one.
     """
 
@@ -60,7 +60,7 @@ class Fixed:
 
     def next(self, known: int, timeout_s: float) -> Generation:
         """See `Membership`. There is only the first generation, so this must never be called."""
-        raise AssertionError(f"the group has one generation, and {known} is over within {timeout_s} s")
+        raise AssertionError(f"a fixed group has one generation, so nobody waits {timeout_s} s for one after {known}")
 
     def tell(self, event: Event) -> None:
         """See `Membership`. Nobody listens."""
@@ -96,7 +96,7 @@ class Supervised:
                     raise Dismissed
                 seen = found.number
             elif time.monotonic() > deadline:
-                raise SilenceError(f"worker {self._worker} was let in by nobody: the supervisor says nothing")
+                raise SilenceError(f"worker {self._worker} waited for a generation, but the supervisor announced none")
 
     def tell(self, event: Event) -> None:
         """See `Membership`. A forked copy of this process stays silent."""

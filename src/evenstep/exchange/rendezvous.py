@@ -186,7 +186,7 @@ class Session:
         return len(self.participants)
 
     def cancel(self, reason: str, error: BaseException | None = None) -> None:
-        """End the session for all who wait now or later."""
+        """End the session for all that wait now or later."""
         with self._lock:
             self._end(ParticipantError, reason, error)
 
@@ -204,7 +204,7 @@ class Session:
     # ---- what a participant's handle calls ----
 
     def arrive(self, me: Participant, offer: _Offer) -> None:
-        """Record an offer; wake whoever can go on now."""
+        """Record an offer; wake the participant that can go on now."""
         noun = self.settings.noun
         with self._lock:
             if me._left:
@@ -268,7 +268,7 @@ class Session:
                     self._rouse(participant)
 
     def depart(self, me: Participant, error: BaseException | None) -> None:
-        """Remove a participant; those who wait for it learn so at once."""
+        """Remove a participant; those that wait for it learn of it at once."""
         with self._lock:
             self._progress = time.monotonic()
             me._left, me._offer = True, None
@@ -282,7 +282,7 @@ class Session:
     # ---- with the lock held ----
 
     def _pass_on(self, me: Participant) -> None:
-        """Wake whoever can go on, now that `me` waits or is gone."""
+        """Wake the participant that can go on, now that `me` waits or is gone."""
         if all(p._offer is not None for p in self.participants):
             self._rouse(self.participants[0])  # once per round: only the last to arrive finds everyone there
         elif self.settings.turns:

@@ -53,7 +53,7 @@ class Slots:
 
     def post(self, seq: int, tag: str, address: int, num_bytes: int, among: Sequence[int]) -> None:
         """See `Rounds`."""
-        if self._failed and len(among) > 1:  # a script that carries on regardless must not be met by anybody
+        if self._failed and len(among) > 1:  # nobody may meet a script that carries on regardless
             raise self._peer_error()
         core.post(self._base, self.worker, seq, tag, address, num_bytes)
 

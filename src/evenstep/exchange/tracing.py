@@ -68,8 +68,8 @@ class Tracer:
     """Records what one worker does. One thread at a time may use it.
 
     Args:
-        segment: Of the machine.
-        worker: Which.
+        segment: The segment of the machine.
+        worker: The worker.
 
     Attributes:
         on: Whether to record anything.

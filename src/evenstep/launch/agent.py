@@ -171,8 +171,8 @@ def join(
         address: HOST:PORT of the head.
         num_workers: How many workers this machine offers.
         token: The secret that the head asks for.
-        cafile: With TLS: the certificate of whoever signed the head's; one that is self-signed, itself.
-        wait_s: How long to wait for the head to be there.
+        cafile: With TLS: the certificate that signed the head's, or the head's own if it is self-signed.
+        wait_s: How long to wait for the head to start listening.
         rejoin_s: If the head is lost after that, how long to try to join it again, as a new machine.
 
     Raises:

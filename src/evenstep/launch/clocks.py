@@ -2,7 +2,7 @@
 
 A beat carries the time at which it was sent, and the times at which the last beat received was sent and arrived. So one
 end knows all four times of a round trip, and half of their difference is the offset of the clocks, give or take half
-the time that the round trip took. Of the latest beats the quickest one counts.
+the time that the round trip took. Of the latest beats, the quickest counts.
 """
 
 import time
@@ -31,7 +31,7 @@ class Clock:
         return [time.monotonic_ns(), *(self._came or ())]
 
     def heard(self, beat: Any) -> None:
-        """A beat has arrived; one of another form says nothing about clocks."""
+        """A beat has arrived; one without times is ignored."""
         now = time.monotonic_ns()
         match beat:
             case [int(sent)]:

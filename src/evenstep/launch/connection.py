@@ -23,7 +23,7 @@ _HEAD = struct.Struct("<IQ")  # the sizes of the text and of the bytes that foll
 _CHUNK = 1 << 18
 _MOST_CHUNKS = 256  # that are read in one call, so that other connections get their turn
 _BEAT_S = 0.4
-_AWAY_S = 1.0  # who has not looked for this long, and half of what is silence, was stopped itself
+_AWAY_S = 1.0  # an end that has not looked for this long, and for half the silence, was itself stopped
 FEW_BYTES = 1 << 16
 """How large a message may be before the other end has proved who it is."""
 _MANY_BYTES = 1 << 34
@@ -94,7 +94,7 @@ class MachineConnection:
         return bool(self._out)
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
-        """Send a message, now or when the other end takes it. If that is gone, `receive` will say so."""
+        """Send a message, now or when the other end takes it. If it is gone, `receive` will say so."""
         text = json.dumps(message).encode()
         self._out += _HEAD.pack(len(text), len(data)) + text + data
         self.flush()
@@ -108,7 +108,7 @@ class MachineConnection:
             self.flush()
 
     def is_silent(self, now: float, silence_s: float) -> bool:
-        """Whether nothing has come for so long, while this end was there to hear it. Ask several times a second."""
+        """Whether nothing has arrived for `silence_s` while this end was running. Ask several times a second."""
         if now - self._looked_at > max(silence_s / 2, _AWAY_S):
             self.heard_at = now  # this end was stopped, and perhaps the other one with it
         self._looked_at = now
@@ -158,7 +158,7 @@ class MachineConnection:
         return found  # if it is lost, the next call says so
 
     def is_over(self) -> bool:
-        """Whether the other end has closed, so has heard everything; what it still says is dropped."""
+        """Whether the other end has closed, having heard everything; what it still sends is dropped."""
         self.flush()
         try:
             self.receive()

@@ -111,7 +111,7 @@ class Console:
         if not lines:
             return
         self._log(number, b"\n".join(lines))
-        # with `_bytes_as_they_are`, bytes that are no text in the stream's encoding come out unchanged
+        # with `_bytes_as_they_are`, bytes that are not text in the stream's encoding come out unchanged
         texts = (line.decode(stream.encoding or "utf-8", "surrogateescape") for line in lines)
         self._display.write("\n".join(f"[{self._prefix}{number}] {text}" for text in texts), stream)
 
@@ -186,7 +186,7 @@ class Console:
             self._fingerprint = (operation, fingerprint)
 
     def show_fingerprint(self) -> None:
-        """Show the fingerprint of the last run, if it came to its end."""
+        """Show the fingerprint of the last run, if it finished."""
         if self._fingerprint is not None and self._report is not None:
             self._report({"fingerprint": self._fingerprint[1]})
         elif self._fingerprint is not None:
@@ -215,8 +215,8 @@ def _bytes_as_they_are(stream: TextIO) -> Iterator[None]:
 
 
 def _encoded(error: UnicodeError) -> tuple[bytes, int]:
-    """What a stream writes for text that its encoding lacks: bytes that were no text, or else an escape sequence."""
-    assert isinstance(error, UnicodeEncodeError), "it is for writing only"
+    """What a stream writes for text that its encoding lacks: bytes that were not text, or else an escape sequence."""
+    assert isinstance(error, UnicodeEncodeError), "only encoding uses this handler"
     found = error.object[error.start : error.end]
     return b"".join(
         bytes([ord(c) - 0xDC00]) if "\udc80" <= c <= "\udcff" else c.encode("ascii", "backslashreplace") for c in found

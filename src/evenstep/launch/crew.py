@@ -52,7 +52,7 @@ class RunCrew:
         num_keepers: How many workers keep the state and compute nothing.
         shards: Parts of every batch, once known.
         timeout_s: How long a step may take, once known.
-        failed: The worker because of which the run has failed.
+        failed: The worker whose failure ends the run.
         deadline: When everyone still there is told to end.
     """
 
@@ -167,12 +167,12 @@ class RunCrew:
     # ---- what happens to workers ----
 
     def abort(self, culprit: int, why: str) -> None:
-        """Let nobody on any machine wait for anybody any more."""
+        """Make all workers on all machines stop waiting for each other."""
         for machine in self._machines.all.values():
             machine.abort(culprit, why)
 
     def give_up(self, worker: Seat, why: str, *, leaves: bool = False) -> None:
-        """Kill a worker that no longer does anything; with `leaves`, nobody replaces it."""
+        """Kill a worker that makes no progress; with `leaves`, nobody replaces it."""
         worker.given_up = True
         self._machines.of(worker.number).give_up(worker.number, why, leaves=leaves)
 

@@ -115,7 +115,7 @@ def read_token(path: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--token-file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not token:
-        raise ConfigError(f"--token-file {path} is empty; put a secret into it, such as one of `openssl rand -hex 32`")
+        raise ConfigError(f"--token-file {path} is empty; put a secret into it, such as from `openssl rand -hex 32`")
     return token
 
 
@@ -145,7 +145,7 @@ class HeadDoor:
     """Listens; everything happens in `turn`, which never waits.
 
     Args:
-        listen: Where.
+        listen: Where to listen.
         arrival: Answers newcomers.
         say: Takes sentences for the user.
 

@@ -28,7 +28,7 @@ class There:
         name: Its host name.
         capacity: How many workers it has offered.
         connection: The connection to it.
-        hears: Who is told what happens there.
+        hears: Is told what happens there.
 
     Attributes:
         journal: How much of the journal it has while none of its workers is in a generation; None: one is.

@@ -1,8 +1,8 @@
 """The launcher of several groups: a supervisor process for each, servers beside them, one display, one exit code.
 
 A group's supervisor looks after its workers as in any run. Its output, progress, fingerprint and the events of a trace
-arrive through pipes.
-The first group or server that fails ends the run: the others are stopped, and only its error is shown.
+arrive through pipes. The first group or server that fails ends the run: the others are stopped, and only its error is
+shown.
 """
 
 import json
@@ -83,7 +83,7 @@ class _Conductor:
                 for group in self._groups:
                     group.child.kill()  # its workers die with it
                 for server in self._servers:
-                    server.stop(at_once=self._failed is not None)  # those it would say goodbye to may be gone
+                    server.stop(at_once=self._failed is not None)  # the clients that it would wait for may be gone
 
     def _start(self, number: int, token: str) -> None:
         setup, size = self._setup, self._setup.servers_per_group
@@ -125,7 +125,7 @@ class _Conductor:
         if "trace" in event:
             if self._trace is not None:
                 self._trace.append(event["trace"])
-            return  # it may be a server's, and all others are a group's
+            return  # these may come from a server; all other events come from a group
         group = self._group_of(child)
         if "progress" in event:
             for progress in self._merger.add(group.number, Progress(**event["progress"])):
@@ -140,7 +140,7 @@ class _Conductor:
                 return self._on_server_end(server)
         group, code = self._group_of(child), child.reap()
         if code == Stopped.exit_code and self._stop_signal is None and self._failed is None:
-            self._on_signal(signal.SIGTERM)  # this group was asked to stop, as by its page: so do the others
+            self._on_signal(signal.SIGTERM)  # this group was asked to stop, perhaps on its page: the others stop too
         stopped = self._stop_signal is not None and code == Stopped.exit_code
         if code != 0 and not stopped and self._failed is None:
             if code < 0:
@@ -186,11 +186,11 @@ class _Conductor:
             self._signal_all(number)
         elif number in (signal.SIGUSR1, signal.SIGUSR2):
             self._console.say(
-                "which group? `evenstep scale N --job PID` changes the workers of one; `status` shows them"
+                "the signal does not say which group: use `evenstep scale N --job PID`; `evenstep status` lists them"
             )
 
     def _finish_trace(self) -> None:
-        """Note in the trace what the servers have done until their end, and what was said of all groups."""
+        """Note in the trace what the servers did until their end, and what was said about all groups."""
         if self._trace is not None:
             self._is_over, deadline = True, time.monotonic() + _END_S
             for server in self._servers if self._failed is None else ():
@@ -222,7 +222,7 @@ def conduct(job: Job, setup: Setup) -> int:
     """
     with Console(None, 0) as console, ExitStack() as stack:
         if job.log_json is not None:
-            JsonLines(job.log_json).close()  # what no group can write is refused once
+            JsonLines(job.log_json).close()  # a file that no group could write is refused once, here
         if job.tensorboard is not None:
             make_directory(job.tensorboard)
         trace = None

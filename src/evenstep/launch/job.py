@@ -25,7 +25,7 @@ class Job:
         max_restarts: How many workers may be replaced in all; None: any number.
         step_timeout_s: How long a step may take; None: the script's `Run(timeout_s=...)`.
         grace_s: How long the run may take after the first signal to finish its step and write a checkpoint.
-        weights: The share of the work of each worker; None: measured.
+        weights: Each worker's share of the work; None: measured.
         resume: Whether to continue from the newest checkpoint.
         standing: The position of these workers among groups, if there are groups and servers.
         report: Takes progress, fingerprint, the error that ended the run and the events of a trace, if another process

@@ -41,7 +41,7 @@ class End:
     Attributes:
         code: Its exit code, or minus the signal that killed it.
         text: The same, as a sentence that names the worker.
-        given_up: Why we killed it, as such a sentence, if it no longer did anything.
+        given_up: Why we killed it, as a sentence like `text`, if it made no progress.
         starved: Whether the system killed it because memory had run out.
         step: The step that it was in, or had last done.
     """
@@ -54,7 +54,7 @@ class End:
 
 
 class Hears(Protocol):
-    """Who is told what happens on a machine."""
+    """Is told what happens on a machine."""
 
     def heard(self, machine: int, place: int, kind: str, lines: Sequence[bytes]) -> None:
         """A worker has written whole lines: to "out", "err" or "events"."""
@@ -63,7 +63,7 @@ class Hears(Protocol):
         """What workers did when, by their machine's clock, which is ahead of this one's by `ahead_ns`."""
 
     def gave_up(self, machine: int, place: int, text: str, leaves: bool) -> None:
-        """A worker that no longer does anything is about to be killed; `leaves`: and not to be replaced."""
+        """A worker that makes no progress is about to be killed; with `leaves`, nobody replaces it."""
 
     def ended(self, machine: int, place: int, end: End) -> None:
         """A worker's process has ended."""
@@ -87,7 +87,7 @@ class RunMachine(Protocol):
 
     @property
     def round(self) -> int:
-        """The highest number that an exchange has had there. Exact while no worker is active."""
+        """The highest number of any exchange there so far. Exact while no worker is active."""
 
     def start(self, place: int, num_workers: int) -> None:
         """Start a worker in a place; `num_workers` is how many the run began with."""
@@ -96,7 +96,7 @@ class RunMachine(Protocol):
         """Send a signal to a worker, if it is alive."""
 
     def give_up(self, place: int, why: str, *, leaves: bool = False) -> None:
-        """Have a worker that no longer does anything write its stack, then kill it."""
+        """Have a worker that makes no progress write its stack, then kill it."""
 
     def abort(self, culprit: int, why: str) -> None:
         """Stop all waiting there."""
@@ -131,7 +131,7 @@ class Here:
         name: Its host name.
         job: What to run.
         segment: The shared memory of its workers.
-        hears: Who is told what happens.
+        hears: Is told what happens.
         machines: Whether there may be other machines.
         job_name: Distinguishes the job from others.
         traced: Whether to collect what its workers do when.
@@ -318,7 +318,7 @@ class Here:
         doing = self.board.doing(worker.number)
         if self._timeout_s and doing.busy_s and doing.busy_s > self._timeout_s and not doing.waiting:
             self.children.drain(worker.child, "events")  # it may just have reported whom it waits for
-            if not self.next_look:  # one after the other
+            if not self.next_look:  # one at a time
                 self.give_up(worker.number, f"has been inside the step for {doing.busy_s:.1f} s")
 
     def _on_lines(self, child: Child, kind: str, lines: Sequence[bytes]) -> None:

@@ -26,7 +26,7 @@ from evenstep.transport.links import ALTERED, check_backend
 
 __all__ = ["Decides", "Machines"]
 
-_ENDING_S = 3.0  # a connection that is closed at once takes unsent and unread words with it
+_ENDING_S = 3.0  # closing a connection at once would drop what is not sent or not read yet
 
 
 class Decides(Hears, Protocol):
@@ -48,7 +48,7 @@ class Machines:
     Args:
         here: This machine.
         job: What to run.
-        decides: Who decides what to do.
+        decides: Decides what to do.
         say: Takes sentences for the user.
 
     Raises:

@@ -12,7 +12,7 @@ _ROOM_BYTES = 512 << 20  # more memory than a supervisor can use beyond what its
 
 
 def go_first(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-    """Have the kernel kill this process before its supervisor, which uses about as much memory, not before others."""
+    """Let the kernel kill this process before its supervisor, which takes as much memory, but not before others."""
     limits = [*_numbers(proc, cgroups, "memory.max", "memory.limit_in_bytes"), _number(proc / "meminfo", "MemTotal:")]
     known = [limit for limit in limits if limit]
     with contextlib.suppress(OSError, ValueError):
@@ -29,7 +29,7 @@ class Starvation:
         self._seen = self._count()
 
     def struck(self) -> bool:
-        """Whether the count has grown; called once for every process that was killed, and true for as many."""
+        """Whether the count has grown. Call it once for every process that was killed: it is true for as many."""
         found = self._count() > self._seen
         self._seen += found
         return found

@@ -22,7 +22,7 @@ class RunOutcome:
         roster: The workers, as they ended.
         began_with: How many workers there were at first.
         trained: Whether the script has made a run.
-        failed: The worker because of which the run has failed.
+        failed: The worker whose failure ends the run.
         stop_signal: The signal by which the user asked it to stop.
         stopped: The step after which the workers stopped, and its checkpoint, if they did so as asked.
     """

@@ -26,7 +26,7 @@ class Reports:
         open_page: Called with the port when the script asks for a page.
 
     Attributes:
-        trained: Whether the script has made a run, be it one that meets others only at a server.
+        trained: Whether the script has made a run, even one that meets others only at a server.
         stopped: The step after which the workers stopped, and its checkpoint, if they were asked to.
     """
 

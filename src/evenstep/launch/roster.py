@@ -92,7 +92,7 @@ class Worker(NamedTuple):
         script: How far its script is.
         fault: What it has said about its end.
         final: Whether the others cannot go on without it.
-        given_up: Whether it is about to be killed because it no longer does anything.
+        given_up: Whether it is about to be killed because it makes no progress.
         starved: Whether the system killed it because memory had run out.
         code: Its exit code, or minus the signal that killed it.
         machine: The machine that it is on; 0 is the head, where files are written.
@@ -305,7 +305,7 @@ class Roster(NamedTuple):
         return self._replace(stepped=True, failures=())
 
     def gives_up(self, place: int, *, leaves: bool = False) -> "Roster":
-        """A worker no longer does anything, and will be killed; with `leaves`, nobody takes its place."""
+        """A worker makes no progress, and will be killed; with `leaves`, nobody takes its place."""
         roster = self._set(place, given_up=True)
         return roster._set(place, stage=Stage.LEAVES) if leaves else roster
 

@@ -14,7 +14,7 @@ class Seat:
     Attributes:
         number: The place; a worker that replaces it has the same.
         error: The error with which it ended, if it reported one.
-        given_up: Whether it is about to be killed because it no longer does anything.
+        given_up: Whether it is about to be killed because it makes no progress.
         begins_again: Whether it has said that another worker must take its place and repeat more than the last step.
         end: How its process ended, if it has.
     """

@@ -29,7 +29,7 @@ class ServerTrace:
         self._number, self._process, self._zero = number, process, began_ns / 1e3
         self._write, self._lock = write, threading.Lock()
         self._requests: list[tuple[int, str, str, float, float]] = []
-        self._clients: dict[int, str] = {}  # who spoke last in a thread
+        self._clients: dict[int, str] = {}  # the client that spoke last in each thread
         self._lanes: dict[tuple[int, str], int] = {}  # the threads of the trace, by thread and client
         self._lost = 0
         write([name_of("process_name", process, 0, f"server {number}")])

@@ -1,7 +1,7 @@
 """The store through which the bridges of a run find each other: torch's, in a process of its own.
 
-A process with the store has threads, and a process forked from one with threads may hang. So the store's is forked
-early, and nothing is forked from it.
+The store has threads, and a process forked from one with threads may hang. So the process of the store is forked early,
+and nothing is forked from it.
 """
 
 import os

@@ -108,7 +108,7 @@ class Supervisor:
                 now = time.monotonic()
                 self._machines.turn(now)
                 self._crew.look_after(now)
-                self._here.look_after(now)  # after it: whom it has just killed is not looked at as stopped
+                self._here.look_after(now)  # last, so that a worker just killed is not taken for a stopped one
                 self._scribe.write()
             children.finish(_DRAIN_S)
             code = self._finish()

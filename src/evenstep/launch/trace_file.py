@@ -89,7 +89,7 @@ class TraceFile:
 
 
 def _await_end(alive: int, fd: int) -> int:
-    """Be the mender: wait until the process at the other end of a pipe is gone."""
+    """The body of the mender: wait until the process at the other end of a pipe is gone, then mend the file."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the other one decides
     os.read(alive, 1)

@@ -29,8 +29,8 @@ class TraceLines:
     """Makes lines of JSON, an event each.
 
     Args:
-        write: Takes some of them.
-        job: What is traced, since when.
+        write: Takes lines.
+        job: What is traced, and since when.
         console: Has what the supervisor said, and tells the user what is missing.
     """
 

@@ -50,7 +50,7 @@ def read(run: Run, path: str | Path, load: Callable[[], Checkpoint]) -> Checkpoi
 
 
 def is_without_weights(checkpoint: Checkpoint) -> bool:
-    """Whether it came from the journal, because the file has changed: a worker that catches up gets it so."""
+    """Whether it came from the journal, because the file has changed: so a worker that catches up gets it."""
     return any(value.is_meta for value in checkpoint["state_dict"].values() if isinstance(value, torch.Tensor))
 
 

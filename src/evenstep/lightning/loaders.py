@@ -58,7 +58,7 @@ class EndlessLoader:
     Args:
         batches: Its batches; each consists of several of the loader's, if gradients accumulate.
         source: The user's loader.
-        times: Of how many.
+        times: Of how many batches each consists.
         limit: Asked how many of the loader's batches an epoch uses.
     """
 

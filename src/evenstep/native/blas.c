@@ -96,7 +96,7 @@ static inline float widened_bf16(uint16_t x) {
 static inline __attribute__((target("f16c"))) float widened_f16(uint16_t x) { return _cvtsh_ss(x); }
 
 #define HALVES(half, TARGET)                                                                                          \
-    /* The columns, one behind the other. */                                                                          \
+    /* The columns, one after another. */                                                                             \
     TARGET static void half##_widen(const uint16_t *from, int rows, int columns, int ld, float *into) {               \
         for (int j = 0; j < columns; ++j)                                                                             \
             for (int i = 0; i < rows; ++i) into[(size_t)j * rows + i] = widened_##half(from[(size_t)j * ld + i]);     \

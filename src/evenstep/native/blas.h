@@ -1,5 +1,6 @@
-/* What torch asks of a BLAS (and of a LAPACK, where MKL's rests on approximate roots), by the products of product.h. The names, arguments and
- * meanings are those of the reference BLAS and of cblas, with matrices by columns and whole numbers of 32 bits.
+/* What torch asks of a BLAS (and of a LAPACK, where MKL's rests on approximate roots), by the products of product.h.
+ * The names, arguments and meanings are those of the reference BLAS and of cblas, with matrices by columns and 32-bit
+ * integers.
  */
 #ifndef EVENSTEP_BLAS_H
 #define EVENSTEP_BLAS_H

@@ -102,7 +102,7 @@ int es_pin_caches(const char *library) {
     for (int i = 0; i < 3; ++i) record->sizes[i] = sizes[i], record->sharing[i] = 1;
     record->levels = 3;
     for (int i = 0; i < 3; ++i)
-        if (onednn.per_core(i + 1) != sizes[i]) { /* the record is not what we take it for */
+        if (onednn.per_core(i + 1) != sizes[i]) { /* the record is not what we took it for */
             *record = before;
             return -3;
         }

@@ -7,7 +7,7 @@
 #ifndef EVENSTEP_CACHES_H
 #define EVENSTEP_CACHES_H
 
-/* Per core: the sizes that oneDNN assumes where a processor does not tell. */
+/* Per core: the sizes that oneDNN assumes where a processor does not say. */
 enum { ES_L1 = 32 << 10, ES_L2 = 512 << 10, ES_L3 = 1 << 20 };
 
 /* Pins them for the life of the process in the loaded library whose file name is `library`, and forgets the kernels that

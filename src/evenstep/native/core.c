@@ -14,8 +14,8 @@ static const char MAGIC[8] = {'e', 'v', 'e', 'n', 's', 't', 'p', '1'};
 
 enum {
     YIELDS = 64,         /* among the looks before sleeping */
-    TAKEN_NS = 500000,   /* who gets a core back later than this has given it to a stranger, */
-    CROWDED_WAITS = 64,  /* and keeps it in so many waits from then on: the kernel counts what is given away as used */
+    TAKEN_NS = 500000,   /* a thread that gets its core back later than this gave it to a stranger, */
+    CROWDED_WAITS = 64,  /* and keeps it in this many waits from then on: the kernel counts what is given away as used */
 };
 
 typedef struct {
@@ -59,7 +59,7 @@ static es_worker *worker_at(const void *base, uint32_t worker) {
 
 /* A sequence number is (round << 32 | n): the low half is 0 for a round of all workers and counts the exchanges
  * among some of them since. Slots 0 and 1 serve the latter, 2 and 3 the former, each pair in turn: before a worker
- * posts to a slot again it has met everyone who could still have been reading it. */
+ * posts to a slot again it has met every worker that could still have been reading it. */
 static es_slot *slot_for(const void *base, uint32_t worker, uint64_t seq) {
     const es_header *header = base;
     uint32_t among_some = (uint32_t)seq;
@@ -74,7 +74,7 @@ uint64_t es_hash_tag(const char *tag) {
     return hash;
 }
 
-/* A thread that is about to sleep says so before its last look, so if nobody waits nobody must be woken: and the bell,
+/* A thread that is about to sleep says so before its last look, so if nobody waits, nobody need be woken, and the bell,
  * which shares a cache line with what others poll, need not be written. */
 static void ring(es_mark *mark) {
     if (!atomic_load(&mark->waiting)) return;
@@ -172,7 +172,7 @@ int es_spin(const es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, 
     return 0;
 }
 
-/* Gives the core to whoever waits for it; whether it came back soon. */
+/* Gives the core to another thread that waits for it; returns whether it came back soon. */
 static int yield(void) {
     int64_t before = es_now_ns();
     sched_yield();

@@ -36,7 +36,7 @@ void es_bump(es_mark *mark);
 /* The one way to wait: spin a little, then sleep on the bell, up to timeout_ns, until the mark has reached `seq`;
  * ES_ABORTED once `*aborted` is not 0 (`aborted` may be NULL). */
 int es_await(es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t spin, int64_t timeout_ns);
-/* Looks so often whether the mark has reached `seq`, without giving the core away; stops when `*aborted` is not 0. */
+/* Looks this often whether the mark has reached `seq`, without giving the core away; stops when `*aborted` is not 0. */
 int es_spin(const es_mark *mark, uint64_t seq, const _Atomic uint32_t *aborted, uint32_t looks);
 /* The word that becomes nonzero when somebody calls es_abort. */
 const _Atomic uint32_t *es_abort_word(const void *base);
@@ -63,7 +63,7 @@ void es_last_post(const void *base, uint32_t worker, uint64_t *seq, uint64_t *nu
 /* The parts of a post and of a collect, for data that are written and read in place. */
 es_mark *es_posted(void *base, uint32_t worker);
 void *es_slot_data(void *base, uint32_t worker, uint64_t seq);
-/* `at` says where the data are if not in the slot, for those who know what it means. */
+/* `at` says where the data are if not in the slot, for readers that know what it means. */
 void es_publish(void *base, uint32_t worker, uint64_t seq, const char *tag, uint64_t tag_hash, uint64_t number,
                 size_t bytes, uint64_t at);
 /* Whether `worker` was on another core than this thread is now when it last published something. */
@@ -80,7 +80,7 @@ void es_posted_tag(void *base, uint32_t worker, uint64_t seq, uint64_t *tag_hash
 int es_matches(void *base, uint32_t worker, uint64_t seq, uint64_t tag_hash);
 
 /* `author` (a worker, or num_workers for the supervisor) says that `culprit` failed, and why. The first caller wins and
- * leaves its text; everyone who waits is woken. Returns 1 if this was the first. Author and culprit are told apart
+ * leaves its text; every waiting thread is woken. Returns 1 if this was the first. Author and culprit are kept apart
  * because several survivors may report one death at once, and each may write its own text only. */
 int es_abort(void *base, uint32_t author, uint32_t culprit, const char *text, size_t bytes);
 /* 0 while nobody has aborted, else 1 + the culprit. */

@@ -10,11 +10,11 @@ typedef struct {
     uint64_t count; /* of posts; 0: it is something else */
 } es_posts_head;
 
-/* Writes what so many workers have posted under `seq` to out, if it does not take more than `capacity`; returns how many
+/* Writes what `count` workers have posted under `seq` to out, if it does not take more than `capacity`; returns how many
  * bytes it takes, or 0 if a slot has something else by now. */
 size_t es_pack_posts(void *base, uint64_t seq, const uint32_t *workers, uint32_t count, void *out, size_t capacity);
-/* Posts what a message brings in the slots of its workers here; -1 if it is no such message, and nothing is posted of
- * what comes behind the mistake. */
+/* Posts what a message brings in the slots of its workers here; -1 if it is not such a message; nothing after the
+ * mistake is posted. */
 int es_take_posts(void *base, const void *message, size_t bytes);
 
 #endif

@@ -41,7 +41,7 @@ static const function functions[] = {
 };
 enum { COUNT = sizeof functions / sizeof functions[0], MAX_SLOTS = 4 * COUNT };
 
-/* Where the addresses are, what stood there, and what shall. Found once: the library stays where it is. */
+/* Where the addresses are, what was there, and what replaces it. Found once: the library stays where it is. */
 static struct {
     void **at, *before, *ours;
 } slots[MAX_SLOTS];

@@ -43,7 +43,7 @@ typedef struct {
     uint64_t length, place; /* of a list, and in it */
 } expected;
 
-/* Whether so many levels of one value are expected next. */
+/* Whether this many levels of one value are expected next. */
 static inline int takes(expected *next, unsigned value, uint64_t count) {
     if (!next->length) return value == next->top;
     for (; count; count--) {

@@ -1,7 +1,7 @@
 /* Sums that the caller waits for: from torch's arguments to the result in one call.
  *
  * For a small sum, checking its arguments takes longer than the sum itself. So sums that were done before are known by
- * the dtype and shape of the tensor, and anything unusual, such as a type of tensor of somebody's own, is left to the
+ * the dtype and shape of the tensor, and anything unusual, such as a user's own type of tensor, is left to the
  * general path.
  */
 #include "team.h"

@@ -221,8 +221,8 @@ class SyncBatchNorm(_BatchNorm):
         elif found is not None or self in _meets_in_threads:
             raise UnsupportedError(
                 f"{self._name()} is computed inside backward, where its other participants cannot be met; "
-                "with activation checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False) and see "
-                "that the recomputation gets the same input as the first one (preserve_rng_state=True)"
+                "with activation checkpointing use torch.utils.checkpoint.checkpoint(..., use_reentrant=False) and "
+                "make sure that the recomputation gets the same input as the first one (preserve_rng_state=True)"
             )
         return around(self._group.group)
 

@@ -145,7 +145,7 @@ def outputs(parts: Sequence[Part], whole: Combined) -> list[Tensor]:
     ys: list[Tensor | None] = [None] * len(parts)
     for numbers in _together(parts, [one is not None for one in found]):
         coefs = found[numbers[0]]
-        assert coefs is not None
+        assert coefs is not None, "only participants that the kernels take are put together"
         for n, y in zip(numbers, _shards([parts[n] for n in numbers]).normalize(coefs.coefs), strict=True):
             ys[n] = y
     return [_output(part, whole) if y is None else y for part, y in zip(parts, ys, strict=True)]
@@ -224,7 +224,7 @@ def _reduce_together(
     gradients: list[Tensor] = [dys[n] for n in places]  # type: ignore[misc]  # present
     gate = any(needed[n].residual for n in places)
     shards, mine = _shards(chosen, gradients, gate=gate), found[numbers[0]]
-    assert mine is not None
+    assert mine is not None, "only participants that the kernels take are put together"
     weight, bias = any(needed[n].weight for n in places), any(needed[n].bias for n in places)
     sums, dweight, dbias = shards.reduce(mine, weight=weight, bias=bias)
     made: list[Tensor] = []

@@ -27,7 +27,7 @@ from evenstep.nn.passes import Part
 __all__ = ["OfSubclass", "can_span", "synchronized_class"]
 
 _BATCH = 4
-_SHAPES: dict[int, list[tuple[int, ...]]] = {1: [(), (3,)], 2: [(3, 3)], 3: [(2, 2, 2)]}  # what comes behind [N, C]
+_SHAPES: dict[int, list[tuple[int, ...]]] = {1: [(), (3,)], 2: [(3, 3)], 3: [(2, 2, 2)]}  # what comes after [N, C]
 _OURS = ("_group", "eps_mode", "qualified_name", "_origin", "activation", "process_group", "spans_shards", "normalize")
 
 
@@ -141,7 +141,7 @@ def _normalizes_once(module: nn.Module) -> bool:
             x = torch.randn(_BATCH, module.num_features, *shape)
             try:
                 twin.forward(x if like is None else x.to(like))
-            except Exception:  # noqa: BLE001  # code of somebody's own: whatever it raises, it does not take this
+            except Exception:  # noqa: BLE001  # a user's code: whatever it raises, it does not take this
                 continue
         return bool(noted.calls == [(_BATCH, module.eps)])
     return False

@@ -9,7 +9,7 @@ from evenstep.transport.segment import Segment
 __all__ = ["History"]
 
 _MOST_POINTS = 600
-_MOST_AT_ONCE = 20_000  # entries of the journal: one who looks late sees the rest a second later
+_MOST_AT_ONCE = 20_000  # entries of the journal: a late viewer sees the rest a second later
 _RATE_S = 10.0  # the time over which samples per second are counted
 _FORGET_S = 60.0  # after which the last look says nothing about the present speed
 

@@ -99,7 +99,7 @@ def _branch(
     Args:
         topology: The machines.
         layout: Where the shards lie.
-        node: Which node.
+        node: The node.
         above: The device of the node above it.
         head: The beginning of its own line.
         rest: The beginning of the lines below.
@@ -137,7 +137,7 @@ def plans(found: Sequence[Plan]) -> str:
 
 
 def step(found: StepPrediction) -> str:
-    """What a step of a run is predicted to take, and of what that is made."""
+    """What a step of a run is predicted to take, and what that consists of."""
     parts = ", ".join(
         f"{quantity(seconds, 's')} {what}"
         for seconds, what in (

@@ -3,7 +3,7 @@
 Each machine adds up its own shards, which leaves it with the tree nodes that cover its span, and updates all parameters
 for itself. In between, every *piece* of the gradients has a *home*: the machine that adds up the nodes of all and sends
 the sum to the others. Two machines with a node each are both the home of everything: they send each other as many bytes
-as if they shared out the pieces, and none of them waits for a sum. Parameters travel in buckets, alike on all machines;
+as if they shared out the pieces, and neither waits for a sum. Parameters travel in buckets, alike on all machines;
 a large one is cut into several pieces.
 """
 
@@ -23,9 +23,9 @@ EVERY = -1
 _ALIGNMENT = 64
 _MOST_BYTES = 9 << 18  # of a piece: every message costs, and larger ones would hold up those behind them
 _LEAST_BYTES = 9 << 15  # a little more than a power of two, so that a matrix and its bias travel together
-_TINY_BYTES = 5 << 18  # two machines send so little as one piece, and twice as much as two:
+_TINY_BYTES = 5 << 18  # two machines send up to this much as one piece, and up to twice as much as two:
 _SMALL_BYTES = 5 << 19  # a message costs more than waiting for the last gradient
-_PIECES_EACH = 8  # how many pieces a machine should at least have: so it has little more or less than another
+_PIECES_EACH = 8  # how many pieces each machine should have at least, so that their shares are nearly equal
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Piece:
         bucket: The bucket it is a piece of.
         home: The machine that adds it up, or EVERY one of them.
         begin: Its first byte among those of the bucket.
-        end: One past its last.
+        end: One past its last byte.
         parameters: The parameters in it; if it is a part of one, that one.
     """
 
@@ -150,7 +150,7 @@ def most_pieces(sizes: Sequence[int]) -> int:
 def _piece_bytes(sizes: Sequence[int], num_machines: int | None) -> int:
     """How large a piece is; None: at least, on any number of machines.
 
-    What a machine sends grows with what it adds up, but for two machines, where it is the same for every share.
+    What a machine sends grows with what it adds up, except between two machines, where it does not depend on the share.
     """
     total = sum(sizes)
     least = min(max(total // 256, _LEAST_BYTES), _MOST_BYTES)

@@ -1,6 +1,6 @@
 """How long a reduction takes: a cost model with latency, bandwidth and shared links.
 
-A round of messages takes its longest latency, plus the time of the link that has most to carry: messages share a
+A round of messages takes its longest latency, plus the time of the link that has the most to carry: messages share a
 machine's network card, a rack's uplink, the link between two NUMA nodes, and what a device sends or receives. Each
 reduction sums a vector over all devices and leaves the result on all of them:
 
@@ -24,7 +24,7 @@ from evenstep.plan.topology import Device, LinkKind, Topology
 
 __all__ = ["Prediction", "all_to_all", "ring", "transfer_tree", "tree"]
 
-_NODES = 32  # of a machine, of which every pair is looked at
+_NODES = 32  # in a machine with up to this many, every pair is looked at
 _SLOW = (LinkKind.SOCKET, LinkKind.NETWORK, LinkKind.SPINE)
 
 
@@ -216,7 +216,7 @@ def _exchange_between_nodes(
 ) -> None:
     """What crosses the links between the NUMA nodes of a machine.
 
-    Of very many nodes only the link that has most to carry is counted, and those where devices have links of their own.
+    Of very many nodes, only the link with the most to carry counts, and those where devices have links of their own.
     """
     about = topology.machines[machine]
     byte_s = part / topology.usual(LinkKind.SOCKET).bandwidth_bytes_per_s

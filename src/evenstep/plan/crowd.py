@@ -41,8 +41,8 @@ class Crowd:
     """Devices of one machine, each with a weight.
 
     Args:
-        machine: Which.
-        weights: Of each device, by its place; those that are not named are not there.
+        machine: The machine.
+        weights: The weight of each device, by its place; devices without one are left out.
     """
 
     def __init__(self, machine: Machine, weights: Mapping[int, int]) -> None:
@@ -61,7 +61,7 @@ class Crowd:
     def around(self, place: int) -> Iterator[tuple[LinkKind | Link, int]]:
         """The weights of all other devices, summed up by what lies between them and this one.
 
-        That is the kind of a link where the places tell it, or a link of its own. A sum may be 0.
+        That is a kind of link where it follows from their places, otherwise the pair's own link. A sum may be 0.
         """
         device = self._machine.devices[place]
         others, cores = self._nodes[node_of(device)]

@@ -136,13 +136,13 @@ class Standing:
         """The inverse of `text`.
 
         Raises:
-            ConfigError: It makes no sense.
+            ConfigError: The text cannot be read.
         """
         try:
             return cls(**json.loads(text))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"EVENSTEP_STANDING makes no sense ({error}); start groups with `evenstep run --groups`"
+                f"EVENSTEP_STANDING cannot be read ({error}); start groups with `evenstep run --groups`"
             ) from None
 
 
@@ -209,9 +209,11 @@ def _check(setup: Setup, named: Framework | None) -> None:
         raise ConfigError(f"{setup.describe()}: expected at most {MAX_PROCESSES} workers and servers in all")
     if not setup.servers:
         if setup.groups > 1:
-            raise ConfigError(f"{setup.groups} groups but no server: groups meet only at servers; say --servers 1")
+            raise ConfigError(f"{setup.groups} groups but no server: groups meet only at servers; add --servers 1")
         if setup.staleness is not None:
-            raise ConfigError(f"--staleness {setup.staleness} without a server: one group is always in step")
+            raise ConfigError(
+                f"--staleness {setup.staleness} without a server; leave it out: one group is always in step"
+            )
         return
     _check_servers(setup, named)
 

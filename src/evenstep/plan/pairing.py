@@ -37,8 +37,8 @@ def pair(
         devices: Any number of them, in any order; the first will be the root.
         same_board: Whether two are on one board.
         peer: Whether the first can access the memory of the second.
-        board_of: Two devices of which this differs are not on one board. It only saves time.
-        peers_of: Likewise, of peers.
+        board_of: Two devices for which this differs are not on one board. It only saves time.
+        peers_of: Likewise for peers.
 
     Raises:
         ConfigError: There is no device, or one is named twice.

@@ -1,4 +1,4 @@
-"""How long a step of a run over many machines takes, from constants that were measured on few.
+"""How long a step of a run over many machines takes, from constants measured on a few.
 
 A step computes its shards, sends gradients meanwhile, and meets a few times. Every machine sends each piece of its sums
 to the piece's home, and the sums of its own pieces to all: 2 (M - 1) / M of the gradients, some of it while the
@@ -12,7 +12,7 @@ from evenstep.plan.topology import LinkKind, Topology
 
 __all__ = ["StepCosts", "StepPrediction", "predict_step"]
 
-_BACKWARD = 2 / 3  # of the time of a shard, as a rule: twice as many products as forward
+_BACKWARD = 2 / 3  # of the time of a shard, usually: it has twice as many products as forward
 MESSAGE_BYTES = 4096
 
 
@@ -80,7 +80,7 @@ def predict_step(topology: Topology, num_shards: int, num_bytes: float, costs: S
         racks = [sum(m.rack == rack for m in machines) for rack in {machine.rack for machine in machines}]
         crossing = max(2 * count * (len(machines) - count) / len(machines) for count in racks) * num_bytes
         transfer_s = max(transfer_s, crossing / link.bandwidth_bytes_per_s)
-    backward_s = _BACKWARD * costs.shard_s / max(speeds)  # gradients are complete in that of the last shard
+    backward_s = _BACKWARD * costs.shard_s / max(speeds)  # gradients become complete during the last shard's
     gradients_s = max(transfer_s - backward_s, 0.0) + 2 * link.latency_s
     busy_s = max(costs.message_s, MESSAGE_BYTES / card.bandwidth_bytes_per_s)
     return StepPrediction(compute_s, gradients_s, costs.num_meetings * (link.latency_s + others * busy_s))

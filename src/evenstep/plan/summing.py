@@ -127,7 +127,7 @@ def plan_nodes(sizes: Sequence[int], span: Span, num_shards: int, *, add: bool) 
 
 
 def buckets_of(sizes: Sequence[int], most_bytes: int) -> list[tuple[int, ...]]:
-    """Parameters that travel together whoever owns them, in the order in which backward reaches them.
+    """Parameters that travel together whatever their owners, in the order in which backward reaches them.
 
     Args:
         sizes: The bytes of every parameter.

@@ -1,8 +1,8 @@
 """Who computed wrong, judged from what several workers computed for the same shards. Pure.
 
 A computation of a shard leaves a *trail*: digests of what it offered to others and of its results, in *stages*. Up to
-the first stage that differs anywhere, everybody had the same inputs, so the error began with whoever differs there;
-later differences may be consequences. A *pass* is one computation of all shards, each by some worker.
+the first stage that differs anywhere, everybody had the same inputs, so the error began with the workers that differ
+there; later differences may be consequences. A *pass* is one computation of all shards, each by some worker.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ class Account:
     """One computation of a shard.
 
     Attributes:
-        worker: Who computed it.
+        worker: The worker that computed it.
         trail: Its digests.
     """
 
@@ -73,7 +73,7 @@ NUM_PASSES = len(_TURNS)
 
 
 def turn_of(number: int, num_workers: int) -> int:
-    """By how many workers the shards are shifted, in a pass, from the one that has them.
+    """By how many workers a pass shifts every shard from the worker that has it.
 
     The first pass computes every shard on another worker than the second, which is the one that counts, and the third
     on yet another if there are enough workers. In the rest the same workers repeat their work: a broken worker may err
@@ -85,7 +85,7 @@ def turn_of(number: int, num_workers: int) -> int:
 def judge(passes: Sequence[Pass]) -> Verdict:
     """Compare passes of one step, in the order in which they were computed.
 
-    A result is right if more workers had it than any other, at least two; or if those who had it repeat it and all
+    A result is right if more workers had it than any other, at least two; or if those that had it repeat it and all
     others contradict themselves. With one worker, it is right if it is the most frequent.
     """
     stage = _first_stage(passes)
@@ -159,4 +159,4 @@ def _first_item(one: Stage, other: Stage) -> str:
     for here, there in zip_longest(one, other):
         if here != there:
             return str((here or there)[0])
-    raise AssertionError("they differ")
+    raise AssertionError("the two stages differ in some item")

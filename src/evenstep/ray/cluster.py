@@ -75,7 +75,7 @@ def run(
         cpus_per_worker: CPUs that each worker takes.
         gpus_per_worker: GPUs that each worker takes; then all workers are on one node and stay there.
         resources_per_worker: Other resources, of the cluster's own names, that each worker takes.
-        address: Of the cluster; None: the one already connected to, or `RAY_ADDRESS`, or this machine's.
+        address: The address of the cluster; None: the one already connected to, or `RAY_ADDRESS`, or this machine's.
         shards: Parts of every batch; None: as the script says.
         max_restarts: How many workers that die may be replaced on their node; None: any number.
         step_timeout_s: How long a step may take; None: as the script says.

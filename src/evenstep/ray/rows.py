@@ -38,12 +38,7 @@ def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = N
     count = dataset.count()
     if not count:
         raise ConfigError("the data set has no rows; expected at least one")
-    there = list(dataset.columns())
-    names = there if columns is None else list(columns)
-    for name in (*names, *([] if key is None else [key])):
-        if name not in there:
-            raise ConfigError(f"there is no column {name!r} in the data set, which has {', '.join(there)}")
-    where = str(directory)
+    names, where = _names(list(dataset.columns()), columns, key), str(directory)
 
     def prepare(rows: pa.Table) -> pa.Table:
         return keyed(_as_lists(rows), names, key, files, "the data set")
@@ -65,6 +60,15 @@ def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = N
             "same rows every time it is computed: materialize() it"
         )
     return int(count)
+
+
+def _names(there: Sequence[str], columns: Sequence[str] | None, key: str | None) -> Sequence[str]:
+    """The columns to write."""
+    names = there if columns is None else list(columns)
+    for name in (*names, *([] if key is None else [key])):
+        if name not in there:
+            raise ConfigError(f"there is no column {name!r} in the data set, which has {', '.join(there)}")
+    return names
 
 
 def _check_directory(directory: Path) -> None:

@@ -4,7 +4,7 @@ The workers step together as in any run: the same tree, owners, transaction and 
 elsewhere. The owners put their sums into the segment, the first worker sends them to the server as one contribution,
 and puts the values that come back where everybody reads them. To the server they are one worker.
 
-An update has the number of its operation, whoever sends it. If the first worker dies after the server got the update,
+An update has the number of its operation, whichever worker sends it. If the first worker dies after the server got it,
 its successor sends it again; the server recognises it, and answers with its result. So the step is made once.
 """
 

@@ -1,7 +1,7 @@
 """Which bundles of the parameters have arrived: access to a parameter waits for its own bundle, and for no other.
 
 The parameters of a group exist once, in its segment. A word for every bundle says which version it has. Its owner
-writes the bundle, then the word; so a bundle with an old word must be fetched again, whoever died meanwhile.
+writes the bundle, then the word; so a bundle with an old word must be fetched again, whichever workers died meanwhile.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""The parts of a run: opened together, and closed in reverse order, also where opening them fails half-way."""
+"""The parts of a run: opened together, and closed in reverse order, even if opening them fails halfway."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

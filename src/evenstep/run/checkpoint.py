@@ -40,7 +40,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any],
     """Write a checkpoint, replacing the one that is there.
 
     Args:
-        directory: Where.
+        directory: Where it goes.
         tensors: The state.
         facts: What goes into `checkpoint.json`: its version, the plain values of the state, and so on.
         journal: What was done so far, if the script is to be resumed from here.

@@ -181,7 +181,7 @@ class Checkpoints:
             checkpoint.check(path, facts, tensors, here, state)
             say(f"going on from {path}, after step {facts['version']}")
             return FoundCheckpoint(path, facts, _after(path, entries, ledger))
-        say(f"no checkpoint in {self._directory} yet: starting anew")
+        say(f"no checkpoint in {self._directory} yet: starting over")
         return None
 
 

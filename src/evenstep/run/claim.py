@@ -25,7 +25,7 @@ class Claim:
     """The claim of one worker to a directory.
 
     Args:
-        directory: Where.
+        directory: The directory.
         run: Which run; the same on all its workers.
     """
 

@@ -134,7 +134,7 @@ class Courier:
         try:
             while self._turn():
                 pass
-        except BaseException as error:  # noqa: BLE001  # the border of the thread: whoever waits for it gets it
+        except BaseException as error:  # noqa: BLE001  # the border of the thread: the waiting caller gets it
             with self._changed:
                 self._error = error
                 self._busy = self._sending = False

@@ -131,7 +131,7 @@ class GroupedUpdates:
         return prepared.in_tree(spans, [bundles.trained[bundle] for bundle in bundles.filled])
 
     def _cut(self, prepared: PreparedOptimizer) -> Bundles:
-        """Cut the model into bundles, whoever owns them."""
+        """Cut the model into bundles, whatever their owners."""
         sizes = {name: p.numel() * p.element_size() for name, p in self._holdings.models.slots.parameters.items()}
         num_servers = len(self._standing.servers[self._standing.server_group])
         self._bundles = Bundles.of(sizes, prepared.names, num_servers)

@@ -78,7 +78,8 @@ class RunOperations:
         """Check that the run is open, and that this is its process.
 
         Raises:
-            ConfigError: It does not.
+            ConfigError: It is closed, or this is a forked copy of its process.
+            EvenstepError: The script has caught the error of an earlier step.
         """
         self._ledger.group.check_process()
         if self._failed is not None:

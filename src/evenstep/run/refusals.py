@@ -18,7 +18,7 @@ WITH_SERVERS: Mapping[Feature, str] = {
     ),
     "stream": (
         "a stream in a run with servers or groups, where workers go on without each other; the streams of the shards "
-        "need not end together, so who steps must know: train without servers, or index the data"
+        "need not end together, which every worker would have to know: train without servers, or index the data"
     ),
     "carry": (
         "run.carry in a run with servers, where a worker that is started again would have lost it; train without them"

@@ -98,7 +98,7 @@ class Saving:
         """See `Run.save`.
 
         Args:
-            path: Where.
+            path: Where it goes.
             writes: Whether the first worker of this group is to write it.
         """
         tag, self._num_saved = f"save {self._num_saved}", self._num_saved + 1
@@ -218,7 +218,7 @@ class Saving:
         """Before the first step of a run that is to be resumed: say so if it has no checkpoints."""
         fresh = self._checkpoints is None and not self._engine.version and not self._ledger.catching_up
         if fresh and self._group.rank == 0:
-            say("--resume, but the script has not called run.checkpoint(directory, every=...): starting anew")
+            say("--resume, but the script has not called run.checkpoint(directory, every=...): starting over")
 
     def heed(self) -> None:
         """After a step: write a checkpoint if one is due; report a fingerprint or stop if asked to."""

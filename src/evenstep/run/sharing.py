@@ -63,7 +63,7 @@ def _compare(engine: Engine, batch: Batch) -> None:
     """Check that all workers have the same batch.
 
     Raises:
-        MismatchError: They have not.
+        MismatchError: They do not.
     """
     group = engine.group
     of_all = group.gather_json("collect (batch)", [batch.name, batch.sizes, batch.contents()])
@@ -95,7 +95,7 @@ def exchange(engine: Engine, perform: Perform, tag: str, rows: Rows) -> Tensor:
             )
         if sharing.mine:
             _check_rows(engine, mine)
-        if group.keeper:  # which has no row to see by what rows are like
+        if group.keeper:  # it has no row to show what rows are like
             mine = _like_others(group, tag, mine)
         shares = [end - first for first, end in sharing.spans]
         total = group.sum(tag, mine.cpu(), shares, everyone=True).to(mine.device)
@@ -122,7 +122,7 @@ def _call(engine: Engine, rows: Callable[[int], Tensor]) -> Tensor:
 
 
 def _like_others(group: Group, tag: str, rows: Tensor) -> Tensor:
-    """The rows of this worker; where there are none, as wide and of the type as those of the others."""
+    """The rows of this worker; if it has none, none of the others' width and type."""
     described = [str(rows.dtype).removeprefix("torch."), rows.shape[1]] if len(rows) else None
     found = group.gather_json(f"{tag}: rows", described)
     dtype, width = next(each for each in found if each is not None)

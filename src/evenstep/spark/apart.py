@@ -40,12 +40,12 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Share:
-    """What a worker has beside the parameters, which are at the server.
+    """What a worker has besides the parameters, which are at the server.
 
     Attributes:
         num_rows: How many rows it has trained on.
         history: Figures for every epoch.
-        buffers: Of its model, such as the statistics of batch norm.
+        buffers: The buffers of its model, such as the statistics of batch norm.
     """
 
     num_rows: int

@@ -107,7 +107,7 @@ class Model(TrainingParams, MLModel, MLReadable, MLWritable):
     Attributes:
         weights: Parameters and buffers, as safetensors.
         history: For every epoch, the means of loss and metrics.
-        fingerprint: Of the run that trained it.
+        fingerprint: The fingerprint of the run that trained it.
         width: How many numbers the model outputs for a row.
     """
 

@@ -64,7 +64,7 @@ class SparkModel:
     Attributes:
         weights: Parameters and buffers, as safetensors; None: as the model is built.
         training_histories: Figures epoch by epoch: one list for each synchronous `fit`, otherwise one for each worker.
-        fingerprint: Of the last synchronous run.
+        fingerprint: The fingerprint of the last synchronous run.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -133,7 +133,7 @@ class SparkModel:
                 every worker.
 
         Raises:
-            ConfigError: It is no RDD, there are no rows or they are no pairs of numbers, or an argument is invalid.
+            ConfigError: It is not an RDD, it has no rows, they are not pairs of numbers, or an argument is invalid.
         """
         _check_counts(epochs=epochs, batch_size=batch_size)
         if not isinstance(rdd, RDD):

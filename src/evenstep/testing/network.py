@@ -55,7 +55,7 @@ class Namespaces:
     """Several machines that reach each other. A context manager.
 
     Args:
-        count: How many.
+        count: How many there are.
         delay_s: How long traffic of every machine but the first takes, in each direction.
         loss: The share of that traffic that is lost; see `relay.missing` for where this is not possible.
 
@@ -148,7 +148,7 @@ class Namespaces:
         """Start a program on a machine.
 
         Args:
-            machine: Which.
+            machine: The machine.
             argv: The program and its arguments.
             apart: Whether its processes see only each other, as on another machine.
             options: For Popen.

@@ -77,7 +77,7 @@ def _listen(pipe: int, timeout_s: float) -> list[tuple[int, int, float, float]]:
     text, deadline = b"", time.monotonic() + timeout_s
     while True:
         if not select.select([pipe], [], [], max(deadline - time.monotonic(), 0.0))[0]:
-            raise EvenstepError(f"the links could not be measured within {timeout_s:g} s; are the cores very busy?")
+            raise EvenstepError(f"the links could not be measured within {timeout_s:g} s; try again on idle cores")
         data = os.read(pipe, 1 << 16)
         if not data:
             break
@@ -99,7 +99,7 @@ def _be_worker(segment: Segment, worker: int, core_number: int, num_bytes: int, 
         group = Group.around(segment, worker, _PATIENCE_S + _PAIR_S)
         try:
             found: object = _exchange_pairwise(group, num_bytes)
-        except Exception as error:  # noqa: BLE001  # the border of the process: it is said, and the measurement ends
+        except Exception as error:  # noqa: BLE001  # the border of the process: reported, and the measurement ends
             found = f"worker {worker}: {error}"
             group.fail(str(error))
         if worker == 0:

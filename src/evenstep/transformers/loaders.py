@@ -62,7 +62,7 @@ class EpochLoader(DataLoaderStateMixin):
     Args:
         batches: Its batches; each consists of several of the loader's, if gradients accumulate.
         source: The loader.
-        times: Of how many.
+        times: Of how many batches each consists.
         first: How many of the loader's batches to skip.
     """
 

@@ -10,13 +10,13 @@ from transformers.trainer_pt_utils import nested_concat
 
 from evenstep.engine.results import Mean, add
 
-__all__ = ["joined", "labelled", "mean"]
+__all__ = ["joined", "mean", "weight_of"]
 
 _IGNORED = -100  # the label of what is not to be learned, and the padding of outputs
 
 
-def labelled(inputs: Mapping[str, Any], *, shifted: bool) -> int | None:
-    """The number of labels that the loss of a part is a mean over; None: it has no such labels.
+def weight_of(inputs: Mapping[str, Any], *, shifted: bool) -> int:
+    """What the loss of a part is a mean over: how many labels it has or, if it has none, how many samples.
 
     Args:
         inputs: The part.
@@ -27,7 +27,7 @@ def labelled(inputs: Mapping[str, Any], *, shifted: bool) -> int | None:
         labels = inputs.get("labels")
         if isinstance(labels, Tensor) and shifted:
             labels = labels[..., 1:]
-    return int(labels.ne(_IGNORED).sum()) if isinstance(labels, Tensor) else None
+    return int(labels.ne(_IGNORED).sum()) if isinstance(labels, Tensor) else len(next(iter(inputs.values())))
 
 
 def mean(values: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:

@@ -1,12 +1,16 @@
 """Which of several processes Accelerate takes this one for, and other temporary changes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate.state import AcceleratorState, PartialState
 
-__all__ = ["Acting", "changed"]
+from evenstep.run.run import Run
+
+__all__ = ["Acting", "changed", "once_as_first"]
+
+T = TypeVar("T")
 
 
 class Acting:
@@ -28,6 +32,17 @@ class Acting:
     def __exit__(self, *_: object) -> None:
         for state, before in zip(self._states, self._before, strict=True):
             state.update({name: before[name] for name in ("process_index", "local_process_index") if name in before})
+
+
+def once_as_first(run: Run, function: Callable[[], T]) -> T:
+    """Let one worker do something for all, as the first worker would, whichever it is; see `Run.once`."""
+
+    def act() -> T:
+        with Acting(0):
+            return function()
+
+    found: T = run.once(act)
+    return found
 
 
 @contextmanager

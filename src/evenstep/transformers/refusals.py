@@ -13,6 +13,15 @@ __all__ = ["refuse_arguments", "refuse_optimizer", "refuse_parts"]
 
 _OPTIMIZERS = ("lomo", "adalomo", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd")
 
+_FLAGS = {
+    "fp16": "scales the loss; expected bf16=True, which needs no scaling",
+    "fp16_full_eval": "casts the model; cast it before: model.half()",
+    "bf16_full_eval": "casts the model; cast it before: model.bfloat16()",
+    "auto_find_batch_size": "undoes steps; if memory is short, use more shards",
+    "enable_jit_checkpoint": "waits for a signal; save_steps=... saves by counting",
+}
+"""Arguments that cannot be exact when they are set: why, and what to do instead."""
+
 
 def refuse_arguments(args: TrainingArguments) -> None:
     """Check that what was asked for can be exact.
@@ -37,20 +46,15 @@ def _found(args: TrainingArguments) -> Iterator[str]:
         )
     if args.deepspeed or args.fsdp:
         yield "TrainingArguments(deepspeed=... or fsdp=...): they share out the model themselves; leave them out"
-    if args.fp16:
-        yield "TrainingArguments(fp16=True); expected bf16=True, which needs no scaling of the loss"
-    if args.fp16_full_eval or args.bf16_full_eval:
-        yield "TrainingArguments(fp16_full_eval or bf16_full_eval) casts the model; cast it before: model.bfloat16()"
-    if args.auto_find_batch_size:
-        yield "TrainingArguments(auto_find_batch_size=True) undoes steps; if memory is short, use more shards"
-    if args.enable_jit_checkpoint:
-        yield "TrainingArguments(enable_jit_checkpoint=True) waits for a signal; save_steps=... saves by counting"
+    for flag, why in _FLAGS.items():
+        if getattr(args, flag):
+            yield f"TrainingArguments({flag}=True) {why}"
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer in _OPTIMIZERS:
         yield f"TrainingArguments(optim={optimizer!r}) changes parameters outside steps; choose another optimizer"
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         yield (
-            "TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': True}) goes backward inside of "
+            "TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': True}) goes backward inside "
             "backward; expected {'use_reentrant': False}, the default"
         )
 

@@ -11,7 +11,6 @@ import torch
 import transformers
 from accelerate.data_loader import skip_first_batches
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import trainer as loops
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -25,9 +24,11 @@ from evenstep.run.run import Run
 from evenstep.transformers import checkpoints
 from evenstep.transformers.loaders import Deferred, EpochLoader, HeldBatch, loader_of
 from evenstep.transformers.logs import Logs, PartLogs, merged
-from evenstep.transformers.outputs import joined, labelled, mean
-from evenstep.transformers.places import Acting, changed
+from evenstep.transformers.outputs import joined, mean, weight_of
+from evenstep.transformers.places import Acting, changed, once_as_first
 from evenstep.transformers.refusals import refuse_arguments, refuse_optimizer, refuse_parts
+from evenstep.transformers.stepping import own_optimizer, step_elsewhere, step_here
+from evenstep.transformers.tokens import TokenCount
 
 __all__ = ["Trainer"]
 
@@ -67,7 +68,7 @@ class Trainer(transformers.Trainer):
         self._place = env.read()
         self._run: Run | None = None
         self._is_prepared = self._lacks_weights = False
-        self._tokens = (0, 0)  # of the last batch: all, and without padding
+        self._tokens = TokenCount()  # of the last batch
         self._logs = PartLogs()
         super().__init__(*args, **kwargs)
         refuse_arguments(self.args)
@@ -126,7 +127,7 @@ class Trainer(transformers.Trainer):
                 return super().train(path, trial, ignore_keys_for_eval)
             finally:
                 if self.optimizer is not None:
-                    self.optimizer.__dict__.pop("step", None)
+                    step_here(self.optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._lacks_weights:
@@ -135,7 +136,7 @@ class Trainer(transformers.Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         refuse_parts(self)
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
-        optimizer = self._own_optimizer()
+        optimizer = own_optimizer(self.optimizer)
         refuse_optimizer(model, optimizer, self.args.max_grad_norm)
         self.run.prepare(model, optimizer, sync_batchnorm=self._sync_batchnorm, whole=self._whole)
         self._is_prepared = True
@@ -149,22 +150,8 @@ class Trainer(transformers.Trainer):
         self.run.count_from(self.state.global_step)
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
-
-        def step(closure: Any = None) -> None:
-            """Nothing to do: the run has stepped; schedulers check that this was called."""
-            del closure
-            for each in (self.optimizer, optimizer):
-                each.__dict__["_opt_called"] = True
-
-        self.optimizer.__dict__["step"] = step
+        step_elsewhere(self.optimizer)
         return model, loader
-
-    def _own_optimizer(self) -> Optimizer:
-        """The optimizer inside Accelerate's."""
-        found: Optimizer = self.optimizer
-        while hasattr(found, "optimizer"):
-            found = found.optimizer
-        return found
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -187,7 +174,7 @@ class Trainer(transformers.Trainer):
         """Train on a batch: forward, backward and update."""
         del num_items_in_batch
         if isinstance(inputs, Deferred):
-            self._tokens = (0, 0)
+            self._tokens = TokenCount()
             return torch.zeros((), device=self.args.device)
         self._followers.look()
         model.train()
@@ -195,11 +182,11 @@ class Trainer(transformers.Trainer):
         loss, metrics = self.run.step(
             self._cut(inputs),
             partial(self._loss_of, model),
-            self._own_optimizer(),
+            own_optimizer(self.optimizer),
             clip_norm=limit if limit and limit > 0 else math.inf,  # the norm is logged in any case
         )
-        all_tokens, without_padding, weights, logs = zip(*metrics[_NOTE], strict=True)
-        self._tokens = sum(all_tokens), sum(without_padding)
+        tokens, weights, logs = zip(*metrics[_NOTE], strict=True)
+        self._tokens = TokenCount.total(tokens)
         self._log_all(logs, weights)
         found: Tensor = loss.to(device=self.args.device, dtype=torch.float32)
         return found
@@ -207,17 +194,15 @@ class Trainer(transformers.Trainer):
     def _loss_of(self, model: nn.Module, part: Any) -> tuple[Loss, dict[str, Any]]:
         """The mean loss of a part, with its weight."""
         inputs = self._prepare_inputs(part)
-        seen, weight = self._count_tokens(inputs), self._weight_of(inputs)
+        padding = getattr(self.processing_class, "pad_token_id", None)
+        tokens = TokenCount.of(inputs, getattr(self.model, "main_input_name", "input_ids"), padding)
+        weight = weight_of(inputs, shifted=self._loss_shifts_labels)
         with self.compute_loss_context_manager(), self._logs.part() as logs:
             found = self.compute_loss(
                 model, inputs, num_items_in_batch=self._get_num_items_in_batch([inputs], self.args.device)
             )
         loss = found if isinstance(found, Loss) else Loss(found, weight=weight)
-        return loss, {_NOTE: Note([*seen, float(loss.weight), logs])}
-
-    def _weight_of(self, inputs: Mapping[str, Any]) -> int:
-        found = labelled(inputs, shifted=self._loss_shifts_labels)
-        return len(next(iter(inputs.values()))) if found is None else found
+        return loss, {_NOTE: Note([tokens, float(loss.weight), logs])}
 
     def _cut(self, inputs: Any) -> Batch:
         return inputs.batch if isinstance(inputs, HeldBatch) else self.run.cut(inputs)
@@ -240,26 +225,14 @@ class Trainer(transformers.Trainer):
         for values in merged(logs, weights):
             super().log(values)
 
-    def _count_tokens(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
-        found = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        if found is None:
-            return 0, 0
-        mask, padding = inputs.get("attention_mask"), getattr(self.processing_class, "pad_token_id", None)
-        if mask is not None:
-            return found.numel(), int(mask.sum())
-        return found.numel(), found.numel() if padding is None else int((found != padding).sum())
-
     def floating_point_ops(self, inputs: Any) -> int:
         """How much there was to compute for the batch."""
         del inputs
-        count = getattr(self.model, "num_parameters", None)
-        return 6 * self._tokens[0] * count(exclude_embeddings=True) if count is not None else 0
+        return self._tokens.operations(self.model)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         del inputs
-        wanted = self.args.include_num_input_tokens_seen
-        if wanted != "no":
-            self.state.num_input_tokens_seen += self._tokens[wanted == "non_padding"]
+        self.state.num_input_tokens_seen += self._tokens.wanted(self.args.include_num_input_tokens_seen)
 
     # ---- batches ----
 
@@ -300,7 +273,8 @@ class Trainer(transformers.Trainer):
         name = getattr(self.model, "main_input_name", "input_ids")
 
         def function(part: Any) -> dict[str, Any]:
-            weight, rows = self._weight_of(part), part[name] if wanted else None
+            weight = weight_of(part, shifted=self._loss_shifts_labels)
+            rows = part[name] if wanted else None
             with self._logs.part() as logs:
                 loss, outputs, labels = step(model, part, prediction_loss_only, ignore_keys)
             if outputs is not None and self._preprocess is not None:
@@ -328,14 +302,13 @@ class Trainer(transformers.Trainer):
         save = super()._save_checkpoint
 
         def write() -> str | None:
-            with Acting(0):  # whichever worker does it
-                save(model, trial)
-                folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-                checkpoints.describe(folder, self.run)
+            save(model, trial)
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            checkpoints.describe(folder, self.run)
             best: str | None = self.state.best_model_checkpoint
             return best
 
-        self.state.best_model_checkpoint = self.run.once(write)
+        self.state.best_model_checkpoint = once_as_first(self.run, write)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model for plain transformers; when this returns, on every worker, it is there."""
@@ -343,13 +316,8 @@ class Trainer(transformers.Trainer):
         if _internal_call:
             save()
             return
-
-        def write() -> None:
-            with Acting(0):
-                save()
-
         with self._within(quiet=True) as run:
-            run.once(write)
+            once_as_first(run, save)
 
 
 def _skip(loader: Any, num_batches: int = 0) -> Any:

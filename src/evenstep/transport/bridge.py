@@ -47,7 +47,7 @@ __all__ = ["Bridge", "Bridging", "serve"]
 
 _WORDS_AHEAD = 4  # how many words, and how many heads of ranges, are expected at a time
 _HEADS_AHEAD = 16
-_WORDS_HELD = 32  # so many words to a machine are kept: gloo drops what nobody holds, and older ones have left
+_WORDS_HELD = 32  # words to a machine that are kept: gloo drops what nobody holds, and older ones have left
 _LOOK_S = 0.05
 _ANY_PORT = 9
 _PROBE_S = 1.0  # how long a machine may take to answer at all
@@ -80,7 +80,7 @@ class Bridge:
     """One generation's bridge on one machine. `run` returns when it is stopped or a machine is lost.
 
     Args:
-        segment: Of this machine.
+        segment: The segment of this machine.
         generation: Its number.
         workers: The workers of each machine.
         links: To the other machines.
@@ -296,7 +296,7 @@ class Bridge:
 
     def _abort(self, culprit: int, text: str) -> None:
         """Stop all waits on this machine."""
-        self._told = True  # everyone who has to know knows, or is lost
+        self._told = True  # every machine that has to know knows, or is lost
         core.abort_all(self._segment.base, self._segment.num_workers, culprit, text)
 
     def _lose(self, machine: int, error: BaseException) -> None:
@@ -309,8 +309,8 @@ def serve(segment: Segment, generation: int, plan: Bridging, timeout_s: float) -
     """Run the bridge of a machine for one generation, in its own process. Returns when a machine is lost.
 
     Args:
-        segment: Of this machine.
-        generation: Which one.
+        segment: The segment of this machine.
+        generation: The number of the generation.
         plan: How the machines reach each other.
         timeout_s: How long the others may take to come.
 

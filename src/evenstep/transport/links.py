@@ -47,7 +47,7 @@ CHANNELS = 4
 BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 SEAL_BYTES = 8
 _CONNECTIONS = 3  # one for words and heads, and one for ranges in each direction: gloo does not do both at once
-_FOREVER = timedelta(days=365)  # who is lost is not for us to find out
+_FOREVER = timedelta(days=365)  # finding out which machine is lost is not the links' task
 
 
 class Transfer(Protocol):
@@ -73,7 +73,7 @@ class Links(Protocol):
     count: int
 
     def send(self, machine: int, channel: int, data: Tensor) -> Transfer:
-        """Start to send bytes [n], n a multiple of 8 but for ranges; they must stay until it is over."""
+        """Start to send bytes [n], n a multiple of 8 except for ranges; they must stay until it is over."""
 
     def receive(self, machine: int, channel: int, data: Tensor) -> Transfer:
         """Start to receive bytes [n], as many as were sent; they are there when it is over.
@@ -98,7 +98,7 @@ def gloo(store: Any, rank: int, size: int, address: str | None, timeout_s: float
     timeout = timedelta(seconds=timeout_s)
     if address is None:
         return ProcessGroupGloo(store, rank, size, timeout)
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch does not say that it has them
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch leaves it untyped
     options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=address)], timeout
     return ProcessGroupGloo(store, rank, size, options)
 
@@ -125,12 +125,12 @@ class GlooLinks:
         timeout_s: How long they may take to find each other.
 
     Raises:
-        RuntimeError: They do not.
+        RuntimeError: They took longer.
     """
 
     def __init__(self, store: Any, machine: int, count: int, address: str | None, timeout_s: float) -> None:
         self.machine, self.count = machine, count
-        self._connections: list[Any] = []  # torch does not say what they can do
+        self._connections: list[Any] = []  # torch has no type for them
         for number in range(_CONNECTIONS):
             group = gloo(PrefixStore(f"connection {number}", store), machine, count, address, timeout_s)
             group.set_timeout(_FOREVER)
@@ -240,7 +240,7 @@ class _SealedArrival:
 
 
 def seal_of(data: Tensor) -> int:
-    """The checksum of bytes, without its first bit: so it is a word, which may have a sign."""
+    """The checksum of bytes, without its first bit: so that it fits into a signed word."""
     return core.checksum(data.data_ptr(), data.numel()) >> 1
 
 
@@ -256,10 +256,10 @@ def connect(backend: str, store: Any, machine: int, count: int, address: str | N
 
 
 def check_backend(backend: str) -> None:
-    """See that this build of torch has a backend.
+    """Check that this build of torch has a backend.
 
     Raises:
-        ConfigError: It has not.
+        ConfigError: It does not.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"--between {backend}, expected one of {', '.join(BACKENDS)}")

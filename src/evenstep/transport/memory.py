@@ -59,7 +59,7 @@ class Memory(Protocol):
         """64-bit words, initially 0, on the host, shared by all around this memory. They must call this alike."""
 
     def fence(self) -> None:
-        """Everyone who can see both sees what was written before this before what is written after it."""
+        """Order writes: everyone sees what was written before this before what is written after it."""
 
     def at_work(self) -> AbstractContextManager[None]:
         """While this is open, launch work where steps run, after what was launched before it."""
@@ -72,7 +72,7 @@ class HostMemory:
         fd: The segment's file.
         state: Where the area of the state begins.
         scratch: Where the area of scratch begins.
-        across: Where the area of scratch begins that several machines lay out alike.
+        across: Where the area of scratch that several machines lay out alike begins.
     """
 
     device = torch.device("cpu")
@@ -212,7 +212,7 @@ class FlatRegion:
     """A region of private memory: one piece on the device, and one on the host for what has to be there.
 
     Args:
-        device: Where.
+        device: Where it is.
         num_bytes: The size of either piece.
 
     Attributes:

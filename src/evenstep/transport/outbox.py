@@ -1,8 +1,8 @@
 """Requests of the workers of a machine to its bridge, in shared memory: what is to go to other machines.
 
-A worker can ask for two things: that what it has posted in its slot be posted on the other machines too, and that a
-range of the segment be *put* at the same place of another machine's, and a word be set there once it is complete. Each
-worker has its own ring, which only it writes; it waits only when the ring is full.
+A worker can ask for two things: to post what is in its slot on the other machines too, and to *put* a range of the
+segment at the same place of another machine's, where a word is set once it is complete. Each worker has its own ring,
+which only it writes; it waits only when the ring is full.
 """
 
 import mmap
@@ -81,7 +81,7 @@ class Mark:
         self._address = torch.frombuffer(self._window, dtype=torch.uint8).data_ptr() + 64 * number
 
     def bump(self) -> None:
-        """Increase it, and wake whoever waits."""
+        """Increase it, and wake those that wait."""
         core.mark_bump(self._address)
 
     def seen(self) -> int:
@@ -107,8 +107,8 @@ class Outbox:
     """The worker's side.
 
     Args:
-        segment: Of this machine.
-        worker: Which worker.
+        segment: The segment of this machine.
+        worker: The worker.
     """
 
     def __init__(self, segment: Segment, worker: int) -> None:
@@ -143,7 +143,7 @@ class Requests:
     """The bridge's side. Its `mark` grows with every request.
 
     Args:
-        segment: Of this machine.
+        segment: The segment of this machine.
         workers: The workers of this machine.
         generation: Requests of other generations are dropped.
     """

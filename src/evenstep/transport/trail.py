@@ -22,8 +22,8 @@ class Trail:
     """The ring of one worker: three words (bytes written, bytes read, how often there was no room), then the bytes.
 
     Args:
-        segment: Of the machine.
-        worker: Whose.
+        segment: The segment of the machine.
+        worker: The worker.
     """
 
     def __init__(self, segment: Segment, worker: int) -> None:

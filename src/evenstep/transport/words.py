@@ -1,4 +1,4 @@
-"""Words between machines as messages: what workers have posted, that somebody has failed, or only a sign of life.
+"""Words between machines as messages: what workers have posted, that one has failed, or only a sign of life.
 
 The first message of each has the same size, so that it can be expected before it is known what will come; only what
 does not fit into it needs a second one. Both end in room for a checksum (see `links`).
@@ -48,7 +48,7 @@ def posts(base: int, seq: int, workers: Sequence[int]) -> list[Tensor]:
 
 
 def failure(culprit: int, text: str) -> Tensor:
-    """That a worker has failed, and the end of why."""
+    """The message that a worker has failed, with the end of the reason."""
     note = text.encode(errors="backslashreplace")[-_FAILURE_BYTES:]
     return _message(culprit.to_bytes(_CULPRIT_BYTES, "little") + note)
 
@@ -66,7 +66,7 @@ def _message(content: bytes) -> Tensor:
 
 
 def rest_of(first: Tensor) -> int:
-    """How many bytes of what begins with a message come in a second one."""
+    """How many bytes follow in a second message, given the first."""
     return max(_head(first)[0] - FIRST_BYTES, 0)
 
 
@@ -87,7 +87,7 @@ def take_posts(base: int, first: Tensor, rest: Tensor | None) -> None:
     """
     whole = first[:FIRST_BYTES] if rest is None else torch.cat([first[:FIRST_BYTES], rest])
     if not core.take_posts(base, whole.data_ptr(), whole.numel()):
-        raise RuntimeError("a message has come that no bridge sends: do all machines have the same version?")
+        raise RuntimeError("a message came that no bridge sends; install the same version of evenstep on every machine")
 
 
 def _head(first: Tensor) -> tuple[int, int]:

@@ -106,7 +106,7 @@ def test_a_torn_end_of_the_log_is_left_out_and_a_harmed_snapshot_is_named(tmp_pa
     content = bytearray(state.read_bytes())
     content[-3] ^= 1
     state.write_bytes(content)
-    with pytest.raises(CheckpointError, match="was altered: its checksum is another"):
+    with pytest.raises(CheckpointError, match="was altered: its checksum differs"):
         make(tmp_path)
 
 

@@ -97,7 +97,7 @@ class _Rows(nn.Embedding):
 
 
 def pair_of(layer: nn.Module) -> tuple[str, nn.Module, str, nn.Module] | None:
-    """The two layers of a chain that can be cut as one, with their names in it; None if it is no such chain."""
+    """The two layers of a chain that can be cut as one, with their names in it; None if it is not such a chain."""
     if type(layer) is not nn.Sequential:
         return None
     named = [(name, child) for name, child in layer.named_children() if type(child) not in _BETWEEN]
@@ -203,7 +203,7 @@ def make_cut(layer: nn.Module, kind: Kind, num_parts: int, memo: Memo) -> tuple[
         layer: It is left as it is.
         kind: By the features of its output or of its input.
         num_parts: At most `features_of`.
-        memo: Of all layers that are cut together.
+        memo: Shared by all layers that are cut together.
     """
     spans = tuple(cut(features_of(layer, kind), num_parts))
     pair = pair_of(layer)

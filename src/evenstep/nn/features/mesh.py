@@ -92,7 +92,7 @@ def _style(layer: nn.Module, kind: Kind, *, inner: bool) -> ParallelStyle:
     """Torch's style for a layer.
 
     Args:
-        layer: Which.
+        layer: The layer.
         kind: How it is cut.
         inner: Whether what lies between this layer and the other one of its chain stays in parts.
     """

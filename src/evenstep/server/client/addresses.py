@@ -42,7 +42,7 @@ def connect(
         worker: The name of this worker; another one with the same name would be taken for it.
         token: The token that the server printed, if it needs one.
         timeout_s: How long to try when the server cannot be reached, and to wait for other workers.
-        cafile: For TLS: whom to trust, if not the system's authorities.
+        cafile: For TLS: the authorities to trust, if not the system's.
         bfloat16: Send and get parameters in bfloat16, which halves what travels and loses precision.
         top_k: Send only this share of each gradient, the largest, and keep the rest for later.
         register: Whether to be counted among the workers. False for readers, for which nobody waits.

@@ -130,7 +130,7 @@ class Client(ABC):
 
     @abstractmethod
     def last_update(self) -> Fields:
-        """The server's reply to the last update under this worker's name, whoever sent it."""
+        """The server's reply to the last update under this worker's name, whichever process sent it."""
 
     def wait(self, version: int, timeout_s: float | None = None) -> int:
         """Wait until the parameters have at least this version; return theirs."""

@@ -30,7 +30,7 @@ def put(
     """Give the parameters their values, and the optimizer that updates them.
 
     Args:
-        client: Of the server.
+        client: The client of the server.
         parameters: All of them.
         buffers: Which of them the optimizer does not train.
         optimizer: As `recipes.describe` says it; None: only deltas will come.
@@ -59,8 +59,8 @@ def meet(
     """Leave a value, wait until all clients have come to this meeting, and return what each left.
 
     Args:
-        client: Of the server where it is; comes under the name of its worker.
-        tag: Which meeting.
+        client: The client of the server where it is; it comes under the name of its worker.
+        tag: The name of the meeting.
         value: What to leave, as JSON; of one that comes twice, the first counts.
         count: How many have to come.
         timeout_s: How long to wait.
@@ -85,7 +85,7 @@ def flush(client: WholeClient, timeout_s: float) -> None:
     """Wait until the server has told all others like it of what it was told so far.
 
     Raises:
-        UnreachableError: It has not in time.
+        UnreachableError: It did not do so in time.
     """
     deadline = time.monotonic() + timeout_s
     while client.connection.ask("flush", {"wait_s": _LONGEST_S}, deadline)["pending"]:

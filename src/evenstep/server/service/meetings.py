@@ -29,7 +29,7 @@ class Appointments:
         """Come to a meeting.
 
         Args:
-            tag: Which one.
+            tag: The name of the meeting.
             who: The participant. Its first value counts.
             value: Its value, as JSON.
             count: How many have to come.

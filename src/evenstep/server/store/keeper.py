@@ -186,7 +186,7 @@ class Keeper:
                 return None
             try:
                 self._apply(found.record)
-            except Exception as error:  # noqa: BLE001  # whatever a log of whatever age holds: it is said where, and what to do
+            except Exception as error:  # noqa: BLE001  # an old log may hold anything: the error says where, and what to do
                 return _Stuck(found, str(error) or type(error).__name__)
         return None
 

@@ -101,7 +101,7 @@ class Snapshots:
         path = self.path / facts["state"]
         try:
             if _checksum(path) != facts["crc32"]:
-                raise CheckpointError(f"{path} was altered: its checksum is another")
+                raise CheckpointError(f"{path} was altered: its checksum differs")
             return load_file(path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -194,7 +194,7 @@ def _lock(directory: Path) -> int | None:
         ) from None
     except OSError as error:
         os.close(fd)
-        log.warning("%s cannot be locked (%s): see that no other server uses it", directory, error.strerror)
+        log.warning("%s cannot be locked (%s): make sure that no other server uses it", directory, error.strerror)
         return None
     return fd
 

@@ -33,7 +33,7 @@ class HttpConnection(HttpToolsProtocol):
     """One connection.
 
     Args:
-        door: Who may stay.
+        door: Says which connections may stay.
         **given: What uvicorn passes to a protocol.
     """
 

@@ -35,7 +35,7 @@ class MemoryServer(Connections):
 
     Args:
         service: What to serve.
-        name: Of the abstract socket.
+        name: The name of the abstract socket.
     """
 
     def __init__(self, service: Service, name: str) -> None:

@@ -34,30 +34,30 @@ log = logging.getLogger("evenstep.server")
 
 
 class _Uvicorn(uvicorn.Server):
-    """Stops at once when it is asked to: uvicorn looks ten times a second, and then pauses, whoever is there."""
+    """Stops at once when asked to: uvicorn looks ten times a second, and then pauses even if nobody is connected."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._asked = asyncio.Event()
 
     def stop(self) -> None:
-        """Let it come to its end; in its loop."""
+        """Make it stop; call this in its loop."""
         self.should_exit = True
         self._asked.set()
 
     async def main_loop(self) -> None:
-        """See uvicorn: until it is asked to stop, tell it each second that it is a second later."""
+        """See uvicorn: run its regular work once a second until it is asked to stop."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), 1.0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn: let answers that have begun be given to the end, for a while."""
+        """See uvicorn: let replies that have begun be finished, for a limited time."""
         state, loop = self.server_state, asyncio.get_running_loop()
         for connection in list(state.connections):
             connection.shutdown()
         deadline = loop.time() + (self.config.timeout_graceful_shutdown or 0)
-        await asyncio.sleep(0)  # those that nothing keeps end now
+        await asyncio.sleep(0)  # idle connections end now
         while (state.connections or state.tasks) and loop.time() < deadline:
             await asyncio.sleep(0.005)
         if state.tasks:

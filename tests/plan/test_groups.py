@@ -86,5 +86,5 @@ def test_where_a_group_stands_is_read_as_it_was_written():
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"group": 1}'])
 def test_a_standing_that_makes_no_sense_is_refused(text):
-    with pytest.raises(ConfigError, match="EVENSTEP_STANDING makes no sense"):
+    with pytest.raises(ConfigError, match="EVENSTEP_STANDING cannot be read"):
         Standing.of(text)
