@@ -39,7 +39,6 @@ class RunView:
     Args:
         on_progress: Called with each progress report.
         quiet: Print nothing.
-
     """
 
     def __init__(self, on_progress: Callable[[Progress], None] | None, *, quiet: bool) -> None:
