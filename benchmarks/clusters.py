@@ -78,7 +78,7 @@ def step_ms(times: list[float]) -> float:
 
 @contextmanager
 def ray_cluster(nodes: int) -> Iterator[tuple[Any, list[Any]]]:
-    """A Ray cluster of so many nodes with a CPU each."""
+    """A Ray cluster of this many nodes with a CPU each."""
     import ray
     from ray.cluster_utils import Cluster
 

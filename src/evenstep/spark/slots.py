@@ -53,7 +53,7 @@ class _Head(Protocol):
     def wait_for(self, num_workers: int) -> None: ...
 
 
-class _Stage(Protocol):
+class _Tasks(Protocol):
     def running(self) -> tuple[int, int]: ...
 
 
@@ -69,7 +69,7 @@ class FirstWorkers:
         view: Where the user is told.
     """
 
-    def __init__(self, head: _Head, stage: _Stage, least: int, awaited: int, timeout_s: float, view: RunView) -> None:
+    def __init__(self, head: _Head, stage: _Tasks, least: int, awaited: int, timeout_s: float, view: RunView) -> None:
         self._head, self._stage, self._view = head, stage, view
         self._least, self._awaited, self._timeout_s = least, awaited, timeout_s
         self._since = self._looked_at = time.monotonic()
