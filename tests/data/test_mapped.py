@@ -54,6 +54,7 @@ def test_rows_of_plain_files_are_gathered_where_they_lie(
     assert torch.equal(part["single"], torch.from_numpy(single[chosen]))
     assert set(found._map()) == {"list", "single"}
     cuts = sorted(data.draw(st.lists(st.sampled_from([*range(0, num_rows, 16), num_rows]), max_size=4)))
+    assert found.parts([]) == [], "of a worker without shards"
     parts = found.parts(np.split(chosen, cuts))
     for name, whole in part.items():
         assert torch.equal(torch.cat([each[name] for each in parts]), whole)

@@ -74,6 +74,8 @@ class MappedColumn:
         counts = [len(rows) for rows in parts]
         if any(count * self._row_bytes % _LINE_BYTES for count in counts[:-1]):
             return [self.take([rows])[0] for rows in parts]
+        if not parts:
+            return []
         rows = np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0])
         taken = torch.empty(len(rows), *self._shape, dtype=self._dtype)
         if not core.gather(taken.data_ptr(), *self._where, rows):

@@ -73,7 +73,7 @@ class FirstWorkers:
         self._head, self._stage, self._view = head, stage, view
         self._least, self._awaited, self._timeout_s = least, awaited, timeout_s
         self._since = self._looked_at = time.monotonic()
-        self._have_met, self._num_lacking = False, 0
+        self._have_met, self._was_said, self._most_seen = False, False, 0
 
     def look(self) -> None:
         """See how far they are; call it several times a second.
@@ -88,17 +88,18 @@ class FirstWorkers:
         if self._have_met or now - self._looked_at < _OFTEN_S:
             return
         self._looked_at, self._have_met = now, self._head.has_begun
-        waited_s = now - self._since
-        if self._have_met or waited_s < min(_PATIENCE_S, self._timeout_s):
+        if self._have_met:
             return
-        ours, others = self._stage.running()
+        waited_s, (ours, others) = now - self._since, self._stage.running()
+        self._most_seen = max(self._most_seen, ours)  # fewer later may mean that the run has just ended
+        if waited_s < min(_PATIENCE_S, self._timeout_s):
+            return
         if self._least <= ours < self._awaited:
             self._awaited = ours
             self._head.wait_for(ours)
-        elif ours < self._least:
-            self._num_lacking += 1
-            if self._num_lacking == 2:  # at the first time, the run may just have ended
-                self._view.warn(f"{self._lack(ours, others)}; waiting for up to {self._timeout_s:g} s")
+        elif self._most_seen < self._least and not self._was_said:
+            self._was_said = True
+            self._view.warn(f"{self._lack(ours, others)}; waiting for up to {self._timeout_s:g} s")
         if waited_s > self._timeout_s:
             raise SilenceError(
                 f"the first workers did not start within {self._timeout_s:g} s: {self._lack(ours, others)}; wait for "
