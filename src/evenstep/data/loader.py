@@ -7,7 +7,7 @@ pixels whichever worker or loader process draws it. Sample code always runs with
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ _SLICE_S = 0.5  # how soon a loader process that died is noticed, at the latest
 class Tabular(Dataset[Any]):
     """A data set without randomness of its own, which can give several samples at once."""
 
-    def part(self, indices: Indices) -> Any:
-        """Some samples, collated as `default_collate` would, without making each one."""
+    def parts(self, indices: Sequence[Indices]) -> list[Any]:
+        """The samples of several parts, each collated as `default_collate` would, without making each one."""
         raise NotImplementedError
 
 
@@ -46,7 +46,7 @@ class _Parts(Dataset[dict[int, Any]]):
     def __getitem__(self, request: BatchRequest) -> dict[int, Any]:
         chosen = {k: request.shards[k] for k in self._span if len(request.shards[k])}
         if self._rows is not None:
-            return {k: self._rows(indices) for k, indices in chosen.items()}
+            return dict(zip(chosen, self._rows(list(chosen.values())), strict=True))
         with drawing():
             return {k: self._draw(request.position.epoch, indices.tolist()) for k, indices in chosen.items()}
 
@@ -58,17 +58,16 @@ class _Parts(Dataset[dict[int, Any]]):
         return self._collate(samples)
 
 
-def _rows_of(dataset: Any) -> Callable[[Indices], Any] | None:
-    """A function that gives several samples at once, if the data set has one and nothing about them is random."""
+def _rows_of(dataset: Any) -> Callable[[Sequence[Indices]], list[Any]] | None:
+    """A function that gives the samples of several parts at once, if there is one and nothing about them is random."""
     if isinstance(dataset, Tabular):
-        return dataset.part
+        return dataset.parts
     if type(dataset) is not TensorDataset:
         return None
     tensors = dataset.tensors
 
-    def rows(indices: Indices) -> list[torch.Tensor]:
-        chosen = torch.from_numpy(indices)
-        return [tensor[chosen] for tensor in tensors]
+    def rows(indices: Sequence[Indices]) -> list[Any]:
+        return [[tensor[chosen] for tensor in tensors] for chosen in map(torch.from_numpy, indices)]
 
     return rows
 
