@@ -32,6 +32,7 @@ _LONG = (
     "tests/launch/test_machines.py",
     "tests/lightning",
     "tests/transformers",
+    "tests/agents",
     "tests/launch/",
 )
 _ASIDE = pytest.StashKey[list["Aside"]]()
