@@ -57,7 +57,10 @@ types: setup
 
 # Tests run in so many processes at a time, one more than there are cores: many wait. Those that are started often are compiled once.
 LANES ?= 3
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --lanes $(LANES)
+# WITHOUT="ray spark": those in the folders tests/ray and tests/spark, which start clusters, are left out.
+WITHOUT ?=
+$(foreach folder,$(WITHOUT),$(if $(wildcard tests/$(folder)/.),,$(error WITHOUT=$(folder), expected the name of a folder in tests)))
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --lanes $(LANES) $(WITHOUT:%=--ignore=tests/%)
 
 # Checks, and the tests that start no process. Types are checked while the tests are collected: that takes one core 20 s.
 quick: lint

@@ -52,6 +52,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("quick") and quick.is_foreign(collection_path) else None
 
 
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Put the folders of frameworks and engines aside, if there are lanes: whichever runs one collects it."""
+    options = parent.config.option
+    put_aside = options.lanes > 1 and not options.collectonly and quick.is_foreign(path)
+    return lanes.Aside.put(path, parent) if put_aside else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, if that is wanted."""
     if config.getoption("quick"):
@@ -59,8 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         left = set(left_out)
         items[:] = [item for item in items if item not in left]
-    if config.getoption("lanes") > 1:
-        items.sort(key=lanes.order)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,9 @@
 """`--lanes N`: the tests run in N forks of the process that has collected them, a file at a time, the longest first.
 
-Everything has been imported once, before the forks, and is in memory once. Whoever is free takes the next file; the
-tests of a folder that shares a cluster stay together. What a lane finds is reported here, as if it had been found here.
+What most of them need has been imported once, before the forks, and is in memory once. Whoever is free takes the next
+file. The folders of frameworks and engines are put aside: a lane collects one when it comes to it, runs it and ends,
+so that nobody else's forks drag along what only these tests import. What a lane finds is reported here, as if it had
+been found here.
 """
 
 import contextlib
@@ -12,9 +14,10 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +26,42 @@ import pytest
 import processes
 from evenstep.native import core
 
-_TOGETHER = ("tests/spark/", "tests/ray/")
-_LONG = (*_TOGETHER, "tests/launch/test_machines.py", "tests/launch/", "tests/transformers/", "tests/lightning/")
+_LONG = (
+    "tests/spark",
+    "tests/ray",
+    "tests/launch/test_machines.py",
+    "tests/lightning",
+    "tests/transformers",
+    "tests/launch/",
+)
+_ASIDE = pytest.StashKey[list["Aside"]]()
 
 
-def order(item: pytest.Item) -> int:
-    """Where a test belongs: what takes long begins early, so that nobody waits for it at the end."""
-    return next((place for place, long in enumerate(_LONG) if item.nodeid.startswith(long)), len(_LONG))
+class Aside(pytest.Dir):
+    """A folder that was put aside: it is as if it were empty, until a lane comes to it."""
+
+    _is_due = False
+
+    @classmethod
+    def put(cls, path: Path, parent: pytest.Collector) -> "Aside | None":
+        """Put a folder aside; None: pytest was not asked for one that it is in, but for others, or what is in it."""
+        if parent.session._initialpaths.isdisjoint(path.parents):
+            return None
+        folder = cls.from_parent(parent, path=path)
+        parent.config.stash.setdefault(_ASIDE, []).append(folder)
+        return folder
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """What is in it, once it is due."""
+        return super().collect() if self._is_due else ()
+
+    def tests(self) -> list[pytest.Item]:
+        """All that is in it, as pytest would have found it at the beginning."""
+        self._is_due, session = True, self.session
+        session.items = list(session.genitems(self))
+        self.config.hook.pytest_collection_modifyitems(session=session, config=self.config, items=session.items)
+        self.config.hook.pytest_collection_finish(session=session)
+        return session.items
 
 
 def run(session: pytest.Session, count: int) -> None:
@@ -55,29 +87,51 @@ def run(session: pytest.Session, count: int) -> None:
 
 
 @dataclass
+class _Work:
+    """The tests that a lane runs without asking again: those of a file, or of a folder that was put aside.
+
+    Attributes:
+        name: The file or folder.
+        tests: Those that have not begun: what pytest calls each, and where it is; None: the lane is to collect them.
+        folder: Which of the folders that were put aside it is; None: it is a file.
+    """
+
+    name: str
+    tests: deque[tuple[str, Any]] | None = None
+    folder: int | None = None
+
+    def order(self) -> int:
+        """What takes long begins early, so that nobody waits for it at the end."""
+        return next((place for place, long in enumerate(_LONG) if self.name.startswith(long)), len(_LONG))
+
+
+@dataclass
 class _Lane:
     """A process that runs tests.
 
     Attributes:
         pid: Its number.
         number: Which lane it is; one that takes the place of another has a number of its own.
-        left: The tests of its file that it has not begun, as places in the session's list.
-        now: The test that it runs, likewise; None: none.
+        work: What it is at; None: nothing.
+        now: The test that it runs; None: none.
     """
 
     pid: int
     number: int
-    left: deque[int] = field(default_factory=deque)
-    now: int | None = None
+    work: _Work | None = None
+    now: tuple[str, Any] | None = None
 
 
 class _Lanes:
-    """The lanes of a session, and the files that wait for one: their tests, as places in the session's list."""
+    """The lanes of a session, and the work that waits for one."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
-        together = itertools.groupby(range(len(session.items)), lambda place: _together(session.items[place]))
-        self.waiting = deque(deque(places) for _, places in together)
+        files = itertools.groupby(session.items, lambda item: item.nodeid.partition("::")[0])
+        work = [_Work(file, _named(items)) for file, items in files]
+        aside = session.config.stash.get(_ASIDE, [])
+        work += [_Work(folder.nodeid, folder=place) for place, folder in enumerate(aside)]
+        self.waiting = deque(sorted(work, key=_Work.order))
         self.running: dict[Connection, _Lane] = {}
         self._numbers = itertools.count()
 
@@ -109,17 +163,20 @@ class _Lanes:
     def _said(self, connection: Connection, what: str, said: Any) -> None:
         lane, hook = self.running[connection], self._session.config.hook
         if what == "free":
-            lane.left = self.waiting.popleft() if self.waiting else deque()
-            connection.send(list(lane.left))
+            lane.work = self.waiting.popleft() if self.waiting else None
+            connection.send(lane.work)
+        elif what == "collected":
+            lane.work.tests = said
+            self._session.testscollected += len(said)
         elif what == "begins":
-            lane.now = lane.left.popleft()
+            lane.now = lane.work.tests.popleft()
         elif what == "report":
             report = hook.pytest_report_from_serializable(config=self._session.config, data=said)
-            hook.pytest_runtest_logreport(report=report)
+            by_kind = hook.pytest_runtest_logreport if report.when != "collect" else hook.pytest_collectreport
+            by_kind(report=report)
         else:
-            lane.now = None
-            item = self._session.items[said]
-            hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+            (nodeid, location), lane.now = lane.now, None
+            hook.pytest_runtest_logfinish(nodeid=nodeid, location=location)
 
     def _lost(self, connection: Connection) -> None:
         """A lane has ended: because there is no more to do, or in the middle of a test, which has then failed."""
@@ -127,14 +184,14 @@ class _Lanes:
         connection.close()
         code = os.waitstatus_to_exitcode(os.waitpid(lane.pid, 0)[1])
         if lane.now is not None:
-            item = self._session.items[lane.now]
-            text = f"{item.nodeid}: lane {lane.number} ended in this test, with exit code {code}"
-            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+            nodeid, location = lane.now
+            text = f"{nodeid}: lane {lane.number} ended in this test, with exit code {code}"
+            report = pytest.TestReport(nodeid, location, {}, "failed", text, "call")
             self._session.config.hook.pytest_runtest_logreport(report=report)
         elif code:
             raise RuntimeError(f"lane {lane.number} ended between two tests, with exit code {code}")
-        if lane.left:
-            self.waiting.appendleft(lane.left)
+        if lane.work is not None and lane.work.tests:
+            self.waiting.appendleft(lane.work)
         if self.waiting:
             self.start()
 
@@ -146,9 +203,8 @@ class _Lanes:
             os.waitpid(lane.pid, 0)
 
 
-def _together(item: pytest.Item) -> str:
-    file = item.nodeid.partition("::")[0]
-    return next((folder for folder in _TOGETHER if file.startswith(folder)), file)
+def _named(items: Iterable[pytest.Item]) -> deque[tuple[str, Any]]:
+    return deque((item.nodeid, item.location) for item in items)
 
 
 def _be_lane(session: pytest.Session, number: int, connection: Connection) -> None:
@@ -161,11 +217,10 @@ def _be_lane(session: pytest.Session, number: int, connection: Connection) -> No
         random.seed()
         _settle_in(session.config, number)
         session.config.pluginmanager.register(_Reports(session.config, connection))
-        for place, following in _assigned(connection):
+        for item, following in _assigned(session, connection):
             connection.send(("begins", None))
-            item, after = session.items[place], None if following is None else session.items[following]
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
-            connection.send(("ends", place))
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            connection.send(("ends", None))
         code = 0
     except (KeyboardInterrupt, BrokenPipeError):
         code = 128 + signal.SIGINT  # the session ends for the same reason
@@ -178,14 +233,24 @@ def _be_lane(session: pytest.Session, number: int, connection: Connection) -> No
         os._exit(code)
 
 
-def _assigned(connection: Connection) -> Iterator[tuple[int, int | None]]:
-    """The tests that a lane runs, each with the one of the same file that follows."""
-    while True:
+def _assigned(session: pytest.Session, connection: Connection) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+    """The tests that a lane runs, each with the one of the same file or folder that follows."""
+    known = {item.nodeid: item for item in session.items}
+    is_last = False
+    while not is_last:
         connection.send(("free", None))
-        places = connection.recv()
-        if not places:
+        work = connection.recv()
+        if work is None:
             return
-        yield from zip(places, [*places[1:], None], strict=True)
+        is_last = work.folder is not None
+        if is_last:
+            found = session.config.stash[_ASIDE][work.folder].tests()
+            known = {item.nodeid: item for item in found}
+            if work.tests is None:
+                work.tests = _named(found)
+                connection.send(("collected", work.tests))
+        items = [known[nodeid] for nodeid, _ in work.tests]
+        yield from itertools.zip_longest(items, items[1:])
 
 
 class _Reports:
@@ -194,10 +259,15 @@ class _Reports:
     def __init__(self, config: pytest.Config, connection: Connection) -> None:
         self._config, self._connection = config, connection
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         """Send a report."""
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         self._connection.send(("report", data))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Send what could not be collected; what could is told as a whole."""
+        if not report.passed:
+            self.pytest_runtest_logreport(report)
 
 
 def _settle_in(config: pytest.Config, number: int) -> None:

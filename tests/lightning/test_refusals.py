@@ -236,7 +236,7 @@ MODULES: dict[type[Classifier], str] = {
     InArray: r"changes self\.kept",
     InMeter: r"changes self\.kept",
     InUnregisteredMetric: r"changes self\.kept .* a torchmetrics metric that is an attribute, or in a ModuleDict",
-    Popping: "changes the list self.kept otherwise than by appending",
+    Popping: "changes the list self.kept other than by appending",
     Fickle: r"logs \['two'\] in one part of a batch and \[\] in another",
     Gathering: "all_gather inside a step.* use self.trainer.strategy.run.gather",
     Looking: "a hook looks into the batch.* len\\(batch\\)",

@@ -25,7 +25,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"auto_find_batch_size": True}, "undoes steps; if memory is short, use more shards"),
     ({"enable_jit_checkpoint": True}, "waits for a signal; save_steps"),
     ({"optim": "schedule_free_adamw"}, "optim='schedule_free_adamw'.* changes parameters outside steps"),
-    ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "backward inside of"),
+    (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "goes backward inside",
+    ),
 ]
 
 

@@ -76,7 +76,7 @@ class ShippedWork:
 
     @classmethod
     def unpack(cls, text: dict[str, Any], data: bytes) -> "ShippedWork":
-        """The inverse of `pack`, also after a round trip through JSON."""
+        """The inverse of `pack`, even after a round trip through JSON."""
         script = None if text["script"] is None else (text["script"][0], text["script"][1])
         return cls(data if text["function"] else None, script, tuple(text["args"]))
 

@@ -67,6 +67,8 @@ def setup_of(options: argparse.Namespace) -> Setup | None:
         raise ConfigError(f"-n {options.workers} with {setup.groups} groups: use --workers-per-group instead")
     if setup.servers and options.resume:
         raise ConfigError("--resume with servers: what they hold is in no checkpoint; resume without servers")
+    if setup.servers and options.listen is not None:
+        raise ConfigError("--listen with --groups: groups run on one machine so far; use only one of them")
     return setup
 
 

@@ -260,12 +260,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.on is not None:
         return on.run_on(options, script, options.workers)
     setup = groups.setup_of(options)
-    wanted = (options.workers or "auto") if setup is None else str(setup.workers)
-    num_workers = _num_workers(wanted, options.shards)
+    num_workers = _num_workers((options.workers or "auto") if setup is None else str(setup.workers), options.shards)
     weights = _weights(options.weights, num_workers)
     _check_numbers(options)
-    if setup is not None and setup.servers and options.listen is not None:
-        raise ConfigError("--listen with --groups: groups run on one machine so far; give one of the two")
     settings.choose(options.arithmetic)
     with importing():
         from evenstep.launch.job import Job
@@ -290,13 +287,13 @@ def _run(options: argparse.Namespace) -> int:
         page=options.page,
         listen=machines.listen_of(options),
     )
-    if setup is None or not setup.servers:
-        if setup is not None:
-            say(setup.describe())
-        return supervise(job)
-    from evenstep.launch.groups import conduct  # here: it imports torch, like the supervisor
+    if setup is not None and setup.servers:
+        from evenstep.launch.groups import conduct  # here: it imports torch, like the supervisor
 
-    return conduct(job, setup)
+        return conduct(job, setup)
+    if setup is not None:
+        say(setup.describe())
+    return supervise(job)
 
 
 def _check_numbers(options: argparse.Namespace) -> None:

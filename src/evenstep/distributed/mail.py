@@ -164,7 +164,7 @@ class Mail:
                 if not self._guarded(self._move):
                     slice_ns = int(_SLICE_S * 1e9)
                     rc = core.mail_wait(self._team.base, self._mail, self._rank, seen, BACKGROUND_SPIN, slice_ns)
-                # also while other messages come and go
+                # even while other messages come and go
                 if rc != core.ES_OK or time.monotonic() > looked_s + _SLICE_S:
                     self._guarded(self._look_around)
                     looked_s = time.monotonic()

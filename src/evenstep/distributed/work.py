@@ -113,7 +113,7 @@ class PendingWork(Work):
         Raises:
             SilenceError: It is not over after the timeout; the operation goes on.
             ConfigError: This process is a copy of the rank that started it, and it was not over then.
-            EvenstepError: It failed; the same error for everyone who waits.
+            EvenstepError: It failed; the same error for every waiting caller.
         """
         if not self._done.is_set():
             check_not_a_copy(self._pid, "a rank of torch.distributed")  # a copy lacks the thread that would complete it

@@ -1,4 +1,4 @@
-"""The surroundings of a shard that is computed on its own: nobody, and a way to say that it wants to meet others."""
+"""The surroundings of a shard that is computed on its own: nobody, and a way to say that it has to meet others."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ __all__ = ["Alone", "Meets"]
 
 
 class Meets(BaseException):
-    """A shard that is computed on its own wants to meet the others. Not an Exception, so no script catches it."""
+    """A shard that is computed on its own has to meet the others. Not an Exception, so no script catches it."""
 
 
 class Alone:
-    """The surroundings of a shard that is computed on its own, as long as it does not want to meet others.
+    """The surroundings of a shard that is computed on its own, as long as it need not meet others.
 
     Args:
         shard: Its number.
@@ -32,7 +32,7 @@ class Alone:
         if self._before is None:
             raise Meets
         raise UnsupportedError(
-            f"this shard wants to meet all others (in a batch norm, or run.gather), but shard {self._before} ended "
+            f"this shard has to meet all others (in a batch norm, or run.gather), but shard {self._before} ended "
             "without that; the step function must do the same for every part, and model.train() comes before run.step"
         )
 

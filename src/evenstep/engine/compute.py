@@ -73,7 +73,7 @@ class Work:
 
     Attributes:
         version: The version that the step reads.
-        number: The step's number among those of all who train the model; seeds its random numbers.
+        number: The step's number among those of all that train the model; seeds its random numbers.
         parts: The samples of this worker's shards, for those that have any.
         sizes: The number of samples in every shard of the run.
         samples: Which samples these are, in words; the workers compare this.

@@ -88,7 +88,7 @@ class Task:
         piece: Makes the piece for given inputs and seeds; with generators of the device, one for each shard, instead
             of the seeds if it is captured.
         between: Called with the numbers of its results when forward has been launched.
-        agree: Asks whether all who compute it together say yes; they must ask alike.
+        agree: Asks whether all workers that compute it together say yes; they must ask alike.
         is_one_of_many: Whether the step has more pieces on this device.
     """
 

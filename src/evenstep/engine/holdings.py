@@ -118,7 +118,7 @@ class Holdings:
 
         Args:
             tensors: The state, by name. Only the first worker's have values; see `Form.without_values`.
-            values: The plain values beside it.
+            values: The plain values besides it.
 
         Returns:
             What is new in each optimizer's state, and what is carried.

@@ -74,7 +74,7 @@ class ModelSlots:
                 )
 
     def spanning_buffers(self) -> set[str]:
-        """The buffers of layers that combine something over all shards: equal on all who compute any."""
+        """The buffers of layers that combine something over all shards: equal on all that compute any."""
         spanning = {id(m._buffers) for m in self.modules if getattr(m, "spans_shards", False)}
         places = zip(self._places, self._names, strict=True)
         return {name for (place, _), name in places if id(place) in spanning}

@@ -343,7 +343,7 @@ class Engine:
         news: News = of_sites[0]
         if any(theirs != news for theirs in of_sites):
             raise MismatchError(
-                f"in step {work.version} the sites have made different optimizer state of the same gradients: "
+                f"in step {work.version} the sites have made different optimizer state from the same gradients: "
                 f"{of_sites}"[:1000]
             )
         carried = sorted(chain(*(theirs[1] for theirs in of_all)), key=lambda item: item[:2])

@@ -53,7 +53,7 @@ class Updates(Protocol):
     def shards(self) -> Span | None: ...  # noqa: D102  # an attribute, documented with the class
 
     def number_of(self, version: int) -> int:
-        """The number of a step among those of all who train the model; seeds its random numbers."""
+        """The number of a step among those of all that train the model; seeds its random numbers."""
 
     def refuse(self, what: Feature) -> None:
         """Refuse what cannot be done exactly here.
@@ -78,7 +78,7 @@ class Updates(Protocol):
         """
 
     def join(self, model: nn.Module, prepared: PreparedOptimizer | None) -> None:
-        """Agree on the values of a prepared model with others who train it. All workers must call this."""
+        """Agree on the values of a prepared model with others that train it. All workers must call this."""
 
     def begin(self, samples: Samples, clipping: Clipping) -> Samples | Results:
         """Begin to try a step.
@@ -91,7 +91,7 @@ class Updates(Protocol):
         """
 
     def share(self, work: Work, report: Report) -> list[Report]:
-        """Send this worker's report to everyone who does this step; return the reports of all.
+        """Send this worker's report to all workers that do this step; return the reports of all.
 
         Waits until their backward is over, so nobody reads version v any more.
         """

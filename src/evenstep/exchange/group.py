@@ -148,7 +148,7 @@ class Group:
         return self._rounds.waited_s
 
     def say(self, text: str) -> None:
-        """Say something to the user, through the supervisor where there is one. One worker's."""
+        """Say something to the user, through the supervisor if there is one. For one worker."""
         if self.elastic:
             self.tell({"says": text})
         else:

@@ -71,7 +71,7 @@ class Ledger:
         took_part: Whether this worker took part in the last operation.
         volatile: Whether the state is lost with the workers that have it.
         missing: The workers of this generation that lack it; known while it is being restored.
-        asked: What the supervisor had asked for when the last operation was committed; the same on all who took part.
+        asked: What the supervisor had asked for when the last operation was committed; the same on all that took part.
     """
 
     def __init__(self, group: Group) -> None:

@@ -186,7 +186,7 @@ class Session:
         return len(self.participants)
 
     def cancel(self, reason: str, error: BaseException | None = None) -> None:
-        """End the session for all who wait now or later."""
+        """End the session for all that wait now or later."""
         with self._lock:
             self._end(ParticipantError, reason, error)
 
@@ -268,7 +268,7 @@ class Session:
                     self._rouse(participant)
 
     def depart(self, me: Participant, error: BaseException | None) -> None:
-        """Remove a participant; those who wait for it learn so at once."""
+        """Remove a participant; those that wait for it learn of it at once."""
         with self._lock:
             self._progress = time.monotonic()
             me._left, me._offer = True, None

@@ -190,7 +190,7 @@ class _Conductor:
             )
 
     def _finish_trace(self) -> None:
-        """Note in the trace what the servers have done until their end, and what was said of all groups."""
+        """Note in the trace what the servers did until their end, and what was said about all groups."""
         if self._trace is not None:
             self._is_over, deadline = True, time.monotonic() + _END_S
             for server in self._servers if self._failed is None else ():

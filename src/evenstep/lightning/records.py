@@ -293,7 +293,7 @@ class _Growing(list[Any]):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedError(
-            f"{self._hook} changes the list self.{self._name} otherwise than by appending to it; it is called once for "
+            f"{self._hook} changes the list self.{self._name} other than by appending to it; it is called once for "
             "each part of a batch, so do that in a hook such as on_train_batch_start"
         )
 

@@ -348,7 +348,7 @@ static es_ways *ways_of(es_team *team, const es_call *call, size_t bytes) {
 int es_collective(es_team *team, const es_call *call) {
     static int (*const OPERATIONS[])(walk *) = {barrier, reduce, reduce,  broadcast, gather,
                                                 gather,  scatter, scatter, all_to_all};
-    if (es_aborted(team->base)) return ES_ABORTED; /* also where the others had come to this one before they gave up */
+    if (es_aborted(team->base)) return ES_ABORTED; /* even if the others had come to this one before they gave up */
     size_t item = es_item_bytes(call->dtype);
     walk w = {.team = team, .call = call, .item = item,
               .step_bytes = smaller(FIRST_BYTES, most_bytes(team)), .first = 1,

@@ -59,7 +59,7 @@ static es_worker *worker_at(const void *base, uint32_t worker) {
 
 /* A sequence number is (round << 32 | n): the low half is 0 for a round of all workers and counts the exchanges
  * among some of them since. Slots 0 and 1 serve the latter, 2 and 3 the former, each pair in turn: before a worker
- * posts to a slot again it has met everyone who could still have been reading it. */
+ * posts to a slot again it has met every worker that could still have been reading it. */
 static es_slot *slot_for(const void *base, uint32_t worker, uint64_t seq) {
     const es_header *header = base;
     uint32_t among_some = (uint32_t)seq;

@@ -80,7 +80,7 @@ void es_posted_tag(void *base, uint32_t worker, uint64_t seq, uint64_t *tag_hash
 int es_matches(void *base, uint32_t worker, uint64_t seq, uint64_t tag_hash);
 
 /* `author` (a worker, or num_workers for the supervisor) says that `culprit` failed, and why. The first caller wins and
- * leaves its text; everyone who waits is woken. Returns 1 if this was the first. Author and culprit are kept apart
+ * leaves its text; every waiting thread is woken. Returns 1 if this was the first. Author and culprit are kept apart
  * because several survivors may report one death at once, and each may write its own text only. */
 int es_abort(void *base, uint32_t author, uint32_t culprit, const char *text, size_t bytes);
 /* 0 while nobody has aborted, else 1 + the culprit. */

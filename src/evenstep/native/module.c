@@ -229,7 +229,7 @@ static PyObject *tree_reduce(PyObject *self, PyObject *args) {
     Py_ssize_t num_inputs = es_parse_numbers(addresses, inputs, ES_MAX_INPUTS);
     if (num_inputs < 0) return NULL;
     if (num_inputs != num_merges) {
-        PyErr_SetString(PyExc_ValueError, "tree_reduce wants one merge count for each of at most 256 inputs");
+        PyErr_SetString(PyExc_ValueError, "tree_reduce needs one merge count for each of at most 256 inputs");
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS

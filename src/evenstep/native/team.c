@@ -193,7 +193,7 @@ static PyObject *all_to_all(PyObject *self, PyObject *args) {
     for (int i = 0; i < 4; ++i) {
         Py_ssize_t num_found = es_parse_numbers(pieces[i], found[i], ES_MAX_INPUTS);
         if (num_found >= 0 && num_found != ((es_team_object *)self)->team.num_ranks)
-            PyErr_SetString(PyExc_ValueError, "all_to_all wants one piece for each rank");
+            PyErr_SetString(PyExc_ValueError, "all_to_all needs one piece for each rank");
         if (PyErr_Occurred()) return NULL;
     }
     call.tag_hash = es_hash_tag(call.tag);

@@ -65,7 +65,7 @@ def convert_sync_batchnorm(
 ) -> M:
     """Make every batch norm of a model a synchronized one, in place.
 
-    These are converted: `nn.BatchNorm1d`, `2d`, `3d` and `nn.SyncBatchNorm`, also lazy ones (they synchronize from
+    These are converted: `nn.BatchNorm1d`, `2d`, `3d` and `nn.SyncBatchNorm`, lazy ones too (they synchronize from
     their first input on); and of their subclasses those that normalize their batch in one piece, whatever else they do
     with it, such as an activation. Other subclasses are left alone, with a warning. Layers that are synchronized
     already keep what they have and take what is given here. Every synchronized layer learns its `qualified_name`. A

@@ -45,7 +45,7 @@ class ReplicationContext:
 class DataParallel(nn.Module):
     """Runs a module on several devices at once, each with a part of the batch.
 
-    Tensors in the inputs (also in tuples, lists, dicts and named tuples) are cut along `dim`, as evenly as possible;
+    Tensors in the inputs (inside tuples, lists, dicts and named tuples too) are cut along `dim`, as evenly as possible;
     anything else, and a tensor without dimensions, is given to every replica. Of a batch with fewer rows than there are
     devices each row gets a replica; without any tensor there is one replica. Outputs are put together in the same way:
     tensors along `dim`, tensors without dimensions to a vector; anything else must be equal in all replicas.

@@ -315,7 +315,7 @@ def backward_input(
 def mask_clamped(sum_dy_xmu: Tensor, stats: Stats, eps: float, eps_mode: EpsMode) -> Tensor:
     """``sum_dy_xmu`` with 0 where eps_mode "clamp" held the variance at eps, so that no gradient flows through it.
 
-    Only for ``backward_input``: the weight gradient wants the unmasked sum.
+    Only for ``backward_input``: the weight gradient needs the unmasked sum.
 
     Args:
         sum_dy_xmu: The second sum of ``backward_reduce``, ``[C]``.

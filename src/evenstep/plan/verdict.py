@@ -85,7 +85,7 @@ def turn_of(number: int, num_workers: int) -> int:
 def judge(passes: Sequence[Pass]) -> Verdict:
     """Compare passes of one step, in the order in which they were computed.
 
-    A result is right if more workers had it than any other, at least two; or if those who had it repeat it and all
+    A result is right if more workers had it than any other, at least two; or if those that had it repeat it and all
     others contradict themselves. With one worker, it is right if it is the most frequent.
     """
     stage = _first_stage(passes)

@@ -284,7 +284,7 @@ class Run:
                 structure of tensors, arrays and lists of samples (see `data.whole`).
             function: Called once for every part of this worker; returns the mean loss over the part's samples, or
                 (loss, {"metric": per-sample values or their mean}).
-            optimizer: Which of several prepared optimizers steps; with one it need not be said. Or several that step
+            optimizer: Which of several prepared optimizers steps; not needed if there is one. Or several that step
                 on one backward, in this order, such as [muon, adamw]; then norms are over the parameters of all.
             clip_norm: Scale all gradients down to this global norm, as `torch.nn.utils.clip_grad_norm_` does. Infinity
                 only measures: see `grad_norm`.

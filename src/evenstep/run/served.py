@@ -85,7 +85,7 @@ class ServedUpdates:
         return samples if self._synchronous else self._apart.own(samples)
 
     def share(self, work: Work, report: Report) -> list[Report]:
-        """Send the gradients with the report; the server waits for all who take part."""
+        """Send the gradients with the report; the server waits for all that take part."""
         if any(result.weighted for result in report.results.values()):
             self.refuse("weighted loss")
         self._apart.last = report.results or self._apart.last  # of a short batch it may have no sample

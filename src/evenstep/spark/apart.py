@@ -40,7 +40,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Share:
-    """What a worker has beside the parameters, which are at the server.
+    """What a worker has besides the parameters, which are at the server.
 
     Attributes:
         num_rows: How many rows it has trained on.

@@ -174,7 +174,7 @@ class _Object:
         return float(found)
 
     def truth(self, key: str) -> bool:
-        """True or false; false if nothing is said."""
+        """True or false; false if it is not there."""
         found = self.value.get(key, False)
         if not isinstance(found, bool):
             raise ConfigError(f"{self.at(key)} is {_short(found)}, expected true or false")

@@ -54,7 +54,7 @@ def _found(args: TrainingArguments) -> Iterator[str]:
         yield f"TrainingArguments(optim={optimizer!r}) changes parameters outside steps; choose another optimizer"
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         yield (
-            "TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': True}) goes backward inside of "
+            "TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': True}) goes backward inside "
             "backward; expected {'use_reentrant': False}, the default"
         )
 

@@ -296,7 +296,7 @@ class Bridge:
 
     def _abort(self, culprit: int, text: str) -> None:
         """Stop all waits on this machine."""
-        self._told = True  # everyone who has to know knows, or is lost
+        self._told = True  # every machine that has to know knows, or is lost
         core.abort_all(self._segment.base, self._segment.num_workers, culprit, text)
 
     def _lose(self, machine: int, error: BaseException) -> None:

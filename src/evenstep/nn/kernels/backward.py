@@ -90,7 +90,7 @@ def sum_gradients(
     """Parts of sum(dy) and sum(dy (x - centre)), to ``partials[part, 2, channels]``.
 
     With RELU, dy counts only where the output was not 0, which is found out again from x (and the residual). With
-    GATED that dy is also written: it is the gradient of the residual, and what `map_gradients` wants to read.
+    GATED that dy is also written: it is the gradient of the residual, and what `map_gradients` reads.
     """
     split, part, c, exists, base, step, offsets, here = tile(
         pid, 1 if FLAT else channels, units, ROWS, ALIGN, BA, BC, SPAN

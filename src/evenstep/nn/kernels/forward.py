@@ -167,7 +167,7 @@ def read_known(
     MEAN: tl.constexpr,
     VAR: tl.constexpr,
 ):
-    """What `finish` needs beside the statistics; asked for before these are there."""
+    """What `finish` needs besides the statistics; asked for before these are there."""
     scale = tl.full(c.shape, 1.0, tl.float64)
     offset = tl.zeros(c.shape, tl.float64)
     mean = tl.zeros(c.shape, tl.float64)

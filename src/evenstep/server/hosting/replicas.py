@@ -110,7 +110,7 @@ class Replica:
                         return found
                 if not self._idle:
                     self._idle = True
-                    changed.notify_all()  # wakes those who wait for that in flush
+                    changed.notify_all()  # wakes those that wait for that in flush
                 changed.wait(_LONGEST_S if store.options.lock else _LOOK_S)
         return {}
 

@@ -201,7 +201,7 @@ class Decider:
         )  # fmt: skip
         try:
             self._commits.commit(applied)
-        except RefusedError as error:  # tell those who took part, not the caller who happened to complete it
+        except RefusedError as error:  # for those that took part, not for the caller that happened to complete it
             self._failed |= {worker: _Failed(sequence, error) for worker, sequence in sequences.items()}
             self._changed.notify_all()
 
