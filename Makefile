@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/evenstep/native
 	$(PIP) --editable '.[dev]'
 	touch $@
 
-# The tests of the server's page need a browser; without one they are skipped. Bounded in time: it is no one's fault.
+# The tests of the server's page need a browser; without one they are skipped. It takes two minutes at most.
 PACKAGES := chromium chromium-driver
 INSTALL := apt-get -qq -y --no-install-recommends install $(PACKAGES)
 browser:
@@ -55,12 +55,12 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# Tests run in so many processes at a time, one more than there are cores: many wait. Those that are started often are compiled once.
+# Tests run in this many processes at a time, one more than there are cores: many wait. Those that are started often are compiled once.
 LANES ?= 3
 # WITHOUT="ray spark": those in the folders tests/ray and tests/spark, which start clusters, are left out.
 WITHOUT ?=
 $(foreach folder,$(WITHOUT),$(if $(wildcard tests/$(folder)/.),,$(error WITHOUT=$(folder), expected the name of a folder in tests)))
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --lanes $(LANES) $(WITHOUT:%=--ignore=tests/%)
+PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPATH=$(CURDIR)/tests/started$(PYTHONPATH:%=:%) $(BIN)/python -m pytest --lanes $(LANES) $(WITHOUT:%=--ignore=tests/%)
 
 # Checks, and the tests that start no process. Types are checked while the tests are collected: that takes one core 20 s.
 quick: lint
@@ -101,7 +101,7 @@ performance:
 
 SEED ?= 0
 # With RECHECK=1: 300 flipped bits, each of which has to be found and named.
-# With MACHINES=3: over so many machines (network namespaces: as root), at least 300 faults of workers, machines and links.
+# With MACHINES=3: over that many machines (network namespaces: as root), at least 300 faults of workers, machines and links.
 chaos: setup
 ifdef RECHECK
 	$(BIN)/python -m evenstep.testing.flips --seed $(SEED) --flips 150

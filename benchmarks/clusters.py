@@ -78,7 +78,7 @@ def step_ms(times: list[float]) -> float:
 
 @contextmanager
 def ray_cluster(nodes: int) -> Iterator[tuple[Any, list[Any]]]:
-    """A Ray cluster of so many nodes with a CPU each."""
+    """A Ray cluster of this many nodes with a CPU each."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -273,7 +273,7 @@ def beside_elephas(python: str, rows: int, epochs: int) -> Iterator[Line]:
         done = subprocess.run(words, env=theirs_env, stdout=subprocess.PIPE, text=True, check=True)
         theirs = float(done.stdout.split()[-1])
         builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-        session = builder.config("spark.log.level", "OFF").getOrCreate()
+        session = builder.config("spark.log.level", "OFF").config("spark.driver.memory", "2g").getOrCreate()
         try:
             pairs = session.sparkContext.parallelize(list(zip(x, y, strict=True)), 2).cache()
             pairs.count()
@@ -292,14 +292,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--only", choices=["ray", "spark", "elephas"])
     parser.add_argument("--elephas", metavar="PYTHON", help="a Python with Elephas, to run its example beside ours")
-    parser.add_argument("--epochs", type=int, default=20, help="of Elephas's example, over 60,000 rows")
+    parser.add_argument("--samples", type=int, default=12_000, help="of Elephas's example")
+    parser.add_argument("--epochs", type=int, default=5, help="of Elephas's example")
     add_option(parser)
     options = parser.parse_args()
     record = Record.begin()
     parts = [on_ray(options.steps)] if options.only in (None, "ray") else []
     parts += [on_spark(options.rows)] if options.only in (None, "spark") else []
     if options.elephas:
-        parts.append(beside_elephas(options.elephas, 60_000, options.epochs))
+        parts.append(beside_elephas(options.elephas, options.samples, options.epochs))
     record.table(["what", "found", "unit", "goal"], shown(itertools.chain.from_iterable(parts)))
     record.save(options.json)
 

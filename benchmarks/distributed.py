@@ -268,7 +268,7 @@ def started(lines: list[list[str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def measure(options: argparse.Namespace, ranks: int) -> Times:
-    """Start so many ranks and return what they measured.
+    """Start this many ranks and return what they measured.
 
     Raises:
         SystemExit: A rank failed.
@@ -363,7 +363,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that the ranks may take (default: 300)")
     add_option(parser)
     parser.add_argument("--rank", type=int, help="be this rank (internal)")
-    parser.add_argument("--ranks", type=int, help="of so many (internal)")
+    parser.add_argument("--ranks", type=int, help="of how many (internal)")
     parser.add_argument("--store", type=Path, help="where the ranks meet (internal)")
     parser.add_argument("--out", type=Path, help="where rank 0 writes its times (internal)")
     parser.add_argument("--mpi", action="store_true", help="measure MPI too, which started this rank (internal)")

@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=12, help="until graphs are captured and checked")
     parser.add_argument("--workers", default="1,2", help="of one GPU; for more than one, MPS is started")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further configuration after so many")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further configuration after this many")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     add_option(parser)
     args = parser.parse_args()

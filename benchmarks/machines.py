@@ -260,7 +260,7 @@ class Running:
         return other
 
     def steps(self, num_workers: int, count: int = 0, other: "subprocess.Popen[str] | None" = None) -> list[float]:
-        """When steps of so many workers were committed, when there are at least so many of them."""
+        """When steps of this many workers were committed, once there are enough of them."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             said = self._log.read_text()

@@ -4,7 +4,7 @@ A `Task` is everything that a training loop needs, so that evenstep and its peer
 data is synthetic and deterministic. Nothing here knows how a step is timed or on how many workers it runs.
 
 Parameters: ``mlp`` 12,590,080, ``resnet`` 175,258, ``transformer`` 3,438,080, ``tiny`` 144 (the base line of
-``memory.py``). ``resnet50`` is no task: ``batchnorm_gpu.py`` trains it.
+``memory.py``). ``resnet50`` is not a task: ``batchnorm_gpu.py`` trains it.
 """
 
 from collections.abc import Callable, Iterable

@@ -49,7 +49,7 @@ def measure(name: str, steps: int, device: str) -> tuple[float, float, float]:
 
 
 def batches(run: evenstep.Run, task: Any, steps: int, device: str) -> Iterator[Any]:
-    """What a task is trained on, after the warm-up for so many steps."""
+    """What a task is trained on for this many steps after the warm-up."""
     steps += NUM_WARMUP_STEPS[device]
     if device == "cuda":
         batch = task.batch(device)

@@ -112,7 +112,7 @@ class Record:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """The command line that somebody types to see these figures: without where they are written to."""
+    """The command line that shows these figures, without where they are written to."""
     words = [word for word in arguments[1:] if not word.startswith("--json=")]
     if "--json" in words:
         at = words.index("--json")

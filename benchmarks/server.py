@@ -49,7 +49,7 @@ def forked(body: Callable[[int], None]) -> tuple[int, str]:
 
 
 def bare(num_bytes: int) -> Callable[[int], None]:
-    """A server that sends so many bytes when it is asked, takes as many, and answers with one."""
+    """A server that sends this many bytes when asked, takes as many, and answers with one."""
 
     def serve(writing: int) -> None:
         listener = socket.create_server(("127.0.0.1", 0))

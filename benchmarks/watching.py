@@ -1,4 +1,4 @@
-"""What it costs to look at a run: a trace of it, its page when nobody looks, and when somebody does.
+"""What it costs to look at a run: a trace of it, its page when nobody looks, and when someone does.
 
 Run it by itself (``python benchmarks/watching.py``) or through ``make bench``. What workers spend on notes is how many
 of them a step leaves, times what one takes there; what the supervisor and the page spend is read from the kernel's

@@ -1,4 +1,4 @@
-"""Trains `digits.py` on one worker, then on three of which one is killed half-way, and puts the results side by side.
+"""Trains `digits.py` on one worker, then on three of which one is killed halfway, and puts the results side by side.
 
 Run it by `make demo`. The arithmetic is portable: where there is AVX2, everyone sees the fingerprint of the README.
 """
@@ -42,7 +42,7 @@ def train(num_workers, victim=None):
 
 
 def kill(process, victim):
-    """Wait until a worker is half-way, then kill it with a signal that nobody can catch."""
+    """Wait until a worker is halfway, then kill it with a signal that nobody can catch."""
     while process.poll() is None:
         try:
             workers = ask({"status": True}, process.pid)["workers"]

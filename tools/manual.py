@@ -60,7 +60,7 @@ def commands_page() -> str:
 
 
 def from_above(name: str) -> str:
-    """A file from the top of the repository, its links as seen from docs/; what is no page of the manual is no link."""
+    """A file from the top of the repository, with links as from docs/; what is not in the manual is not linked."""
     pages = {above: page for page, above in ABOVE.items()}
 
     def seen(link: re.Match[str]) -> str:

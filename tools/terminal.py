@@ -63,7 +63,7 @@ def recorded(command: list[str]) -> tuple[int, str]:
     except OSError:  # how a terminal says that nobody writes to it any more
         pass
     finally:
-        os.close(terminal)  # hangs up on whoever is left
+        os.close(terminal)  # hangs up on any process that is left
     return process.wait(), written.decode(errors="replace")
 
 

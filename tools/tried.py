@@ -54,7 +54,7 @@ class Place:
             shutil.copyfile(ROOT / name, folder / name)
 
     def run(self, *arguments: str, timeout_s: float = 1200.0) -> subprocess.CompletedProcess[str]:
-        """Run Python there. A compiler that somebody calls fails."""
+        """Run Python there. A compiler fails if it is called."""
         variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "EVENSTEP"))}
         command = [str(self._folder / "venv/bin/python"), *arguments]
         return subprocess.run(

@@ -30,7 +30,7 @@ class Transformer(nn.Module):
 
 
 def draw(generator, rows=24):
-    """Pieces of the text; of each only so many letters count. The same on every worker: the generator is its own."""
+    """Pieces of the text, of which only some letters count. The same on every worker, by a generator of its own."""
     starts = torch.randint(0, len(data) - LENGTH, (rows,), generator=generator)
     lengths = torch.randint(1, LENGTH + 1, (rows, 1), generator=generator)
     pieces = torch.stack([data[start : start + LENGTH + 1] for start in starts.tolist()])

@@ -143,6 +143,19 @@ def test_how_a_run_ends_is_told_apart(code):
     assert not failed.value.was_shown
 
 
+def test_a_worker_that_hung_leaves_its_stack_with_the_error_if_nothing_was_shown():
+    lines = ["evenstep: worker 1 is stuck; its stack:", "[1] one", "[1] two", "evenstep: worker 1 is stuck"]
+    for quiet in (True, False):
+        shown = RunView(None, quiet=quiet)
+        for line in lines:
+            shown.hear({"err": line})
+        with pytest.raises(SilenceError) as failed:
+            shown.end(137, None)
+        assert str(failed.value) == "worker 1 is stuck (exit code 137)"
+        notes = getattr(failed.value, "__notes__", [])
+        assert notes == (["worker 1 is stuck; its stack:\n[1] one\n[1] two"] if quiet else [])
+
+
 def test_a_mistake_of_the_script_is_the_error_that_it_is_without_a_cluster():
     shown = RunView(None, quiet=True)
     shown.hear({"event": {"error": "evenstep: batch_size=0, expected a whole number above 0"}})

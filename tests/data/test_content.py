@@ -55,8 +55,28 @@ def test_rows_spread_evenly_over_files():
     assert counts.max() < 1100
 
 
-def test_the_number_of_files_rests_on_the_number_of_rows():
-    assert [content.num_files(n) for n in (1, 65536, 65537, 10**6, 10**12)] == [1, 1, 2, 16, 4096]
+def test_the_number_of_files_rests_on_the_number_of_rows_and_bytes():
+    assert [content.num_files(n, 8 * n) for n in (1, 65536, 65537, 10**6, 10**12)] == [1, 1, 2, 16, 4096]
+    assert [content.num_files(1000, n) for n in (1, 2**26, 2**26 + 1, 2**30)] == [1, 1, 2, 16]
+
+
+def test_bytes_are_those_of_the_values_whatever_holds_them():
+    table = pa.table(
+        {"x": [[1.0, 2.0], [3.0, 4.0]], "t": ["a", "bcd"], "n": pa.array([1, 2], pa.int16()), "b": [True] * 2}
+    )
+    assert content.size_of(table) == 4 * 8 + 4 + 2 * 2 + 2
+    assert content.size_of(table.slice(1)) == 2 * 8 + 3 + 2 + 1
+    assert content.size_of(pa.concat_tables([table, table])) == 2 * content.size_of(table)
+
+
+def test_wide_rows_are_written_in_groups_of_bounded_bytes(tmp_path, monkeypatch):
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(content, "_BYTES_OF_A_GROUP", 1000)
+    table = content.keyed(pa.table({"x": list(np.random.default_rng(0).random((40, 10)))}), ["x"], None, 1)
+    content.write_file(table, str(tmp_path), 0)
+    file = pq.ParquetFile(tmp_path / "part-00000.parquet")
+    assert [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)] == [12, 12, 12, 4]
 
 
 def test_a_missing_column_is_named():

@@ -53,6 +53,14 @@ def test_rows_of_plain_files_are_gathered_where_they_lie(
     assert torch.equal(part["list"], torch.from_numpy(values.reshape(num_rows, length)[chosen]))
     assert torch.equal(part["single"], torch.from_numpy(single[chosen]))
     assert set(found._map()) == {"list", "single"}
+    cuts = sorted(data.draw(st.lists(st.sampled_from([*range(0, num_rows, 16), num_rows]), max_size=4)))
+    assert found.parts([]) == [], "of a worker without shards"
+    parts = found.parts(np.split(chosen, cuts))
+    for name, whole in part.items():
+        assert torch.equal(torch.cat([each[name] for each in parts]), whole)
+        assert all(each[name].data_ptr() % 64 == 0 for each in parts), "as of a tensor by itself"
+        parts[0][name].zero_()
+        assert all(each[name]._version == 0 for each in parts[1:]), "each counts its own changes"
     for wrong in (num_rows, -1):
         with pytest.raises(IndexError, match=f"of {num_rows}"):
             found.part([0, wrong])

@@ -1,6 +1,7 @@
 """How a run ended: one exit code and one last sentence for each way."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,11 @@ def test_a_mistake_of_the_user_is_shown_alone():
 def test_a_signal_is_the_exit_code_as_in_a_shell():
     code, console = failed(killed(1))
     assert (code, console.sentences) == (137, ["worker 1 (pid 1) was killed by SIGKILL"])
+
+
+def test_a_worker_that_was_killed_because_it_hung_says_so_last():
+    code, console = failed(replace(killed(1), given_up="worker 1 (pid 1) has been inside the step for 4.0 s"))
+    assert (code, console.sentences) == (137, ["worker 1 (pid 1) has been inside the step for 4.0 s"])
 
 
 def test_a_worker_that_ended_without_a_word_while_others_waited_is_a_lost_peer():

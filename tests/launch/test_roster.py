@@ -156,12 +156,17 @@ def test_so_does_one_that_starves_but_not_one_that_is_only_killed():
         killed = killed.started(0)
 
 
-def test_a_worker_that_was_given_up_and_killed_did_not_crash():
-    roster = working(1)
-    for _ in range(5):
-        roster, decisions = roster.gives_up(0).ended(0, -signal.SIGABRT, 5)
+def test_so_does_one_that_hangs_for_the_fourth_time_but_not_if_steps_are_committed_in_between():
+    roster = moving = working(1)
+    for _ in range(3):
+        roster, decisions = roster.gives_up(0).ended(0, KILLED, 5)
         assert isinstance(decisions[0], Lose)
         roster = roster.started(0)
+    assert roster.gives_up(0).ended(0, KILLED, 5)[1] == [Fail(0)]
+    for step in range(9):
+        moving, decisions = moving.gives_up(0).ended(0, KILLED, step)
+        assert isinstance(decisions[0], Lose)
+        moving = moving.started(0).committed()
 
 
 # ---- scripts at fault ----

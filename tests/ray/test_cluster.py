@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -116,10 +117,26 @@ def mistakes(cluster):
     said = guests.said_by(**guests.common_mistakes(evenstep.ray.run))
     left()  # or what the one that failed had is not free yet
     less = {"less": lambda: evenstep.ray.run(guests.fails, workers=1, cpus_per_worker=-1)}
+    kind = {"kind": lambda: evenstep.ray.run(guests.fails, workers=1, resources_per_worker={"CPU": 1})}
+    own = {"own": lambda: evenstep.ray.run(guests.fails, resources_per_worker={"tape": 1}, start_timeout_s=0.1)}
     elsewhere = {"elsewhere": lambda: evenstep.ray.run(guests.fails, workers=1, address="192.0.2.1:6379")}
-    said |= guests.said_by(**room, **gpu, **late, **less, **elsewhere)
+    said |= guests.said_by(**room, **gpu, **late, **less, **kind, **own, **elsewhere)
+    left()
+    with everything_is_taken():
+        said |= guests.said_by(busy=lambda: evenstep.ray.run(guests.fails, workers=1, start_timeout_s=0.5))
     left()
     return said
+
+
+@contextmanager
+def everything_is_taken():
+    """Another job has both nodes."""
+    import ray
+
+    group = ray.util.placement_group([{"CPU": 1}] * 2)
+    assert group.wait(60)
+    yield
+    ray.util.remove_placement_group(group)
 
 
 def test_mistakes_get_a_sentence_and_errors_of_the_script_their_traceback(ray):
@@ -128,6 +145,11 @@ def test_mistakes_get_a_sentence_and_errors_of_the_script_their_traceback(ray):
     assert said["room"].startswith("ConfigError: there is room for 2 workers, expected at least 9: each takes 1 CPU")
     assert said["less"] == "ConfigError: cpus_per_worker=-1, expected a number of at least 0"
     assert said["elsewhere"].startswith("ConfigError: address='192.0.2.1:6379', but Ray is connected already, to ")
+    assert said["kind"].startswith("ConfigError: resources_per_worker has 'CPU'; expected names that `ray start")
+    assert "there is room for 0 workers, expected at least 2: each takes 1 CPU and 1 tape, and " in said["own"]
+    busy = r"SilenceError: there is room for 0 workers, expected at least 1: each takes 1 CPU, and \d nodes have free: "
+    late = r"others did not leave the rest within 0\.5 s \(start_timeout_s\)"
+    assert re.fullmatch(rf"{busy}(0 CPU and 0 GPU(, )?)+; {late}", said["busy"]), said["busy"]
     assert said["late"].startswith("SilenceError: the first workers did not start within 0.001 s: 1 were expected")
     assert said["gpu"].startswith(
         "ConfigError: there is room for 0 workers, expected at least 1 on one node, since GPUs of several nodes are "
@@ -150,6 +172,8 @@ def blocks(cluster, directory):
         place.mkdir()
         assert evenstep.ray.write(ray.data.from_items(rows, override_num_blocks=number), place) == 200
         found.append({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in place.iterdir()})
+    found.append(files_of_wide_rows(ray.data.from_items(rows), Path(directory, "wide")))
+    found.append(files_of_wide_rows(ray.data.from_items([{"t": "abc" * 100}] * 20), Path(directory, "text")))
     nothing, empty = ray.data.from_items([{"x": 1.0}, {"x": None}]), Path(directory, "empty")
     empty.mkdir()
     said = guests.said_by(
@@ -164,9 +188,23 @@ def blocks(cluster, directory):
     return found, said, images
 
 
+def files_of_wide_rows(dataset, place):
+    """How many files there are if a file may have no more than 1,000 bytes."""
+    from unittest import mock
+
+    import evenstep.ray
+
+    place.mkdir()
+    with mock.patch("evenstep.data.content._BYTES_OF_A_FILE", 1000):
+        evenstep.ray.write(dataset, place)
+    return max(int(file.stem.removeprefix("part-")) for file in place.iterdir())
+
+
 def test_the_same_rows_in_other_blocks_are_the_same_bytes(ray, tmp_path):
-    (one, five), said, images = ray.call(blocks, str(tmp_path))
+    (one, five, wide, text), said, images = ray.call(blocks, str(tmp_path))
     assert one == five
+    assert wide == 7, "200 rows of 24 bytes are 8 files"
+    assert text < 8, "6,000 bytes, which are all one row"
     read = evenstep.data.parquet(tmp_path / "empty")
     assert sorted(read[n]["data"].numpy().tolist() for n in range(6)) == images.tolist(), "arrays keep their shape"
     assert re.fullmatch(

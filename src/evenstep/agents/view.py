@@ -24,6 +24,7 @@ from evenstep.run.progress import Display, Progress
 __all__ = ["RunView", "ScriptError"]
 
 _PREFIX = "evenstep: "  # of a sentence of ours
+_BEFORE_STACK, _LONGEST_STACK = "; its stack:", 100  # of a worker that is given up
 _MISTAKES = {error.exit_code: error for error in (ConfigError, UnsupportedError, CheckpointError, WrongError)}
 _INTERRUPTED = (Stopped.exit_code, 128 + signal.SIGINT)
 
@@ -38,7 +39,6 @@ class RunView:
     Args:
         on_progress: Called with each progress report.
         quiet: Print nothing.
-
     """
 
     def __init__(self, on_progress: Callable[[Progress], None] | None, *, quiet: bool) -> None:
@@ -48,6 +48,7 @@ class RunView:
         self._error: str | None = None
         self._mistake: str | None = None
         self._last: str | None = None
+        self._stack: list[str] = []  # of the last worker that was given up, and what comes before it
 
     @contextmanager
     def tracing(self, path: str | Path | None, work: Any) -> Iterator[None]:
@@ -72,19 +73,32 @@ class RunView:
         if not self._quiet:
             say(sentence)
 
+    def warn(self, sentence: str) -> None:
+        """Show a sentence that the user needs in order to act, even if what workers print is not shown."""
+        say(sentence)
+
     def hear(self, report: dict[str, Any]) -> None:
         """Show one report of the head."""
         event = report.get("event", {})
         self._error = event.get("error", self._error)
         self._mistake = event.get("mistake", self._mistake)
         self._fingerprint = event.get("fingerprint", self._fingerprint)
-        self._last = report.get("err", self._last)
+        if "err" in report:
+            self._keep(report["err"])
         if "progress" in event and self._on_progress is not None:
             self._on_progress(Progress(**event["progress"]))
         if "trace" in event and self._trace is not None:
             self._trace(event["trace"])
         if not self._quiet:
             self._show(report, event)
+
+    def _keep(self, line: str) -> None:
+        """Keep what may have to be said at the end."""
+        self._last = line
+        if line.endswith(_BEFORE_STACK):
+            self._stack = [line.removeprefix(_PREFIX)]
+        elif self._stack and not line.startswith(_PREFIX) and len(self._stack) < _LONGEST_STACK:
+            self._stack.append(line)
 
     def _show(self, report: dict[str, Any], event: dict[str, Any]) -> None:
         if "progress" in event:
@@ -115,6 +129,8 @@ class RunView:
             error = SilenceError(said if said.endswith(how) else f"{said} ({how})")
             error.exit_code = code if code > 0 else error.exit_code
             error.was_shown = self._last is not None and not self._quiet
+            if self._quiet and self._stack:
+                error.add_note("\n".join(self._stack))
             raise error
         if self._fingerprint is not None and not self._quiet:
             self._display.write(f"fingerprint {self._fingerprint}", sys.stdout)

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["Column", "check_type", "column_of"]
+__all__ = ["Column", "check_type", "column_of", "flatten", "is_list", "is_text"]
 
 Column = np.ndarray[Any, Any] | list[str] | list[bytes]
 """``[rows, ...]`` of numbers, or texts."""
@@ -30,10 +30,10 @@ def check_type(name: str, kind: pa.DataType) -> None:
             f"column {name!r} has only nulls, at least in some part of the data; fill it, or leave such rows out"
         )
     leaf = kind
-    while _is_list(leaf):
+    while is_list(leaf):
         leaf = leaf.value_type
     is_number = pa.types.is_integer(leaf) or pa.types.is_floating(leaf) or pa.types.is_boolean(leaf)
-    if not (is_number and leaf != pa.uint64()) and not _is_text(kind):
+    if not (is_number and leaf != pa.uint64()) and not is_text(kind):
         raise ConfigError(
             f"column {name!r} is {kind}; expected numbers, lists of numbers of one length, text or bytes: convert it, "
             "or name the others in columns=[...]"
@@ -54,15 +54,15 @@ def column_of(name: str, values: pa.ChunkedArray | pa.Array, where: str) -> Colu
     if values.null_count:
         row = values.is_null().index(pa.scalar(True)).as_py()
         raise ConfigError(f"column {name!r} of {where} has no value in row {row}; fill it, or leave such rows out")
-    if _is_text(values.type):
+    if is_text(values.type):
         return values.to_pylist()  # type: ignore[no-any-return]  # texts
-    if not _is_list(values.type):
+    if not is_list(values.type):
         return _numbers(values)
     shape = [len(values)]
-    while _is_list(values.type):
+    while is_list(values.type):
         length = _length(name, values, where)
         shape.append(length)
-        values = _flatten(values)
+        values = flatten(values)
         if values.null_count:
             row = values.is_null().index(pa.scalar(True)).as_py() // max(1, _product(shape[1:]))
             raise ConfigError(
@@ -72,11 +72,13 @@ def column_of(name: str, values: pa.ChunkedArray | pa.Array, where: str) -> Colu
     return _numbers(values).reshape(shape)
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Whether values of this type are lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values of this type are text or bytes."""
     types = pa.types
     return bool(
         types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
@@ -87,7 +89,8 @@ def _product(sizes: Sequence[int]) -> int:
     return int(np.prod(sizes, dtype=np.int64))
 
 
-def _flatten(values: Any) -> Any:
+def flatten(values: Any) -> Any:
+    """What the lists of a column hold, one after the other."""
     if isinstance(values, pa.ChunkedArray):
         return pa.chunked_array([chunk.flatten() for chunk in values.chunks], values.type.value_type)
     return values.flatten()

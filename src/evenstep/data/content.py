@@ -12,28 +12,42 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from evenstep.core.errors import ConfigError
-from evenstep.data.columns import check_type, column_of
+from evenstep.data.columns import check_type, column_of, flatten, is_list, is_text
 
-__all__ = ["FILE", "KEY", "keyed", "num_files", "write_file"]
+__all__ = ["FILE", "KEY", "keyed", "num_files", "size_of", "write_file"]
 
 KEY, FILE = "evenstep_key", "evenstep_file"
 """The columns that `keyed` adds: the sort key, and the number of the file."""
 
-_ROWS_OF_A_FILE = 65536
+_ROWS_OF_A_FILE, _BYTES_OF_A_FILE = 65536, 2**26  # whoever writes a file has all of it in memory
+_ROWS_OF_A_GROUP, _BYTES_OF_A_GROUP = 16384, 2**24
 _MOST_FILES = 4096
-_ROW_GROUP = 16384
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 
 
-def num_files(num_rows: int) -> int:
-    """How many files this many rows are written to: a power of two, which depends on nothing else."""
+def num_files(num_rows: int, num_bytes: int) -> int:
+    """How many files rows of so many bytes (see `size_of`) are written to: a power of two, fixed by this alone."""
     files = 1
-    while files < _MOST_FILES and files * _ROWS_OF_A_FILE < num_rows:
+    while files < _MOST_FILES and (files * _ROWS_OF_A_FILE < num_rows or files * _BYTES_OF_A_FILE < num_bytes):
         files *= 2
     return files
+
+
+def size_of(table: pa.Table) -> int:
+    """How many bytes the values of a table have, whatever memory Arrow takes for them."""
+    return sum(map(_size_of, table.columns))
+
+
+def _size_of(values: Any) -> int:
+    while is_list(values.type):
+        values = flatten(values)
+    if is_text(values.type):
+        return int(pc.sum(pc.binary_length(values)).as_py() or 0)
+    return len(values) * (max(8, values.type.bit_width) // 8 if pa.types.is_primitive(values.type) else 0)
 
 
 def keyed(table: pa.Table, columns: Sequence[str], key: str | None, files: int, where: str = "the data") -> pa.Table:
@@ -93,8 +107,9 @@ def write_file(table: pa.Table, directory: str, number: int, where: str = "the d
     path = Path(directory) / f"part-{number:05d}.parquet"
     partly = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     rows = table.select(columns).take(pa.array(order))
+    group = min(_ROWS_OF_A_GROUP, max(1, _BYTES_OF_A_GROUP * rows.num_rows // max(1, size_of(rows))))
     try:
-        pq.write_table(rows, partly, row_group_size=_ROW_GROUP, compression="none", use_dictionary=False)
+        pq.write_table(rows, partly, row_group_size=group, compression="none", use_dictionary=False)
         os.replace(partly, path)
     finally:
         partly.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ pixels whichever worker or loader process draws it. Sample code always runs with
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -33,8 +33,8 @@ _FEW, _SOME = 3, 64  # how many samples workers compare: drawn one by one, or al
 class Tabular(Dataset[Any]):
     """A data set without randomness of its own, which can give several samples at once."""
 
-    def part(self, indices: Indices) -> Any:
-        """Some samples, collated as `default_collate` would, without making each one."""
+    def parts(self, indices: Sequence[Indices]) -> list[Any]:
+        """The samples of several parts, each collated as `default_collate` would, without making each one."""
         raise NotImplementedError
 
 
@@ -60,14 +60,15 @@ class _Parts(Dataset[_Loaded]):
         """The parts of the shards."""
         chosen = {k: request.shards[k] for k in self._span if len(request.shards[k])}
         if self._rows is not None:
-            return {k: self._rows(indices) for k, indices in chosen.items()}
+            return dict(zip(chosen, self._rows(list(chosen.values())), strict=True))
         with drawing():
             return {k: self._collate(self._draw(request, indices)) for k, indices in chosen.items()}
 
     def probes(self, request: BatchRequest) -> dict[str, str]:
         """Descriptions of a few samples of the whole batch, which every worker draws."""
         if self._rows is not None:
-            return shortened(contents_of(self._rows(request.probes(_SOME)), "samples"), "samples")
+            (rows,) = self._rows([request.probes(_SOME)])
+            return shortened(contents_of(rows, "samples"), "samples")
         chosen = request.probes(_FEW)
         with drawing():
             drawn = zip(chosen, self._draw(request, chosen), strict=True)
@@ -82,17 +83,16 @@ class _Parts(Dataset[_Loaded]):
         return samples
 
 
-def _rows_of(dataset: Any) -> Callable[[Indices], Any] | None:
-    """A function that gives several samples at once, if the data set has one and nothing about them is random."""
+def _rows_of(dataset: Any) -> Callable[[Sequence[Indices]], list[Any]] | None:
+    """A function that gives the samples of several parts at once, if there is one and nothing about them is random."""
     if isinstance(dataset, Tabular):
-        return dataset.part
+        return dataset.parts
     if type(dataset) is not TensorDataset:
         return None
     tensors = dataset.tensors
 
-    def rows(indices: Indices) -> list[torch.Tensor]:
-        chosen = torch.from_numpy(indices)
-        return [tensor[chosen] for tensor in tensors]
+    def rows(indices: Sequence[Indices]) -> list[Any]:
+        return [[tensor[chosen] for tensor in tensors] for chosen in map(torch.from_numpy, indices)]
 
     return rows
 

@@ -22,6 +22,7 @@ __all__ = ["MappedColumn", "map_column"]
 
 _DTYPES = {pa.float32(): torch.float32, pa.float64(): torch.float64, pa.int32(): torch.int32, pa.int64(): torch.int64}
 _STARTS_OF_A_PAGE = 16  # so that most rows are found at once, and the table stays in the cache
+_LINE_BYTES = 64  # of the cache; torch puts tensors at multiples of it
 _DATA_PAGE, _PLAIN, _RLE = 0, 0, 3  # of Parquet's format
 _SKIPPED_BYTES = {1: 0, 2: 0, 3: 1, 7: 8}  # by Thrift's number of a type: true, false, a byte, a double
 
@@ -58,20 +59,28 @@ class MappedColumn:
         starts = np.searchsorted(self._firsts, np.arange(0, self._num_rows, 1 << shift), side="right") - 1
         self._starts = starts.astype(np.uint32)
         bases, firsts, begins = (each.ctypes.data for each in (self._bases, self._firsts, self._starts))
-        row_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        self._where = (bases, firsts, begins, shift, row_bytes, self._num_rows)
+        self._row_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self._where = (bases, firsts, begins, shift, self._row_bytes, self._num_rows)
 
-    def take(self, rows: Indices) -> Tensor:
-        """Some rows as a tensor ``[len(rows), *shape]``.
+    def take(self, parts: Sequence[Indices]) -> list[Tensor]:
+        """The rows of several parts, each as a tensor ``[len(part), *shape]``.
+
+        Where each then begins at a line of the cache, as a tensor by itself does, they are gathered together, and share
+        a storage.
 
         Raises:
-            IndexError: One of them is not there.
+            IndexError: One of the rows is not there.
         """
+        counts = [len(rows) for rows in parts]
+        if any(count * self._row_bytes % _LINE_BYTES for count in counts[:-1]):
+            return [self.take([rows])[0] for rows in parts]
+        if not parts:
+            return []
+        rows = np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0])
         taken = torch.empty(len(rows), *self._shape, dtype=self._dtype)
-        rows = np.ascontiguousarray(rows)
-        if not core.gather(taken.data_ptr(), *self._where, rows.__array_interface__["data"][0], len(rows)):
+        if not core.gather(taken.data_ptr(), *self._where, rows):
             raise IndexError(f"rows {rows.min()} to {rows.max()} of {self._num_rows}")
-        return taken
+        return list(torch.unsafe_split_with_sizes(taken, counts))  # no views: each counts its own changes
 
 
 def map_column(files: Sequence[pq.ParquetFile], buffers: Sequence[pa.Buffer], name: str) -> MappedColumn | None:

@@ -7,14 +7,14 @@ data class, a list or a tuple.
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError
 
-__all__ = ["children", "is_sequence", "rebuild", "to_device"]
+__all__ = ["children", "is_sequence", "rebuild", "tensors_in", "to_device"]
 
 
 def is_sequence(value: Any) -> bool:
@@ -70,16 +70,21 @@ def _rebuild_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         ) from error
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in a structure."""
     if isinstance(value, Tensor):
-        yield value
-    for item in (children(value) or {}).values():
-        yield from tensors_in(item)
+        return [value]
+    if type(value) is dict or type(value) is list:  # as nearly all are: naming what they hold would take its time
+        items = value.values() if type(value) is dict else value
+    else:
+        items = (children(value) or {}).values()
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def to_device(value: Any, device: str) -> Any:
     """Move every tensor in a structure."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return value if device == "cpu" and value.is_cpu else value.to(device, non_blocking=True)
+    if type(value) is dict:
+        return {key: to_device(item, device) for key, item in value.items()}
     return rebuild(value, lambda item: to_device(item, device))

@@ -120,12 +120,23 @@ class Parquet(Tabular):
         Raises:
             IndexError: There is no such sample.
         """
-        chosen = np.asarray(indices, np.int64)
+        return self.parts([np.asarray(indices, np.int64)])[0]
+
+    def parts(self, indices: Sequence[Indices]) -> list[dict[str, Any]]:
+        """See `Tabular`.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
         mapped = self._map()
-        part: dict[str, Any] = {name: column.take(chosen) for name, column in mapped.items()}
-        if len(mapped) < len(self.columns):
+        taken = [column.take(indices) for column in mapped.values()]
+        parts: list[dict[str, Any]] = [dict(zip(mapped, columns, strict=True)) for columns in zip(*taken, strict=True)]
+        if len(mapped) == len(self.columns):
+            return parts
+        parts = parts or [{} for _ in indices]
+        for part, chosen in zip(parts, indices, strict=True):
             self._put_decoded(part, chosen)
-        return {name: part[name] for name in self.columns}
+        return [{name: part[name] for name in self.columns} for part in parts]
 
     def _put_decoded(self, part: dict[str, Any], chosen: Indices) -> None:
         """Put those columns into a part that must be decoded."""

@@ -172,7 +172,7 @@ class Image:
         if self._stream is not None:
             self._stream.synchronize()  # else what was begun would come into the next copy
         found = self._group.board.image
-        assert found is not None, "there has been one from the beginning"
+        assert found is not None, "there has been an image from the beginning"
         self._image, self._begun, self._copied = found, found[0], found[0]
 
     @property

@@ -72,7 +72,7 @@ class RunOutcome:
         if found.fault is not LastWord.MISTAKE:
             always = self.roster.crashes_always(found)
             again = f", like {MAX_CRASHES - 1} before it, with no step committed in between" if always else ""
-            console.say(f"{worker.ended.text}{again}")
+            console.say(f"{worker.ended.given_up or worker.ended.text}{again}")
         console.show_failure(worker.error)
         if code == 0 and not worker.error:
             console.say("it ended while the others waited for it")

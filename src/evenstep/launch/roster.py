@@ -254,9 +254,9 @@ class Roster(NamedTuple):
         return self.alive
 
     def crashes_always(self, worker: Worker) -> bool:
-        """Whether a worker crashed or starved, and so did those before it in its place since a step was committed."""
-        crashed = worker.code is not None and -worker.code in _CRASHES and not worker.given_up
-        return (crashed or worker.starved) and self._failures_in(worker.place) + 2 >= MAX_CRASHES
+        """Whether a worker crashed, starved or hung, and so did those before it in its place since the last step."""
+        crashed = worker.code is not None and -worker.code in _CRASHES
+        return (crashed or worker.starved or worker.given_up) and self._failures_in(worker.place) + 2 >= MAX_CRASHES
 
     def _failures_in(self, place: int) -> int:
         return dict(self.failures).get(place, -1)

@@ -43,8 +43,7 @@ def gather(
     shift: int,
     row_bytes: int,
     num_rows: int,
-    rows: int,
-    count: int,
+    rows: Any,  # has a buffer, of int64
     /,
 ) -> bool: ...
 def levels_are(data: int, num_bytes: int, bits: int, count: int, top: int, length: int, /) -> bool: ...

@@ -171,14 +171,16 @@ static PyObject *copy(PyObject *self, PyObject *args) {
 }
 
 static PyObject *gather(PyObject *self, PyObject *args) {
-    unsigned long long target, bases, firsts, starts, row_bytes, num_rows, rows, count;
+    unsigned long long target, bases, firsts, starts, row_bytes, num_rows;
     unsigned shift;
+    Py_buffer rows;
     int found;
-    ARGS("KKKKIKKKK", &target, &bases, &firsts, &starts, &shift, &row_bytes, &num_rows, &rows, &count);
+    ARGS("KKKKIKKy*", &target, &bases, &firsts, &starts, &shift, &row_bytes, &num_rows, &rows);
     es_pieces pieces = {AT(bases), AT(firsts), AT(starts), shift, row_bytes, num_rows};
     Py_BEGIN_ALLOW_THREADS
-    found = es_gather(AT(target), &pieces, AT(rows), count);
+    found = es_gather(AT(target), &pieces, rows.buf, (size_t)rows.len / sizeof(int64_t));
     Py_END_ALLOW_THREADS
+    PyBuffer_Release(&rows);
     return PyBool_FromLong(found);
 }
 

@@ -21,6 +21,7 @@ static inline __attribute__((always_inline)) int gather(char *to, const es_piece
             size_t offset = (size_t)(rows[begin + n] - in->firsts[piece]) * row_bytes;
             from[n] = (const char *)(uintptr_t)in->bases[piece] + offset;
             __builtin_prefetch(from[n]);
+            __builtin_prefetch(from[n] + row_bytes - 1); /* rows begin anywhere in a line */
         }
         for (size_t n = 0; n < some; n++, to += row_bytes) memcpy(to, from[n], row_bytes);
     }

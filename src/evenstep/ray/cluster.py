@@ -3,7 +3,7 @@
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ __all__ = ["ScriptError", "run"]
 _LOOK_S = 0.25  # how long to wait for something to happen
 _NODES_S = 1.0  # how often to look whether there is room for more workers
 _PLACING_S = 20.0
+_PATIENCE_S = 5.0  # until the user is told what is waited for
 _KNOCKING_S = 10.0
 
 
@@ -43,6 +44,7 @@ def run(
     workers: int | tuple[int, int] = 2,
     cpus_per_worker: float = 1,
     gpus_per_worker: float = 0,
+    resources_per_worker: Mapping[str, float] | None = None,
     address: str | None = None,
     shards: int | None = None,
     max_restarts: int | None = None,
@@ -72,11 +74,13 @@ def run(
         workers: How many; or a pair: the number to start with at least, and the number to use at most.
         cpus_per_worker: CPUs that each worker takes.
         gpus_per_worker: GPUs that each worker takes; then all workers are on one node and stay there.
+        resources_per_worker: Other resources, of the cluster's own names, that each worker takes.
         address: The address of the cluster; None: the one already connected to, or `RAY_ADDRESS`, or this machine's.
         shards: Parts of every batch; None: as the script says.
         max_restarts: How many workers that die may be replaced on their node; None: any number.
         step_timeout_s: How long a step may take; None: as the script says.
-        start_timeout_s: How long the cluster may take to bring up the first workers.
+        start_timeout_s: How long the cluster may take to have room for the first workers, which others may have taken,
+            and again to bring them up.
         resume: Continue from the newest checkpoint of an earlier run.
         working_dir: A directory that Ray's runtime environment copies to all nodes, and in which workers run.
         on_progress: Called with each progress report of the run.
@@ -96,14 +100,11 @@ def run(
         ScriptError: The function or script failed; the message is its traceback.
         KeyboardInterrupt: The run was interrupted, and stopped after a step.
         PeerError: The head's node is lost.
-        SilenceError: The first workers were not there in time.
+        SilenceError: The first workers had no room in time, or were not there in time.
     """
     least, most = limits(workers)
-    for name, amount in (("cpus_per_worker", cpus_per_worker), ("gpus_per_worker", gpus_per_worker)):
-        if not amount >= 0:
-            raise ConfigError(f"{name}={amount}, expected a number of at least 0")
-    work = ShippedWork.of(function_or_script, args, options, working_dir)
-    needs, view = {"CPU": cpus_per_worker, "GPU": gpus_per_worker}, RunView(on_progress, quiet=quiet)
+    needs = _needs(cpus_per_worker, gpus_per_worker, resources_per_worker or {})
+    work, view = ShippedWork.of(function_or_script, args, options, working_dir), RunView(on_progress, quiet=quiet)
     more: dict[str, Any] = {
         "shards": shards,
         "max_restarts": max_restarts,
@@ -195,37 +196,53 @@ class _Guest:
     # ---- where ----
 
     def _find_room(self) -> dict[str, int]:
-        """How many workers each node gets at first.
+        """How many workers each node gets at first; waits for room that others have taken.
 
         Raises:
-            ConfigError: There is too little room, even after waiting for resources that may soon be free.
+            ConfigError: There would be too little room even if nobody else had any, and no node appears for a while.
+            SilenceError: Others have not left enough of it in time.
         """
-        deadline = min(time.monotonic() + _PLACING_S, self._deadline)
+        begin, was_said = time.monotonic(), False
         while True:
             nodes = _nodes()
-            room = [_room(free, self._needs) for free in nodes.values()]
-            if self._needs["GPU"]:  # all on one node
-                room = [count if count == max(room) else 0 for count in room]
-                room = [count if n == room.index(max(room)) else 0 for n, count in enumerate(room)]
-            if sum(room) >= self._least or time.monotonic() > deadline:
-                break
+            room = self._rooms(nodes)
+            if sum(room) >= self._least:
+                self._deadline = time.monotonic() + self._start_timeout_s
+                shares = share_out(room, self._least, self._most)
+                return {node: count for node, count in zip(nodes, shares, strict=True) if count}
+            waited_s, could = time.monotonic() - begin, sum(self._rooms(_nodes(whole=True))) >= self._least
+            if waited_s > (self._start_timeout_s if could else min(_PLACING_S, self._start_timeout_s)):
+                remedy = "ask for fewer or smaller workers, or add nodes"
+                if could:
+                    remedy = f"others did not leave the rest within {self._start_timeout_s:g} s (start_timeout_s)"
+                raise (SilenceError if could else ConfigError)(f"{self._lacks(room, nodes)}; {remedy}")
+            if could and waited_s > _PATIENCE_S and not was_said:
+                was_said = True
+                self._view.warn(f"{self._lacks(room, nodes)}; waiting for up to {self._start_timeout_s:g} s")
             time.sleep(_LOOK_S)
-        try:
-            shares = share_out(room, self._least, self._most)
-        except ConfigError as error:
-            needs = " and ".join(f"{amount:g} {kind}" for kind, amount in self._needs.items() if amount)
-            free = ", ".join(f"{free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU" for free in nodes.values())
-            there = "1 node has" if len(nodes) == 1 else f"{len(nodes)} nodes have"
-            where = " on one node, since GPUs of several nodes are not used together" if self._needs["GPU"] else ""
-            raise ConfigError(
-                f"{error}{where}: each takes {needs}, and {there} free: {free or 'nothing'}; ask for fewer or "
-                "smaller workers, or add nodes"
-            ) from None
-        return {node: count for node, count in zip(nodes, shares, strict=True) if count}
+
+    def _rooms(self, nodes: dict[str, dict[str, float]]) -> list[int]:
+        """How many workers fit on each node."""
+        room = [_room(free, self._needs) for free in nodes.values()]
+        if self._needs["GPU"]:  # all on one node
+            room = [count if n == room.index(max(room)) else 0 for n, count in enumerate(room)]
+        return room
+
+    def _lacks(self, room: list[int], nodes: dict[str, dict[str, float]]) -> str:
+        """What is asked for and what is free, in words."""
+        needs = " and ".join(f"{amount:g} {kind}" for kind, amount in self._needs.items() if amount)
+        kinds = [kind for kind in self._needs if kind in ("CPU", "GPU") or self._needs[kind]]
+        free = ", ".join(" and ".join(f"{free.get(kind, 0):g} {kind}" for kind in kinds) for free in nodes.values())
+        there = "1 node has" if len(nodes) == 1 else f"{len(nodes)} nodes have"
+        where = " on one node, since GPUs of several nodes are not used together" if self._needs["GPU"] else ""
+        return (
+            f"there is room for {sum(room)} workers, expected at least {self._least}{where}: each takes {needs}, and "
+            f"{there} free: {free or 'nothing'}"
+        )
 
     def _start_head(self, options: dict[str, Any], where: Any, takes: dict[str, float]) -> None:
         actor = HeadActor.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
-            num_cpus=takes.get("CPU", 0), num_gpus=takes.get("GPU", 0), scheduling_strategy=where
+            scheduling_strategy=where, **_as_options(takes)
         )
         self._head = actor.remote(self._work, {**options, "token": self._token})
         self._address = self._head.address.remote()  # a reference, which Ray resolves for the agents
@@ -246,9 +263,7 @@ class _Guest:
     def _place(self, node: str, count: int) -> None:
         group, takes = self._reserve(node, count)
         actor = AgentActor.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
-            num_cpus=takes.get("CPU", 0),
-            num_gpus=takes.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0), **_as_options(takes)
         ).remote()
         over = actor.join.remote(self._address, count, self._token, self._work)
         self._placed.append(_Placed(node, count, group, actor, over))
@@ -325,17 +340,26 @@ class _Guest:
             if refused:
                 raise ConfigError(f"node {agent.node[:8]}: {said}")
             self._use_room()
-            self._head.wait_for.remote(max(sum(each.count for each in self._placed), self._least))
+            self._wait_for_placed()
         self._view.say(f"the agent on node {agent.node[:8]} has ended: {said}")
 
     def _use_room(self) -> None:
         """Place agents where there is room, for as many workers as are missing."""
-        for stuck in [each for each in self._placed if each.is_stuck]:
-            self._placed.remove(stuck)
-            stuck.remove()
+        stuck = [each for each in self._placed if each.is_stuck]
+        for each in stuck:
+            self._placed.remove(each)
+            each.remove()
         missing = self._most - sum(each.count for each in self._placed)
-        if missing <= 0:
-            return
+        if missing > 0:
+            self._fill(missing)
+        if stuck and not self._begun():
+            self._wait_for_placed()
+
+    def _wait_for_placed(self) -> None:
+        """Let the first step wait for those who may come, not for those who cannot."""
+        self._head.wait_for.remote(max(sum(each.count for each in self._placed), self._least))
+
+    def _fill(self, missing: int) -> None:
         nodes = {node: free for node, free in _nodes().items() if node not in self._refused}
         shares = share_out([_room(free, self._needs) for free in nodes.values()], 0, missing)
         for node, count in zip(nodes, shares, strict=True):
@@ -410,13 +434,39 @@ def _refuse_far(**options: Any) -> None:
             )
 
 
-def _nodes() -> dict[str, dict[str, float]]:
-    """The free resources of every living node, by node id."""
+def _nodes(*, whole: bool = False) -> dict[str, dict[str, float]]:
+    """The free resources of every living node, by node id; or all that it has, free or not."""
+    if whole:
+        return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     if _is_client():  # then only the cluster's own processes can ask for that
         free = ray.get(ray.remote(num_cpus=0)(available_resources_per_node).remote())
     else:
         free = available_resources_per_node()
     return {node["NodeID"]: free.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]}
+
+
+def _needs(cpus: float, gpus: float, others: Mapping[str, float]) -> dict[str, float]:
+    """What each worker takes, by the names of the cluster's resources.
+
+    Raises:
+        ConfigError: An amount is below 0, or one of the others is no resource of the cluster's own.
+    """
+    for name, amount in {"cpus_per_worker": cpus, "gpus_per_worker": gpus, **others}.items():
+        if not amount >= 0:
+            raise ConfigError(f"{name}={amount}, expected a number of at least 0")
+    for name in others:
+        if name in ("CPU", "GPU", "memory", "object_store_memory"):
+            raise ConfigError(
+                f"resources_per_worker has {name!r}; expected names that `ray start --resources` has given (CPUs and "
+                "GPUs: cpus_per_worker, gpus_per_worker)"
+            )
+    return {"CPU": cpus, "GPU": gpus, **others}
+
+
+def _as_options(takes: dict[str, float]) -> dict[str, Any]:
+    """Resources as actors are given them."""
+    others = {kind: amount for kind, amount in takes.items() if kind not in ("CPU", "GPU")}
+    return {"num_cpus": takes.get("CPU", 0), "num_gpus": takes.get("GPU", 0), "resources": others}
 
 
 def _room(free: dict[str, float], needs: dict[str, float]) -> int:

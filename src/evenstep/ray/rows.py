@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from evenstep.core.errors import ConfigError
-from evenstep.data.content import FILE, keyed, num_files, write_file
+from evenstep.data.columns import is_text
+from evenstep.data.content import FILE, keyed, num_files, size_of, write_file
 
 __all__ = ["write"]
 
@@ -20,7 +21,7 @@ def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = N
     Tasks of the cluster write the files; only their sizes come back.
 
     Args:
-        dataset: The rows. It is read twice: to count, and to write.
+        dataset: The rows. It is read twice, to measure and to write; once more if there is text in it.
         directory: An existing directory that all nodes share, without Parquet files in it.
         columns: Which columns; None: all.
         key: The column that determines the order, instead of the content of all `columns`.
@@ -37,8 +38,7 @@ def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = N
     count = dataset.count()
     if not count:
         raise ConfigError("the data set has no rows; expected at least one")
-    names = _names(list(dataset.columns()), columns, key)
-    files, where = num_files(count), str(directory)
+    names, where = _names(list(dataset.columns()), columns, key), str(directory)
 
     def prepare(rows: pa.Table) -> pa.Table:
         return keyed(_as_lists(rows), names, key, files, "the data set")
@@ -48,6 +48,7 @@ def write(dataset: Any, directory: str | Path, columns: Sequence[str] | None = N
         return pa.table({"rows": [write_file(rows, where, number, "the data set")]})
 
     try:
+        files = num_files(count, _num_bytes(dataset.select_columns(names), count))
         keyed_rows = dataset.map_batches(prepare, batch_format="pyarrow")
         stored = keyed_rows.groupby(FILE, num_partitions=files).map_groups(store, batch_format="pyarrow")
         written = sum(row["rows"] for row in stored.take_all())
@@ -78,6 +79,18 @@ def _check_directory(directory: Path) -> None:
             f"{directory} has Parquet files already ({found[0]}), whose rows would be read with these; expected an "
             "empty directory"
         )
+
+
+def _num_bytes(dataset: Any, count: int) -> int:
+    """How many bytes the rows have: each as many as the first, since lists have one length, unless there is text."""
+
+    def measure(rows: pa.Table) -> pa.Table:
+        return pa.table({"bytes": [size_of(_as_lists(rows))]})
+
+    first = _as_lists(dataset.take_batch(1, batch_format="pyarrow"))
+    if not any(is_text(kind) for kind in first.schema.types):
+        return count * size_of(first)
+    return int(dataset.map_batches(measure, batch_format="pyarrow").sum("bytes"))
 
 
 def _as_lists(rows: pa.Table) -> pa.Table:

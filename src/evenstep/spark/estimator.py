@@ -50,6 +50,7 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
         validationSplit: The fraction of the rows to use for validation instead; their content decides which.
         keyCol: The column that determines the order of the rows, instead of their content.
         storage: A directory that the driver and all executors share; required when there are several machines.
+        startTimeout: Seconds that workers may take to get their task slots, which other jobs may have, and to start.
         inferenceBatchSize: Rows predicted at once.
         seed: The seed of the run.
     """
@@ -77,6 +78,7 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
         validationSplit: float = 0.0,
         keyCol: str | None = None,
         storage: str | None = None,
+        startTimeout: float = 3600.0,
         inferenceBatchSize: int = 1024,
         seed: int = 0,
     ) -> None:
@@ -102,7 +104,9 @@ class Estimator(TrainingParams, MLEstimator, MLReadable, MLWritable):
         storage = self.getOrDefault(self.storage) if self.isDefined(self.storage) else None
         with folder_in(storage) as folder:
             job = self._training(dataset, folder)
-            fitted = run(train, job, workers=workers, session=dataset.sparkSession, quiet=True)
+            patience_s = self.getOrDefault(self.startTimeout)
+            session = dataset.sparkSession
+            fitted = run(train, job, workers=workers, session=session, start_timeout_s=patience_s, quiet=True)
         model = Model(fitted.weights, fitted.history, fitted.fingerprint, fitted.width)
         return self._copyValues(model)
 

@@ -54,6 +54,9 @@ class TrainingParams(
     validationSplit = _param("validationSplit", "the fraction of the rows for validation", TypeConverters.toFloat)
     keyCol = _param("keyCol", "the column that determines the order of the rows", TypeConverters.toString)
     storage = _param("storage", "a directory that the driver and all executors share", TypeConverters.toString)
+    startTimeout = _param(
+        "startTimeout", "seconds that workers may take to get their slots and start", TypeConverters.toFloat
+    )
     inferenceBatchSize = _param("inferenceBatchSize", "rows predicted at once", TypeConverters.toInt)
 
     def _set_defaults(self) -> None:
@@ -67,6 +70,7 @@ class TrainingParams(
             shards=8,
             numWorkers=2,
             validationSplit=0.0,
+            startTimeout=3600.0,
             inferenceBatchSize=1024,
             seed=0,
         )

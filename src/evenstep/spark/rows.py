@@ -158,7 +158,7 @@ def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | N
     bytes. Executors write the files; only their sizes come to the driver.
 
     Args:
-        frame: The rows. It is read twice: to count, and to write.
+        frame: The rows. It is read twice: to measure, and to write.
         columns: Which columns.
         directory: An existing directory that all executors share.
         key: The column that determines the order, instead of the content of all `columns`.
@@ -170,12 +170,12 @@ def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | N
     names = list(dict.fromkeys(columns))
     chosen = plain(frame, [*names, *([key] if key is not None else [])])
     try:
-        count = chosen.count()
+        count, num_bytes = _measure(chosen.select(*map(named, names)))
     except PySparkException as error:
         raise said_in(error) from error
     if not count:
         raise ConfigError(f"the DataFrame has no rows{purpose}; expected at least one")
-    files, all_names = num_files(count), chosen.columns
+    files, all_names = num_files(count, num_bytes), chosen.columns
     numbered = chosen.toDF(*numbers_of(all_names))
 
     def prepare(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -202,3 +202,18 @@ def write(frame: DataFrame, columns: Sequence[str], directory: str, key: str | N
             "same rows every time it is computed: persist it, or seed what is random in it"
         )
     return count
+
+
+def _measure(frame: DataFrame) -> tuple[int, int]:
+    """How many rows there are, and how many bytes they have: numbers as the first, since lists have one length."""
+    texts = [field.name for field in frame.schema.fields if isinstance(field.dataType, StringType)]
+    totals = [F.count(F.lit(1)), *(F.sum(F.octet_length(named(name))) for name in texts)]
+    count, *sizes = frame.agg(*totals).first() or (0,)
+    numbers = [named(name) for name in frame.columns if name not in texts]
+    first = frame.select(*numbers).head() if count and numbers else None
+    return count, sum(size or 0 for size in sizes) + count * sum(map(_width, first or ()))
+
+
+def _width(value: Any) -> int:
+    """About how many bytes a number, or a list of them, has in a file."""
+    return sum(map(_width, value)) if isinstance(value, list) else 8

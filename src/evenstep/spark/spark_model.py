@@ -52,12 +52,14 @@ class SparkModel:
         mode: "synchronous", "asynchronous" or "hogwild".
         frequency: When workers of the last two modes meet the server: after every "epoch" or "batch".
         parameter_server: How they reach it: by "tcp" or "http".
-        num_workers: How many workers; None: as many as the RDD has partitions.
+        num_workers: How many workers; None: as many as the RDD has partitions, and when synchronous, task slots.
         batch_size: Samples of a batch; when synchronous, of a global batch.
         classification: Whether labels are class numbers; see `Estimator`.
         shards: Parts of every batch, when synchronous.
         seed: Fixes the order of samples and all randomness.
         storage: A directory that the driver and all executors share; see `Estimator`.
+        start_timeout_s: How long synchronous workers may take to get their task slots, which other jobs may have, and
+            to start.
 
     Attributes:
         weights: Parameters and buffers, as safetensors; None: as the model is built.
@@ -85,6 +87,7 @@ class SparkModel:
         shards: int = 8,
         seed: int = 0,
         storage: str | None = None,
+        start_timeout_s: float = 3600.0,
     ) -> None:
         for name, value, known in (
             ("mode", mode, _MODES),
@@ -97,7 +100,7 @@ class SparkModel:
         options = {"lr": 0.01} if optimizer_config is None else optimizer_config
         check_functions(model, loss, optimizer, options, metrics)
         self._mode, self._frequency, self._over = mode, frequency, parameter_server
-        self._num_workers, self._storage = num_workers, storage
+        self._num_workers, self._storage, self._start_timeout_s = num_workers, storage, start_timeout_s
         names = {m.rpartition(":")[2] if isinstance(m, str) else m.__name__: m for m in metrics}
         is_classes = is_classification(loss) if classification is None else classification
         self._job = Training(
@@ -159,8 +162,10 @@ class SparkModel:
             if validation_rows is not None:
                 validation_files = write_into(folder / "validation", validation_rows, [_X, _Y])
             job = replace(job, train=train_files, validation=validation_files)
-            workers = self._num_workers or rdd.getNumPartitions()
-            fitted = run(train, job, workers=min(workers, job.shards), session=session, quiet=True)
+            most = min(self._num_workers or rdd.getNumPartitions(), job.shards)
+            workers = most if self._num_workers else (1, most)
+            patience_s = self._start_timeout_s
+            fitted = run(train, job, workers=workers, session=session, start_timeout_s=patience_s, quiet=True)
         self.weights, self.fingerprint = fitted.weights, fitted.fingerprint
         self.training_histories.append(fitted.history)
 
@@ -246,6 +251,7 @@ class SparkModel:
             "shards": job.shards,
             "seed": job.seed,
             "storage": self._storage,
+            "start_timeout_s": self._start_timeout_s,
         }
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)

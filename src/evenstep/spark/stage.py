@@ -1,7 +1,6 @@
 """Runs on the executors of a Spark application: a head beside the driver, and tasks whose workers join it."""
 
 import secrets
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from evenstep.agents.work import ShippedWork
 from evenstep.core.errors import ConfigError
 from evenstep.run.progress import Progress
 from evenstep.spark.said import said_in
+from evenstep.spark.slots import FirstWorkers, await_slots
 from evenstep.spark.task import SparkTask, take_part
 
 __all__ = ["ScriptError", "run", "session_of"]
@@ -50,7 +50,7 @@ def run(
     shards: int | None = None,
     max_restarts: int | None = None,
     step_timeout_s: float | None = None,
-    start_timeout_s: float = 10.0,
+    start_timeout_s: float = 120.0,
     on_progress: Callable[[Progress], None] | None = None,
     trace: str | Path | None = None,
     log_json: str | Path | None = None,
@@ -69,12 +69,13 @@ def run(
             of a script, which is sent to executors that do not have it.
         *args: Arguments of the function, or of the script.
         workers: How many; or a pair: the number to start with at least, and the number to use at most. The application
-            must have that many slots at first; slots that appear later are used.
+            must have slots for the smaller number, or dynamic allocation; slots that appear later are used.
         session: The Spark session; None: the active one.
         shards: Parts of every batch; None: as the script says.
         max_restarts: How many workers that die may be replaced on their executor; None: any number.
         step_timeout_s: How long a step may take; None: as the script says.
-        start_timeout_s: How long the application may take until it has as many slots as it needs.
+        start_timeout_s: How long the first workers may take to get their slots, which other jobs may have, and to
+            start.
         on_progress: Called with each progress report of the run.
         trace: A file for what every worker did when; as for `evenstep run --trace`.
         log_json: A file that gets a line of JSON for every step; as for `evenstep run --log-json`.
@@ -91,12 +92,13 @@ def run(
             different versions; or a file for its figures cannot be written.
         ScriptError: The function or script failed; the message is its traceback.
         KeyboardInterrupt: The run was interrupted, and stopped after a step.
+        SilenceError: The first workers did not start in time.
         EvenstepError: Spark gave up.
     """
     context = session_of(session).sparkContext
     least, most = limits(workers)
     work = ShippedWork.of(function_or_script, args, options)
-    awaited = min(_await_slots(context, least, start_timeout_s), most)
+    awaited = await_slots(context, least, most, start_timeout_s)
     view, token = RunView(on_progress, quiet=quiet), secrets.token_hex(16)
     order = HeadOrder(
         context.getConf().get("spark.driver.host"),
@@ -112,12 +114,14 @@ def run(
         Head(work, order) as head,
         _Stage(context, SparkTask(work, head.address, token, secrets.token_hex(8)), most) as stage,
     ):
+        first = FirstWorkers(head, stage, least, awaited, start_timeout_s, view)
         is_stopping = False
         while head.code is None:
             try:
                 for report in head.reports(_LOOK_S):
                     view.hear(report)
                 stage.look_after(view)
+                first.look()
             except KeyboardInterrupt:
                 if is_stopping:
                     raise
@@ -157,6 +161,19 @@ class _Stage:
         except (PySparkException, Py4JError) as error:
             self._error = error
 
+    def running(self) -> tuple[int, int]:
+        """How many tasks of ours have a slot, and how many of other jobs.
+
+        Asked of Spark's scheduler itself: its status tracker may be some seconds behind.
+        """
+        tracker, scheduler = self._context.statusTracker(), self._context._jsc.sc().taskScheduler()
+        jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._task.name)]
+        stages = {stage: tracker.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds}
+        sets = [scheduler.taskSetManagerForAttempt(n, s.currentAttemptId) for n, s in stages.items() if s is not None]
+        ours = sum(each.get().runningTasks() for each in sets if each.isDefined())
+        executors = scheduler.runningTasksByExecutors().values().toList()
+        return ours, sum(executors.apply(n) for n in range(executors.size())) - ours
+
     def look_after(self, view: RunView) -> None:
         """Submit the tasks again if Spark has given up on them, as it does after several losses."""
         if self._error is None or self._thread.is_alive():
@@ -167,23 +184,3 @@ class _Stage:
             raise said from error
         view.say("Spark gave up on the tasks of the run; they are being submitted again")
         self._submit()
-
-
-def _await_slots(context: Any, least: int, timeout_s: float) -> int:
-    """How many tasks can run at once.
-
-    Raises:
-        ConfigError: Fewer than `least`, for longer than `timeout_s`.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        inner = context._jsc.sc()
-        slots = int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
-        if slots >= least:
-            return slots
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"{least} workers, but the application has {slots} task slots; expected one for each: use fewer "
-                "workers, or start it with more cores (spark.executor.instances, spark.executor.cores)"
-            )
-        time.sleep(_LOOK_S)
