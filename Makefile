@@ -60,7 +60,7 @@ LANES ?= 3
 # WITHOUT="ray spark": those in the folders tests/ray and tests/spark, which start clusters, are left out.
 WITHOUT ?=
 $(foreach folder,$(WITHOUT),$(if $(wildcard tests/$(folder)/.),,$(error WITHOUT=$(folder), expected the name of a folder in tests)))
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --lanes $(LANES) $(WITHOUT:%=--ignore=tests/%)
+PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPATH=$(CURDIR)/tests/started$(PYTHONPATH:%=:%) $(BIN)/python -m pytest --lanes $(LANES) $(WITHOUT:%=--ignore=tests/%)
 
 # Checks, and the tests that start no process. Types are checked while the tests are collected: that takes one core 20 s.
 quick: lint

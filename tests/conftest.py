@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,9 +26,8 @@ import leaks
 import pages
 import processes
 import quick
-from evenstep.cli import verify
 from evenstep.transport.segment import Segment
-from workers import cli_run
+from workers import fork_run
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(False)  # imports torch._inductor, which takes a second: now, and not in every fork
@@ -37,7 +37,8 @@ hypothesis.settings.register_profile(  # how long an example takes says more abo
     "patient", hypothesis.settings.default, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("patient")
-_MUCH = 30_000  # objects that a collection goes through: some ten milliseconds
+_MANY = 30_000  # objects that a collection goes through: some ten milliseconds
+_MUCH = 16 << 20  # bytes, likewise for a fork
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it, as in `nohup make test &`
 
 
@@ -80,6 +81,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 def pytest_collection_finish() -> None:
     """Everything is imported: what every fork would do, or drag along, is done once."""
+    gc.set_threshold(700, 10, 10)  # Python's own: see `started`
     for clear in typing._cleanups:  # a library does so at every exit
         clear()
     pages.settle()
@@ -92,9 +94,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def what_is_imported_is_settled() -> Iterator[None]:
-    """What the tests of a file have imported, too, is out of the way of the files that follow."""
+    """What the tests of a file have imported, or let go of, is out of the way of the files that follow."""
+    before = pages.private_bytes()
     yield
-    if len(gc.get_objects()) > _MUCH:
+    if len(gc.get_objects()) > _MANY or pages.private_bytes() > before + _MUCH:
         pages.settle()
 
 
@@ -119,21 +122,19 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the runs that verify starts be forks of this process: the same, without importing torch for each."""
+    """Let runs that are started by `subprocess.run` be forks of this process: the same, without importing torch."""
     really = subprocess.run
 
     def run(
         command: list[str], *, env: dict[str, str] | None = None, timeout: float | None = None, **other: Any
     ) -> subprocess.CompletedProcess[Any]:
-        if command[1:3] != ["-m", "evenstep"]:  # `platform` asks uname, when it is first asked
+        if command[0] != sys.executable:  # `platform` asks uname, when it is first asked
             return really(command, env=env, timeout=timeout, **other)
         assert env is not None
         assert timeout is not None
-        own = {name: value for name, value in env.items() if name.startswith("EVENSTEP_")}
-        done = cli_run(*command[3:], timeout_s=timeout, variables=own)
-        return subprocess.CompletedProcess(command, done.code, done.stdout, done.stderr)
+        return fork_run(command, {name: value for name, value in env.items() if name.startswith("EVENSTEP_")}, timeout)
 
-    monkeypatch.setattr(verify.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
 
 
 @pytest.fixture

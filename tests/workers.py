@@ -252,10 +252,17 @@ def cli_run(*argv: str | Path, timeout_s: float = 100.0, variables: dict[str, st
         return cli.wait(timeout_s)
 
 
-def python_run(*argv: str | Path, timeout_s: float = 100.0) -> Completed:
+def python_run(*argv: str | Path, timeout_s: float = 100.0, variables: dict[str, str] | None = None) -> Completed:
     """Run what `python script ...` runs, in a fork of this process: a script that nobody has launched."""
-    with Cli(*argv, program=be_python) as cli:
+    with Cli(*argv, variables=variables, program=be_python) as cli:
         return cli.wait(timeout_s)
+
+
+def fork_run(command: Sequence[str], variables: dict[str, str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
+    """Run a command that begins with `python script` or `python -m evenstep` in a fork of this process."""
+    ours = list(command[1:3]) == ["-m", "evenstep"]
+    done = (cli_run if ours else python_run)(*command[3 if ours else 1 :], timeout_s=timeout_s, variables=variables)
+    return subprocess.CompletedProcess(command, done.code, done.stdout, done.stderr)
 
 
 def be_python(argv: Sequence[str]) -> int:

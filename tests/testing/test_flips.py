@@ -6,6 +6,7 @@ import torch
 from evenstep.core import points
 from evenstep.core.errors import ConfigError
 from evenstep.testing import DATA, Fault, faults, flips, plant
+from workers import fork_run
 
 
 @pytest.fixture
@@ -88,7 +89,8 @@ def test_plans_are_those_of_their_seed():
 
 
 @pytest.mark.long
-def test_a_few_of_them_are_all_found_and_named_and_the_weights_stay(tmp_path):
+def test_a_few_of_them_are_all_found_and_named_and_the_weights_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(flips, "run", fork_run)
     outcome = flips.under(flips.plan(5, 4, "batchnorm"), "batchnorm", 12, tmp_path, timeout_s=100.0)
     assert outcome.good, outcome.errors
     assert len(outcome.struck) == 4
