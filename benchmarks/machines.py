@@ -1,7 +1,8 @@
 """What a second machine costs and brings: steps over links of three speeds, the loss of a machine, a newcomer.
 
-Machines are network namespaces of this one, with a worker each, so it needs root; without it a sentence says so. DDP
-trains the same over gloo on the same links, in turns with ours. All processes have one thread.
+Machines are network namespaces of this one, each with a worker and, as far as there are enough, a core of its own: what
+one of them does costs the other nothing. Namespaces need root; without it a sentence says so. DDP trains the same over
+gloo on the same links and cores, in turns with ours. All processes compute in one thread.
 """
 
 import argparse
@@ -174,12 +175,14 @@ def measure(
         if rate is not None:
             network.limit(rate)
         group = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "WORLD_SIZE": str(machines)}
+        cores = sorted(os.sched_getaffinity(0))
         logs = [Path(folder, f"{machine}.log") for machine in range(machines)]
         started = []
         for machine, command in enumerate(commands(network, Path(folder), out)):
             variables = single_threaded_environment(**group, RANK=str(machine), GLOO_SOCKET_IFNAME="eth0")
             with logs[machine].open("w") as log:
-                started.append(network.start(machine, *command, env=variables, stdout=log, stderr=log))
+                pinned = ["taskset", "--cpu-list", str(cores[machine % len(cores)]), *command]
+                started.append(network.start(machine, *pinned, env=variables, stdout=log, stderr=log))
         deadline = time.monotonic() + PATIENCE_S
         while (codes := [process.poll() for process in started]) != [0] * machines:
             if any(codes) or time.monotonic() > deadline:

@@ -1,6 +1,6 @@
 """The house rules that a script can check: one name for one class, and a test for each module of the core packages."""
 
-import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,9 +12,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "evenstep"
 def test_no_two_classes_have_the_same_name():
     places = defaultdict(list)
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(str(path.relative_to(SOURCE)))
+        for name in re.findall(r"^ *class (\w+)", path.read_text(), re.MULTILINE):
+            places[name].append(str(path.relative_to(SOURCE)))
     assert {name: there for name, there in places.items() if len(there) > 1} == {}
 
 

@@ -2,9 +2,10 @@
 
 from collections import OrderedDict
 
+import numpy as np
 import torch
 
-from evenstep.data.contents import contents_of
+from evenstep.data.contents import contents_of, shortened
 
 
 def test_every_leaf_has_a_path_and_equal_batches_are_equal():
@@ -28,3 +29,23 @@ def test_many_plain_values_are_one_line():
 def test_a_difference_is_told_at_its_place_only():
     first, second = (contents_of((torch.zeros(4), torch.full((2,), value))) for value in (1.0, 2.0))
     assert [path for path in first if first[path] != second[path]] == ["batch[1]"]
+
+
+def test_an_image_is_compared_by_its_pixels():
+    class Image:
+        def __init__(self, pixels):
+            self.__array_interface__ = pixels.__array_interface__
+            self._pixels = pixels
+
+    first, second = (contents_of(Image(np.full((2, 2), value, np.uint8))) for value in (1, 2))
+    assert first["batch"].startswith("uint8 (2, 2) ")
+    assert first != second
+
+
+def test_very_much_becomes_one_checksum():
+    few, many, other = (
+        {f"sample 1[{n}]": str(n * times) for n in range(count)} for count, times in ((64, 1), (65, 1), (65, 2))
+    )
+    assert shortened(few, "sample 1") == few
+    assert list(shortened(many, "sample 1")) == ["sample 1"]
+    assert shortened(many, "sample 1") != shortened(other, "sample 1")

@@ -4,6 +4,7 @@ import math
 import os
 import random
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -285,3 +286,46 @@ def test_a_stream_that_knows_its_length_and_a_loader_are_refused_with_what_to_pa
 def test_numbers_that_make_no_sense_are_refused(changes):
     with pytest.raises(ConfigError, match="expected loaders >= 0 and prefetch >= 1"):
         load(Watched(), **changes)
+
+
+def compared(dataset, loaders=0, skip=False, span=range(4)):
+    """What workers compare of the first batch, and what they have of it."""
+    loader = Loader(dataset, lambda: span, ORDER.seed, "sample", loaders=loaders, skip=lambda: skip)
+    requests = (replace(request, is_compared=n == 0) for n, request in enumerate(ORDER.requests(0)))
+    batches = loader.load(requests)
+    first, second, *_ = batches
+    assert second.probes is None
+    return first.contents()
+
+
+@pytest.mark.parametrize("dataset", [Augmented(), TensorDataset(torch.arange(37), torch.arange(37) % 5)])
+def test_whoever_draws_them_the_samples_to_compare_are_the_same(dataset):
+    expected = compared(dataset)
+    assert expected
+    assert all(path.startswith("sample") for path in expected)
+    assert compared(dataset, span=range(1, 2)) == compared(dataset, loaders=2, span=range(3, 4)) == expected
+    assert compared(dataset, skip=True) == compared(dataset, loaders=2, skip=True) == expected
+
+
+def test_a_part_of_the_first_batch_is_enough_to_see_other_data():
+    found = compared(TensorDataset(torch.arange(37) + 1))
+    assert found != compared(TensorDataset(torch.arange(37)))
+
+    class Shifted(Watched):
+        def __getitem__(self, index):
+            return super().__getitem__(index) + 1
+
+    first, second = compared(Watched()), compared(Shifted())
+    assert len(first) == 3
+    assert first.keys() == second.keys()
+    assert all(first[path] != second[path] for path in first)
+
+
+def test_samples_are_compared_only_if_somebody_asks():
+    dataset = Watched()
+    loader = Loader(dataset, lambda: range(0), ORDER.seed, "sample")
+    (first, *_) = loader.load(replace(request, is_compared=True) for request in ORDER.requests(0))
+    assert dataset.seen == []
+    first.contents()
+    first.contents()
+    assert len(dataset.seen) == 3

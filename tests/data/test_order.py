@@ -114,3 +114,10 @@ def test_a_plan_that_makes_no_sense_is_refused(changes, sentence):
     with pytest.raises(ConfigError) as caught:
         Order(**{**usual, **changes})
     assert str(caught.value) == sentence
+
+
+def test_samples_to_compare_are_spread_over_the_batch():
+    order = Order(num_samples=10, batch_size=7, num_shards=3, seed=0, shuffle=False, drop_last=False)
+    first, last = order.requests(0)
+    assert first.probes(3).tolist() == [0, 3, 6]
+    assert last.probes(64).tolist() == [7, 8, 9]

@@ -178,3 +178,25 @@ def test_paths_types_and_columns_that_do_not_fit_are_refused(files, tmp_path):
     pq.write_table(pa.table({"x": pa.array([], pa.float32())}), other / "e.parquet")
     refused("e.parquet and what was given with it have no row", other / "e.parquet")
     refused("nosuch://x cannot be read", "nosuch://x")
+
+
+@pytest.mark.parametrize("compression", ["snappy", "gzip", "zstd", "lz4", "brotli"])
+def test_compressed_files_and_addresses_give_the_rows_that_were_written(tmp_path, compression):
+    path = tmp_path / "a.parquet"
+    pq.write_table(table(), path, row_group_size=25, compression=compression)
+    expected = torch.from_numpy(np.stack(table()["features"].to_pylist()).astype(np.float32))
+    for address in (path, f"file://{path}", f"file:{path}"):
+        found = evenstep.data.parquet(address, ["features"]).part(np.arange(ROWS)[::-1])
+        assert torch.equal(found["features"], expected.flip(0)), address
+
+
+def test_files_of_fsspec_are_read():
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not there")
+    memory = fsspec.filesystem("memory")
+    with memory.open("/evenstep-test/a.parquet", "wb") as file:
+        pq.write_table(table(), file)
+    try:
+        found = evenstep.data.parquet("memory://evenstep-test", ["label"])
+        assert found.part(range(ROWS))["label"].tolist() == table()["label"].to_pylist()
+    finally:
+        memory.rm("/evenstep-test", recursive=True)

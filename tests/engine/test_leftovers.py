@@ -1,6 +1,7 @@
 """A step function that keeps something from call to call is told so, by the name of what it keeps."""
 
 import functools
+import types
 import warnings
 
 import pytest
@@ -54,8 +55,65 @@ def averaging():
     return function
 
 
+def counting_in_a_dict():
+    state = {"calls": 0}
+
+    def function(part):
+        state["calls"] += 1
+        return part.mean() * state["calls"]
+
+    return function
+
+
+def counting_in_a_list():
+    state = [0]
+
+    def function(part):
+        state[0] += 1
+        return part.mean() * state[0]
+
+    return function
+
+
+class Smoothed:
+    def __init__(self):
+        self.value = torch.zeros(2)
+
+    def update(self, part):
+        self.value = 0.9 * self.value + part
+
+
+def smoothing():
+    mean = Smoothed()
+
+    def function(part):
+        mean.update(part)
+        return part.mean()
+
+    return function
+
+
+def counting_in_a_namespace():
+    state = types.SimpleNamespace(calls=0)
+
+    def function(part):
+        state.calls += 1
+        return part.mean()
+
+    return function
+
+
 @pytest.mark.parametrize(
-    ("make", "name"), [(counting, "variable 'calls'"), (recurrent, "variable 'hidden'"), (averaging, "variable 'mean'")]
+    ("make", "name"),
+    [
+        (counting, "variable 'calls'"),
+        (recurrent, "variable 'hidden'"),
+        (averaging, "variable 'mean'"),
+        (counting_in_a_dict, "entry 'calls' of variable 'state'"),
+        (counting_in_a_list, "entry 0 of variable 'state'"),
+        (smoothing, "attribute 'value' of variable 'mean'"),
+        (counting_in_a_namespace, "attribute 'calls' of variable 'state'"),
+    ],
 )
 def test_what_it_keeps_is_named_once_with_what_works(make, name):
     (said,) = called(make())

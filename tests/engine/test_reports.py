@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from evenstep.core.errors import MismatchError
+from evenstep.core.errors import MismatchError, NondeterminismError
 from evenstep.engine.reports import Report, compare, compare_contents
 from evenstep.engine.results import Mean, ShardResult
 
@@ -44,3 +44,13 @@ def test_a_batch_of_another_structure_is_another_batch(contents):
 def test_a_worker_that_was_replaced_is_compared_with_its_earlier_life():
     with pytest.raises(MismatchError, match="worker 0 came with another batch than worker 0"):
         compare_contents(1, [(0, {"a": "1"}), (0, {"a": "2"})])
+
+
+def test_who_has_other_samples_is_named_with_the_remedy_and_may_only_be_warned():
+    both = [(0, {"sample 3[1]": "int64 () 5"}), (2, {"sample 3[1]": "int64 () 6"})]
+    with pytest.raises(
+        NondeterminismError, match=r"workers 0 and 2 have different data: sample 3\[1\] is int64 \(\) 5"
+    ):
+        compare_contents(1, both)
+    with pytest.warns(UserWarning, match="sort what a directory or a set gives"):
+        compare_contents(1, both, strict=False)

@@ -20,7 +20,7 @@ class Board:
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

@@ -26,7 +26,7 @@ class Batch:
     def check(self):
         pass
 
-    def contents(self):
+    def contents(self, *, alone=False):
         return {}
 
 

@@ -148,7 +148,7 @@ def test_checkpointing_in_clamp_mode_alone():
 
 
 def test_what_checkpointing_keeps_goes_with_the_graph():
-    from evenstep.nn.batchnorm import _remembered
+    from evenstep.nn.recomputed import _remembered
 
     model = convert_sync_batchnorm(Network(False))
     parallel, (x, w) = DataParallel(model, devices=["cpu", "cpu"]), data()

@@ -306,3 +306,31 @@ def test_a_node_with_another_torch_ends_the_start_in_one_sentence():
     (outcome,) = run_outcomes(1, body)
     assert outcome.kind == "ConfigError"
     assert f"node abababab: {said}" in outcome.text
+
+
+def test_the_first_step_waits_for_those_who_may_come_even_if_the_head_hears_it_late():
+    pytest.importorskip("ray", reason="Ray is not there: pip install 'evenstep[ray]'")
+    from types import SimpleNamespace
+
+    from workers import run_workers
+
+    def body(worker):
+        import warnings
+
+        warnings.simplefilter("default")  # those of Ray are no errors
+        from evenstep.agents.view import RunView
+        from evenstep.ray import cluster
+
+        guest = cluster._Guest(None, 1, 3, {"CPU": 1, "GPU": 0}, 60.0, RunView(None, quiet=True))
+        told, begun = [], []
+        guest._head = SimpleNamespace(wait_for=SimpleNamespace(remote=told.append))
+        guest._begun = lambda: bool(begun)
+        guest._placed = [SimpleNamespace(count=1) for _ in range(3)]
+        for _ in range(4):
+            guest._check_begun()
+            del guest._placed[:1]
+        begun.append(True)
+        guest._check_begun()
+        return told
+
+    assert run_workers(1, body) == [[3, 2, 1, 1]], "a node may be lost before the head has started"

@@ -8,6 +8,8 @@ from torch.utils.data import TensorDataset, WeightedRandomSampler
 from tqdm import tqdm
 
 import evenstep
+from evenstep.data.order import Order
+from evenstep.run.feed import _compared
 from evenstep.testing import Fault, plant
 from evenstep.testing.faults import struck
 from workers import cli_run, run_outcomes, run_workers
@@ -223,3 +225,78 @@ def test_what_needs_an_index_is_refused_for_a_stream(options):
             run.batches(stream, 8, **options)
         with pytest.raises(TypeError, match="known when it has ended"):
             len(run.batches(stream, 8))
+
+
+def differing(worker):
+    """A data set that is another one on worker 2."""
+    return TensorDataset(torch.randn(22, 3, generator=torch.Generator().manual_seed(worker // 2)), torch.zeros(22, 1))
+
+
+def train_on_differing(worker, on_nondeterminism="error", evaluate=False):
+    with evenstep.Run(shards=4, quiet=True, on_nondeterminism=on_nondeterminism) as run:
+        model = nn.Linear(3, 1)
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        if evaluate:
+            run.evaluate(differing(worker), 5, lambda part: {"mean": model(part[0]).flatten()})
+        for batch in run.batches(differing(worker), batch_size=5):
+            run.step(batch, lambda part: F.mse_loss(model(part[0]), part[1]))
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_workers_that_have_different_data_are_told_so(evaluate):
+    outcomes = run_outcomes(3, lambda worker: train_on_differing(worker, evaluate=evaluate))
+    assert all("workers 0 and 2 have different data: samples[0] is float32" in outcome.text for outcome in outcomes)
+
+
+def test_whoever_wants_different_data_is_warned_and_goes_on():
+    def train(worker):
+        with pytest.warns(UserWarning, match="workers 0 and 2 have different data"):
+            train_on_differing(worker, on_nondeterminism="warn")
+
+    run_workers(3, train)
+
+
+def compared_in(epochs, first=0):
+    order = Order(22, 5, 4, 0, shuffle=True, drop_last=False)
+    requests = (r for epoch in range(epochs) for r in order.requests(epoch, first if epoch == 0 else 0))
+    return [(r.position.epoch, r.position.number) for r in _compared(requests, is_first=first > 0) if r.is_compared]
+
+
+def test_data_are_compared_when_a_run_begins_and_ever_more_seldom():
+    assert compared_in(10) == [(0, 0), (1, 0), (2, 0), (4, 0), (8, 0)]
+    assert compared_in(2, first=3) == [(0, 3), (1, 0)]
+
+
+LATE = """
+import pathlib, time, torch, evenstep
+lives, told = pathlib.Path({lives!r}), pathlib.Path({told!r})
+with lives.open("a") as file:
+    file.write("x")
+is_third_life = len(lives.read_text()) > 2
+
+def loss(part):
+    deadline = time.monotonic() + 60
+    while run.version == 4 and not told.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return model(part[0]).square().mean()
+
+with evenstep.Run(shards=4, seed=0) as run:
+    model = torch.nn.Linear(3, 1)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    try:
+        data = torch.utils.data.TensorDataset(torch.full((22, 3), 1.0 + is_third_life))
+        for batch in run.batches(data, batch_size=5):
+            run.step(batch, loss)
+    except evenstep.NondeterminismError:
+        told.touch()
+        raise
+"""
+
+
+def test_a_worker_that_comes_later_with_other_data_is_left_out(script, tmp_path):
+    path = script(LATE.format(lives=str(tmp_path / "lives"), told=str(tmp_path / "told")))
+    done = cli_run("run", "-n", "2", path, variables=plant([Fault("kill", "forward", 3)], tmp_path / "faults"))
+    assert struck(tmp_path / "faults") == [0]
+    assert done.code == 0
+    assert "have different data: samples[0] is float32 (5, 3)" in done.stderr
+    assert "the others go on without it" in done.stderr

@@ -149,10 +149,13 @@ class Head:
         except ConfigError:
             return False  # the head is starting or ending
 
-    def wait_for(self, num_workers: int) -> None:
-        """Make the first step wait for this many workers, no more."""
-        with suppress(ConfigError):  # the head is ending
+    def wait_for(self, num_workers: int) -> bool:
+        """Make the first step wait for this many workers, no more; False: the head is starting or ending, and deaf."""
+        try:
             ask({"await": num_workers}, self.pid)
+        except ConfigError:
+            return False
+        return True
 
     def close(self) -> None:
         """End the head and its worker."""

@@ -50,6 +50,7 @@ class Batch:
         position: Where in the data it stands; None: the script brought it.
         whole: All samples, if every worker has all of them.
         sent: Gives the parts that are on their way to the device, if any are.
+        probes: Describes a few samples that every worker draws, if workers compare them in this batch.
         handed: The tensors of each shard that were handed out, and how often each had been changed by then.
     """
 
@@ -61,6 +62,7 @@ class Batch:
     position: Position | None = None
     whole: Any = None
     sent: Callable[[], dict[int, Any]] | None = None
+    probes: Callable[[], dict[str, str]] | None = None
     handed: dict[int, list[tuple[Tensor, int]]] = field(default_factory=dict)
 
     @property
@@ -73,9 +75,15 @@ class Batch:
         """Whether an epoch ends with it."""
         return self.position is not None and self.position.is_last
 
-    def contents(self) -> dict[str, str]:
-        """A summary of what it holds if every worker has all of it; empty where each loads its own."""
-        return {} if self.whole is None else contents_of(self.whole)
+    def contents(self, *, alone: bool = False) -> dict[str, str]:
+        """A summary of what must be the same on every worker: all of it, or a few samples if each loads its own.
+
+        Args:
+            alone: Whether there is only one worker now, so that only those who come later can compare.
+        """
+        if self.probes is not None:
+            return self.probes()
+        return {} if self.whole is None or alone else contents_of(self.whole)
 
     def part(self, shard: int) -> Any:
         """The samples of a shard, on the device, unaltered: if a step function has changed them, they are loaded again.

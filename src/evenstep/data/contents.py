@@ -10,9 +10,10 @@ from torch import Tensor
 from evenstep.core.checksum import checksum
 from evenstep.data.nested import children, is_sequence
 
-__all__ = ["contents_of"]
+__all__ = ["contents_of", "shortened"]
 
 _PLAIN = str | int | float | bool | bytes | None
+_MOST = 64  # of more than so many tensors and values, a checksum is enough
 
 
 def contents_of(value: Any, path: str = "batch") -> dict[str, str]:
@@ -28,7 +29,17 @@ def contents_of(value: Any, path: str = "batch") -> dict[str, str]:
         return {path: repr(value)}
     if is_sequence(value) and value and all(isinstance(item, _PLAIN) for item in value):
         return {path: f"{len(value)} values {hashlib.blake2b(repr(list(value)).encode(), digest_size=8).hexdigest()}"}
+    if hasattr(value, "__array_interface__"):  # an image of PIL
+        return contents_of(np.asarray(value), path)
     held = children(value)
     if held is None:
         return {path: type(value).__name__}
     return {where: what for name, item in held.items() for where, what in contents_of(item, path + name).items()}
+
+
+def shortened(contents: dict[str, str], path: str) -> dict[str, str]:
+    """The same, or a checksum of it all if there is much."""
+    if len(contents) <= _MOST:
+        return contents
+    digest = hashlib.blake2b(repr(sorted(contents.items())).encode(), digest_size=8).hexdigest()
+    return {path: f"{len(contents)} tensors and values {digest}"}

@@ -8,13 +8,15 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from evenstep.core.errors import ConfigError, EvenstepError, SilenceError
 from evenstep.data.batch import Batch
+from evenstep.data.contents import contents_of, shortened
 from evenstep.data.drawing import drawing
 from evenstep.data.order import BatchRequest, Indices
 from evenstep.data.sending import sent
@@ -25,6 +27,7 @@ __all__ = ["Collate", "Loader", "Tabular", "num_samples"]
 
 Collate = Callable[[list[Any]], Any]
 _SLICE_S = 0.5  # how soon a loader process that died is noticed, at the latest
+_FEW, _SOME = 3, 64  # how many samples workers compare: drawn one by one, or all at once
 
 
 class Tabular(Dataset[Any]):
@@ -35,7 +38,14 @@ class Tabular(Dataset[Any]):
         raise NotImplementedError
 
 
-class _Parts(Dataset[dict[int, Any]]):
+class _Loaded(NamedTuple):
+    """What was loaded of a batch: the parts of some shards, and what workers compare, if they do."""
+
+    parts: dict[int, Any]
+    probes: dict[str, str]
+
+
+class _Parts(Dataset[_Loaded]):
     """A data set of batches: takes a request, gives the parts of some shards."""
 
     def __init__(self, dataset: Any, span: range, seed: int, purpose: str, collate: Collate | None) -> None:
@@ -43,19 +53,34 @@ class _Parts(Dataset[dict[int, Any]]):
         self._collate: Collate = collate or default_collate
         self._rows = _rows_of(dataset) if collate is None else None
 
-    def __getitem__(self, request: BatchRequest) -> dict[int, Any]:
+    def __getitem__(self, request: BatchRequest) -> _Loaded:
+        return _Loaded(self.parts(request), self.probes(request) if request.is_compared else {})
+
+    def parts(self, request: BatchRequest) -> dict[int, Any]:
+        """The parts of the shards."""
         chosen = {k: request.shards[k] for k in self._span if len(request.shards[k])}
         if self._rows is not None:
             return dict(zip(chosen, self._rows(list(chosen.values())), strict=True))
         with drawing():
-            return {k: self._draw(request.position.epoch, indices.tolist()) for k, indices in chosen.items()}
+            return {k: self._collate(self._draw(request, indices)) for k, indices in chosen.items()}
 
-    def _draw(self, epoch: int, indices: list[int]) -> Any:
+    def probes(self, request: BatchRequest) -> dict[str, str]:
+        """Descriptions of a few samples of the whole batch, which every worker draws."""
+        if self._rows is not None:
+            (rows,) = self._rows([request.probes(_SOME)])
+            return shortened(contents_of(rows, "samples"), "samples")
+        chosen = request.probes(_FEW)
+        with drawing():
+            drawn = zip(chosen, self._draw(request, chosen), strict=True)
+            found = [shortened(contents_of(sample, f"sample {i}"), f"sample {i}") for i, sample in drawn]
+        return {path: what for each in found for path, what in each.items()}
+
+    def _draw(self, request: BatchRequest, indices: Indices) -> list[Any]:
         samples = []
-        for index in indices:
-            seed_all(derive(self._purpose, self._seed, epoch, index))
+        for index in indices.tolist():
+            seed_all(derive(self._purpose, self._seed, request.position.epoch, index))
             samples.append(self._dataset[index])
-        return self._collate(samples)
+        return samples
 
 
 def _rows_of(dataset: Any) -> Callable[[Sequence[Indices]], list[Any]] | None:
@@ -158,19 +183,30 @@ class Loader:
                 yield self._batch(waiting.popleft(), {})
             elif self._loaders == 0:
                 request = waiting.popleft()
-                yield self._batch(request, self._inline(request, self._span()))
+                yield self._batch(request, self._parts_of(self._span()).parts(request))
             else:
                 yield from self._through_processes(waiting, coming)
 
-    def _batch(self, request: BatchRequest, parts: dict[int, Any]) -> Batch:
+    def _batch(self, request: BatchRequest, parts: dict[int, Any], probes: dict[str, str] | None = None) -> Batch:
         def load(shard: int) -> Any:
-            return self._inline(request, range(shard, shard + 1))[shard]
+            return self._parts_of(range(shard, shard + 1)).parts(request)[shard]
 
-        return Batch(request.name, request.sizes, load, parts, self._device, request.position)
+        @cache
+        def probe() -> dict[str, str]:
+            return self._probe(request) if probes is None else probes
 
-    def _inline(self, request: BatchRequest, shards: range) -> dict[int, Any]:
-        """Load some shards in this process."""
-        return self._parts_of(shards)[request]
+        compared = probe if request.is_compared else None
+        return Batch(request.name, request.sizes, load, parts, self._device, request.position, probes=compared)
+
+    def _probe(self, request: BatchRequest) -> dict[str, str]:
+        """What workers compare of a batch that was not loaded by a loader process.
+
+        Where there are loader processes, one of them draws it: a data set may open files that must not be inherited.
+        """
+        if self._loaders == 0:
+            return self._parts_of(range(0)).probes(request)
+        (loaded,) = self._wait_for(self._processes(range(0), [request], 1))
+        return loaded.probes
 
     def _through_processes(self, waiting: deque[BatchRequest], coming: Iterator[BatchRequest]) -> Iterator[Batch]:
         """Batches from loader processes, for as long as they load the right shards.
@@ -187,11 +223,18 @@ class Loader:
                 waiting.append(request)
                 yield request
 
+        for loaded in self._wait_for(self._processes(span, asked(), self._loaders)):
+            yield self._batch(waiting.popleft(), *loaded)
+            if self._span() != span:
+                return
+
+    def _processes(self, span: range, requests: Iterable[BatchRequest], count: int) -> Iterator[_Loaded]:
+        """What loader processes load of some requests. They end with the iterator."""
         loader = DataLoader(
             self._parts_of(span),
             batch_size=None,
-            sampler=asked(),
-            num_workers=self._loaders,
+            sampler=requests,
+            num_workers=count,
             prefetch_factor=self._prefetch,
             collate_fn=_as_it_is,
             worker_init_fn=_loader_begins,
@@ -205,12 +248,9 @@ class Loader:
             # When a loader process dies, torch's handler raises wherever this process happens to be, perhaps inside a
             # queue whose lock then stays locked; so we check ourselves whether they are alive.
             signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
-        for parts in self._wait_for(batches):
-            yield self._batch(waiting.popleft(), parts)
-            if self._span() != span:
-                return
+        return batches
 
-    def _wait_for(self, batches: Iterator[dict[int, Any]]) -> Iterator[dict[int, Any]]:
+    def _wait_for(self, batches: Iterator[_Loaded]) -> Iterator[_Loaded]:
         """The batches, each awaited in slices: torch checks whether its processes are alive only between waits."""
         deadline = time.monotonic() + self._timeout_s
         while True:

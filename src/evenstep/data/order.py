@@ -32,11 +32,13 @@ class BatchRequest:
         position: Where in the data it stands.
         shards: The sample indices of each shard, in order; some may be empty.
         order: Identifies the order of its epoch, in a few letters.
+        is_compared: Whether all workers draw a few of its samples, to see that they have the same data.
     """
 
     position: Position
     shards: tuple[Indices, ...]
     order: str
+    is_compared: bool = False
 
     @property
     def sizes(self) -> list[int]:
@@ -47,6 +49,11 @@ class BatchRequest:
     def name(self) -> str:
         """Which batch this is, in words; workers compare it."""
         return f"epoch {self.position.epoch} batch {self.position.number} (order {self.order})"
+
+    def probes(self, count: int) -> Indices:
+        """So many samples of it, from its first to its last; fewer if it is smaller."""
+        everything = np.concatenate(self.shards)
+        return everything[np.unique(np.linspace(0, len(everything) - 1, count).astype(np.int64))]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from evenstep.data.order import Indices
 __all__ = ["Parquet", "parquet"]
 
 _CACHE_BYTES = 2**30
+_RETRYING_S = 60
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def parquet(
 
     Args:
         path_or_paths: A file, a directory (its `*.parquet` files in the order of their names), or several of them;
-            also addresses that pyarrow knows, such as `s3://` or `hdfs://`.
+            also addresses that pyarrow knows, such as `s3://`, `gs://` or `hdfs://`, or that fsspec knows, if it is
+            installed.
         columns: Which columns, in this order; None: all.
         cache_bytes: How much decoded data each worker keeps. If the data are larger and shuffled, row groups are
             decoded again and again.
@@ -215,7 +217,7 @@ class Parquet(Tabular):
 def _files(path: str) -> list[tuple[Any, str]]:
     """The files that a path names, each with the file system that has it."""
     try:
-        system, name = fs.FileSystem.from_uri(path) if "://" in path else (fs.LocalFileSystem(), path)
+        system, name = _system_of(path)
         info = system.get_file_info(name)
         if info.type == fs.FileType.Directory:
             inside = sorted(file.path for file in system.get_file_info(fs.FileSelector(name)))
@@ -223,11 +225,25 @@ def _files(path: str) -> list[tuple[Any, str]]:
             if not files:
                 raise ConfigError(f"{path} has no *.parquet file; expected at least one")
             return [(system, file) for file in files]
-    except (pa.ArrowInvalid, OSError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # of any file system, and any library behind it
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if info.type == fs.FileType.NotFound:
         raise ConfigError(f"there is no file or directory {path}; expected Parquet files")
     return [(system, name)]
+
+
+def _system_of(path: str) -> tuple[Any, str]:
+    """The file system that a path or address is of, and what the file is called there."""
+    if "://" not in path and not path.startswith("file:"):
+        return fs.LocalFileSystem(), path
+    if path.startswith(("gs://", "gcs://")) and "?" not in path:
+        path += f"?retry_limit_seconds={_RETRYING_S}"  # otherwise it is 15 minutes until a mistake is one
+    try:
+        return fs.FileSystem.from_uri(path)  # type: ignore[no-any-return]  # pyarrow has no types
+    except pa.ArrowInvalid:
+        return fs.FileSystem.from_uri(f"fsspec+{path}")  # type: ignore[no-any-return]  # likewise
 
 
 def _mapping(file: str) -> pa.Buffer:

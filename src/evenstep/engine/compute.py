@@ -63,8 +63,12 @@ class Samples(Protocol):
     def check(self) -> None:
         """Raise UnsupportedError if they were changed and cannot be loaded again."""
 
-    def contents(self) -> dict[str, str]:
-        """What must be the same on all workers besides the sizes: descriptions by path."""
+    def contents(self, *, alone: bool = False) -> dict[str, str]:
+        """What must be the same on all workers besides the sizes: descriptions by path.
+
+        Args:
+            alone: Whether there is only one worker now, so that only those who come later can compare.
+        """
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,24 @@
 """What a step function leaves behind in Python: variables and attributes that it changes from call to call.
 
 They see the shards of their own worker only, so a result that depends on them depends on the number of workers. Whether
-it does cannot be seen from outside. So a script that keeps something (a counter, a hidden state) is warned once, by
-name, and training goes on. What is set only once is a cache, and a list that grows is a record: both are left alone.
+it does cannot be seen from outside. So a script that keeps something (a counter, a hidden state, alone or in a
+container or an object) is warned once, by name, and training goes on. What is set only once is a cache, and a list that
+grows is a record: both are left alone.
 """
 
 import functools
+import sys
+import sysconfig
 import types
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["Leftovers"]
@@ -19,6 +26,13 @@ __all__ = ["Leftovers"]
 _NUMBERS = (int, float, complex)
 _STEPS = 3  # how many steps it looks at, for each step function
 _CHANGES = 2  # what changes in this many of them is kept from call to call
+_ITEMS = 64  # how far it looks into a container or an object
+_LIBRARIES = (
+    *set(sysconfig.get_paths().values()),
+    str(Path(torch.__file__).parents[1]),
+    str(Path(__file__).parents[1]),
+)
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 Kept = dict[str, Any]
 """By the words for it: a number, or a tensor and its version."""
@@ -66,8 +80,8 @@ class Leftovers:
     def _look(self, function: Callable[..., Any]) -> Kept:
         found: Kept = {}
         for module in self._modules:
-            for name, value in vars(module).items():
-                _note(found, f"attribute '{name}' of a {type(module).__name__}", value)
+            for name in vars(module).keys() - _OF_EVERY_MODULE:
+                _note(found, f"attribute '{name}' of a {type(module).__name__}", vars(module)[name])
         while isinstance(function, functools.partial):
             function = function.func
         if isinstance(function, types.MethodType):
@@ -89,14 +103,35 @@ def _variables(function: types.FunctionType) -> dict[str, Any]:
     return found
 
 
-def _note(found: Kept, name: str, value: Any) -> None:
+def _note(found: Kept, name: str, value: Any, *, inside: bool = False) -> None:
     if isinstance(value, _NUMBERS) or value is None:
         found[name] = value
         return
     if isinstance(value, tuple) and value:  # such as the state of an LSTM
         value = value[0]
-    if isinstance(value, Tensor) and value.grad_fn is None and not isinstance(value, nn.Parameter):
-        found[name] = (value, value._version)  # with a graph it is an output of this very call
+    if isinstance(value, Tensor):
+        if value.grad_fn is None and not isinstance(value, nn.Parameter):
+            found[name] = (value, value._version)  # with a graph it is an output of this very call
+    elif not inside:
+        for held, item in _held(value):
+            _note(found, f"{held} of {name}", item, inside=True)
+
+
+def _held(value: Any) -> list[tuple[str, Any]]:
+    """What a container or a plain object of the script holds, with words for each."""
+    if isinstance(value, dict):
+        return [(f"entry {key!r}", item) for key, item in islice(value.items(), _ITEMS)]
+    if isinstance(value, list | deque):
+        return [(f"entry {n}", item) for n, item in enumerate(islice(value, _ITEMS))]
+    if isinstance(value, nn.Module | type | types.ModuleType) or not _is_of_script(type(value)):
+        return []
+    return [(f"attribute '{key}'", item) for key, item in islice(getattr(value, "__dict__", {}).items(), _ITEMS)]
+
+
+def _is_of_script(kind: type) -> bool:
+    """Whether a class is the user's own: the objects of libraries keep what they like."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ in ("__main__", "types") or (file is not None and not file.startswith(_LIBRARIES))
 
 
 def _same(before: Any, after: Any) -> bool:

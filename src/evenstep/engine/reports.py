@@ -1,11 +1,12 @@
 """What workers tell each other when their backward is over: what each has done in the step, and the results."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from evenstep.core.errors import MismatchError
+from evenstep.core.errors import MismatchError, NondeterminismError
 from evenstep.engine.results import ShardResult
 
 __all__ = ["Report", "compare", "compare_contents"]
@@ -18,7 +19,8 @@ class Report:
     Attributes:
         worker: Which worker.
         facts: What must be the same on all workers, by name.
-        contents: What must be the same in their batches, by path; empty where each has loaded its own part.
+        contents: What must be the same in their batches, by path; where each has loaded its own part, a few samples
+            in some steps.
         results: The results of its shards.
         busy_s: How long it computed, without its waits.
         buffers: With several sites: the buffers changed by the shard whose buffers it keeps for its site, if any.
@@ -48,11 +50,12 @@ class Report:
         return cls(worker, facts, contents, by_shard, busy_s, tuple(buffers), values)
 
 
-def compare(version: int, reports: Sequence[Report]) -> None:
-    """Check that all workers do the same step.
+def compare(version: int, reports: Sequence[Report], *, strict: bool = True) -> None:
+    """Check that all workers do the same step; see `compare_contents`.
 
     Raises:
         MismatchError: They do not. All workers see the same reports, so all raise alike.
+        NondeterminismError: They have different data.
     """
     first = reports[0]
     for report in reports:
@@ -62,24 +65,28 @@ def compare(version: int, reports: Sequence[Report]) -> None:
                     f"in step {version} worker {report.worker} has {key} {value} but worker {first.worker} has "
                     f"{expected}: all workers must do the same step"
                 )
-    compare_contents(version, [(report.worker, report.contents) for report in reports])
+    compare_contents(version, [(report.worker, report.contents) for report in reports], strict=strict)
 
 
-def compare_contents(version: int, of_workers: Sequence[tuple[int, Mapping[str, str]]]) -> None:
-    """Check that all workers have the same batch.
+def compare_contents(version: int, of_workers: Sequence[tuple[int, Mapping[str, str]]], *, strict: bool = True) -> None:
+    """Check that all workers have the same batch, or the same samples where each loads its own.
 
     Args:
         version: The version that the step reads.
         of_workers: Workers, and the contents of their batches.
+        strict: Whether samples that differ are an error; otherwise a warning.
 
     Raises:
-        MismatchError: They do not.
+        MismatchError: They have another batch.
+        NondeterminismError: They have other samples.
     """
     (first, expected), *others = of_workers
     for worker, found in others:
         for where in [*expected, *found]:
             here, there = expected.get(where, "nothing"), found.get(where, "nothing")
-            if here != there:
+            if here == there:
+                continue
+            if not where.startswith("sample"):
                 raise MismatchError(
                     f"in step {version} worker {worker} came with another batch than worker {first}: {where} is "
                     f"{there}, not {here} (type, shape, checksum), but run.step takes the whole global batch, the same "
@@ -87,3 +94,14 @@ def compare_contents(version: int, of_workers: Sequence[tuple[int, Mapping[str, 
                     "numbers, such as `if run.worker == 0: evaluate()`: let every worker take it, or draw batches from "
                     "a torch.Generator of their own"
                 )
+            text = (
+                f"workers {first} and {worker} have different data: {where} is {here} on one and {there} on the other "
+                "(type, shape, checksum). Each loads the samples of its own shards, so all must find the same samples "
+                "in the same order: sort what a directory or a set gives, make the data set after Run(...), which "
+                "seeds torch, NumPy and random, draw from no generator of your own in __getitem__, and have the same "
+                "files on every machine"
+            )
+            if strict:
+                raise NondeterminismError(f"{text}; Run(on_nondeterminism='warn') goes on anyway")
+            warnings.warn(text, stacklevel=2)
+            return

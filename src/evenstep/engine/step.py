@@ -157,7 +157,8 @@ class Engine:
         def adopt(entry: Entry, took_part: bool) -> Outcome:
             loss, metrics, norm, news, carried, skipped = entry.value
             if not took_part and (contents := entry.aside["contents"]):
-                compare_contents(self.version, [(0, contents), (self.group.worker, task.samples.contents())])
+                both = [(0, contents), (self.group.worker, task.samples.contents())]
+                compare_contents(self.version, both, strict=self.config.on_nondeterminism == "error")
             trained.adopt(news, took_part)
             self.holdings.carries.adopt(carried)
             task.scaling.settle(skipped=skipped)
@@ -258,7 +259,8 @@ class Engine:
 
     def _compute_checked(self, work: Work, begun: Samples, keeps: Sequence[int | None], samples: Samples) -> Report:
         """Compute this worker's shards, in some steps twice by different workers."""
-        contents = samples.contents() if self.group.num_workers > 1 else {}
+        alone = self.group.num_workers == 1
+        contents = {} if alone and not self.group.elastic else samples.contents(alone=alone)
         if self.recheck.is_due(self.version):
             report = self.recheck.compute(Trial(work, begun, keeps, lambda work: self._compute(work, contents)))
         else:
@@ -292,7 +294,7 @@ class Engine:
         All workers must be doing the same step.
         """
         reports = self.updates.share(work, report)
-        compare(work.version, reports)
+        compare(work.version, reports, strict=self.config.on_nondeterminism == "error")
         self._seconds = [report.busy_s for report in reports]
         self._of_all = mean_of_all([report.logged for report in reports])
         results = merge({shard: result for report in reports for shard, result in report.results.items()}, work.sizes)

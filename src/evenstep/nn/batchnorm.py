@@ -16,11 +16,9 @@ Activation checkpointing runs a forward again inside backward, where others cann
 forward are therefore kept as long as its graph lives, and reused by the recomputation.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +26,13 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from evenstep.core.errors import UnsupportedError
 from evenstep.exchange.surroundings import Surroundings, current
-from evenstep.nn import gpu, passes
+from evenstep.nn import gpu
 from evenstep.nn.alone import NormAlone
 from evenstep.nn.functional import EpsMode
-from evenstep.nn.passes import Combined, Needed, Part
+from evenstep.nn.joint_norm import NormOffer, apply, lead
+from evenstep.nn.passes import Part
 from evenstep.nn.process_group import GroupHandle, around
+from evenstep.nn.recomputed import Recomputed, recall
 from evenstep.nn.tokenless import Tokenless
 
 __all__ = [
@@ -179,16 +179,16 @@ class SyncBatchNorm(_BatchNorm):
             alone: Computes the same where there is nobody to meet.
         """
         in_backward = torch._C._current_graph_task_id() != -1  # torch has no public way
-        if in_backward and self in _remembered and (call := _recall(self, part.x)) is not None:
-            again = _NormOffer.of(self, part, in_backward, running).part
-            return _apply(_Recomputed, call, again.activation, *again[:4])  # type: ignore[no-any-return]  # a Tensor
+        if in_backward and (call := recall(self, part.x)) is not None:
+            again = NormOffer.of(self, self.eps_mode, part, in_backward, running).part
+            return apply(Recomputed, call, again.activation, *again[:4])  # type: ignore[no-any-return]  # a Tensor
         around_us = self._surroundings(in_backward) if self.training else None
         if around_us is None and self.eps_mode == "plus":
             return alone()
         around_us = around_us or _Nobody()
         tag = f"{self._name()} call {around_us.call_number(self)}"
-        offer = _NormOffer.of(self, part, in_backward, running)
-        output: Tensor = around_us.meet(tag, offer, lambda offers: _lead(around_us, tag, offers))
+        offer = NormOffer.of(self, self.eps_mode, part, in_backward, running)
+        output: Tensor = around_us.meet(tag, offer, lambda offers: lead(around_us, tag, offers))
         return output if torch.is_grad_enabled() else output.detach()
 
     def _alone(self, input: Tensor, residual: Tensor | None, activation: Activation | None) -> Tensor:
@@ -205,7 +205,7 @@ class SyncBatchNorm(_BatchNorm):
         )
         if ours:
             running = _running(self) if self.training and self.track_running_stats else gpu.Running()
-            return _apply(NormAlone, input, self.weight, self.bias, residual, activation, self.eps, running)  # type: ignore[no-any-return]  # a Tensor
+            return apply(NormAlone, input, self.weight, self.bias, residual, activation, self.eps, running)  # type: ignore[no-any-return]  # a Tensor
         output = super().forward(input)
         if residual is not None:
             output = output + residual
@@ -285,225 +285,8 @@ def _running(module: SyncBatchNorm) -> gpu.Running:
     return gpu.Running(module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
 
 
-@dataclass(frozen=True)
-class _NormOffer:
-    """What a local participant brings to a call."""
-
-    module: SyncBatchNorm
-    part: Part
-    hold: Tensor | None  # attaches the saved input to the joint node; None where nothing is differentiated
-    keep: list[Any]  # the context that holds the input, if any
-    checkpointed: bool
-    running: gpu.Running
-
-    @classmethod
-    def of(cls, module: SyncBatchNorm, part: Part, in_backward: bool, running: gpu.Running) -> "_NormOffer":
-        keep: list[Any] = []
-        hold = None
-        if torch.is_grad_enabled():
-            hold = _apply(_Keep, keep, part.activation, *part[:4])
-        if hold is None or not hold.requires_grad:
-            x, weight, bias, residual = (None if t is None else t.detach() for t in part[:4])
-            part = Part(x, weight, bias, residual, part.activation)  # type: ignore[arg-type]  # x is a Tensor
-            keep, hold = [], None
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-        return cls(module, part, hold, keep, hooks is not None, gpu.Running() if in_backward else running)
-
-
-class _Keep(torch.autograd.Function):
-    """Saves a participant's tensors in that participant's own thread, under its own hooks (such as checkpointing's).
-
-    Bias and residual are only for an activation, whose output backward computes again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        keep: list[Any],
-        activation: str | None,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-    ) -> Tensor:
-        ctx.activation = activation
-        if activation is None:
-            ctx.save_for_backward(x, weight)
-        else:
-            ctx.save_for_backward(x, weight, bias, residual)
-        keep.append(ctx)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
-        return None, None, None, None, None, None
-
-
-@dataclass(eq=False)
-class _NormCall:
-    """One call of one layer by all participants."""
-
-    around: Surroundings
-    tag: str
-    whole: Combined
-    keeps: list[list[Any]]
-    ambiguous: bool = False
-
-
-def _lead(around_us: Surroundings, tag: str, offers: Sequence[_NormOffer]) -> Sequence[Tensor]:
-    """Merge the statistics of all participants, update the running ones, and make the one node of the local ones."""
-    module = offers[0].module
-    parts = [offer.part._replace(x=offer.part.x.detach()) for offer in offers]
-    with torch.no_grad():
-        local = passes.statistics(parts)
-        own = [row.clone() for row in local] if any(offer.checkpointed for offer in offers) else []
-        rows = around_us.gather(f"{tag} forward", local)
-        count: float = _count(parts)
-        if count < 2 and not (around_us.alone or rows is local):  # otherwise it does not matter how many others have
-            count = float(rows[:, 0].sum())
-        _check_count(count, parts)
-        running = offers[0].running
-        if count == 0 and running.num_batches_tracked is not None:  # as nn.BatchNorm does with an empty batch
-            running.num_batches_tracked.add_(1)
-        whole = passes.conclude(rows, parts[0], module.eps, module.eps_mode, running, kernels=count > 0)
-    keeps = [offer.keep for offer in offers]
-    call = _NormCall(around_us, tag, whole, keeps)
-    for offer, row in zip(offers, own, strict=False):
-        if offer.checkpointed:
-            _remember(offer.module, row, call)
-    tensors = [t for kind in range(4) for t in (o.part[kind] for o in offers)]
-    activations = [o.part.activation for o in offers]
-    with torch.set_grad_enabled(any(keeps)):
-        token = None
-        if any(keeps):
-            token = around_us.token if around_us.token is not None else _token(parts[0].x, requires_grad=True)
-        after, *outputs = _apply(_JointNorm, call, activations, token, *(o.hold for o in offers), *tensors)
-        if token is not None:
-            around_us.token = after
-    return list(outputs)
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def _token(like: Tensor, *, requires_grad: bool = False) -> Tensor:
-    """An empty tensor on the device of the rest: only a graph of a single device can be captured."""
-    return torch.zeros(0, device=like.device, requires_grad=requires_grad)
-
-
-def _count(parts: Sequence[Part]) -> int:
-    return sum(part.x.numel() // max(part.x.shape[1], 1) for part in parts)
-
-
-def _check_count(count: float, parts: Sequence[Part]) -> None:
-    if count == 1:
-        size = next((part.x.size() for part in parts if part.x.numel()), parts[0].x.size())
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-
-
-class _JointNorm(torch.autograd.Function):
-    """The batch norm of all local participants: one exchange in forward (done by `_lead`), one in backward.
-
-    Its tensors, each for all participants: holders of the saved tensors, inputs, weights, biases, residuals.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: _NormCall, activations: Sequence[str | None], token: Tensor | None, *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        _, *own = _fifths(tensors)
-        parts = [Part(*mine) for mine in zip(*own, activations, strict=True)]
-        return (_token(parts[0].x), *passes.outputs(parts, call.whole))
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *dys: Tensor | None) -> tuple[Any, ...]:
-        call: _NormCall = ctx.call
-        if current() is not None:
-            raise UnsupportedError(
-                f"backward reached '{call.tag}' inside the forward of one participant, but needs the gradients of all; "
-                "call backward after the forward, on the losses of all"
-            )
-        kept = [keep[0].saved_tensors if keep else () for keep in call.keeps]
-        parts = [
-            _part(keep[0].activation, *saved) if keep else None for keep, saved in zip(call.keeps, kept, strict=True)
-        ]
-        with torch.no_grad():
-            gradients = _gradients(call, dys, parts, ctx.needs_input_grad[3:])
-        if torch.is_grad_enabled():  # create_graph=True
-            sources = [tensor for tensor in (*dys, *chain(*kept)) if tensor is not None]
-            gradients = list(_apply(_Once, call.tag, gradients, *sources))
-        return (None, None, _token(call.whole.stats.mean), *gradients)
-
-
-def _part(
-    activation: str | None, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, residual: Tensor | None = None
-) -> Part:
-    return Part(x, weight, bias, residual, activation)
-
-
-def _fifths(values: Sequence[Any]) -> list[Any]:
-    num = len(values) // 5
-    return [values[n * num : (n + 1) * num] for n in range(5)]
-
-
-def _gradients(
-    call: _NormCall, dys: Sequence[Tensor | None], parts: Sequence[Part | None], needs: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradients of all inputs of the joint node; needs the sums of all participants, so it exchanges.
-
-    If a participant has not used its output (its dy is None), its input still has a gradient through the others'. If
-    nobody has, there is none at all, as in plain torch: None and not zero, which an optimizer treats differently.
-    """
-    _, *own = _fifths(needs)
-    needed = [Needed(*mine) for mine in zip(*own, strict=True)]
-    reduced = passes.reduce(parts, dys, call.whole, needed)
-    rows = call.around.gather(f"{call.tag} backward", reduced.rows)
-    alone = call.around.alone or rows is reduced.rows
-    used = any(dy is not None for dy in dys) or (not alone and float(rows[:, 0].sum()) > 0)
-    if not used:
-        return [None] * len(needs)
-    dxs = passes.input_gradients(parts, dys, call.whole, reduced, rows, needed)
-    holds = [None if part is None else part.x.new_empty(0) for part in parts]
-    return [*holds, *dxs, *reduced.weights, *reduced.biases, *reduced.residuals]
-
-
-class _Once(torch.autograd.Function):
-    """Gradients that cannot be differentiated again, tied to what they depend on so that an attempt is noticed."""
-
-    @staticmethod
-    def forward(ctx: Any, tag: str, gradients: list[Tensor | None], *sources: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.tag = tag
-        return tuple(gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise UnsupportedError(
-            f"'{ctx.tag}' was differentiated twice, but synchronized batch norm has first derivatives only; put the "
-            "layer into eval mode for the second derivative, or use revert_sync_batchnorm(model) and one process"
-        )
-
-
-class _Recomputed(torch.autograd.Function):
-    """The output again, for the tensors that later operations save; nobody differentiates it."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _NormCall, activation: str | None, *tensors: Any) -> Tensor:
-        x, weight, bias, residual = tensors
-        return passes.outputs([Part(x, weight, bias, residual, activation)], call.whole)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise UnsupportedError(
-            "synchronized batch norm cannot be recomputed with use_reentrant=True; use "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-        )
-
-
 class _Nobody(Tokenless):
-    """Surroundings without others: what `_lead` needs for a layer that is alone with an eps mode that torch lacks."""
+    """Surroundings without others: what `lead` needs for a layer that is alone with an eps mode that torch lacks."""
 
     def meet(self, tag: str, value: Any, lead: Any) -> Any:
         return lead([value])[0]
@@ -516,28 +299,3 @@ class _Nobody(Tokenless):
 
 
 _meets_in_threads: WeakSet[SyncBatchNorm] = WeakSet()  # those whose last forward met others in threads
-_remembered: WeakKeyDictionary[SyncBatchNorm, WeakValueDictionary[bytes, _NormCall]] = WeakKeyDictionary()
-
-
-def _remember(module: SyncBatchNorm, own: Tensor, call: _NormCall) -> None:
-    """Keep what a checkpointed call found for its recomputation; the call lives as long as its joint node.
-
-    The recomputed input has the bits of the first one, so its own statistics find what the call found.
-    """
-    known = _remembered.setdefault(module, WeakValueDictionary())
-    key = own.cpu().numpy().tobytes()
-    other = known.get(key)
-    if other is not None and not all(map(torch.equal, other.whole.stats, call.whole.stats)):
-        call.ambiguous = True
-    known[key] = call
-
-
-def _recall(module: SyncBatchNorm, input: Tensor) -> _NormCall | None:
-    row = passes.statistics([Part(input.detach(), None, None)])[0]
-    call = _remembered[module].get(row.cpu().numpy().tobytes())
-    if call is not None and call.ambiguous:
-        raise UnsupportedError(
-            f"'{call.tag}' is recomputed in backward, but an earlier call had an input with the same statistics among "
-            "others: call backward before the next forward, or do not checkpoint this layer"
-        )
-    return call

@@ -286,12 +286,16 @@ class _Guest:
                 self._use_room()
 
     def _check_begun(self) -> None:
-        """Check that the workers meet in time.
+        """Check that the workers meet in time; the first step waits for those who may come, not for those lost.
 
         Raises:
             SilenceError: They do not.
         """
-        if not self._begun() and time.monotonic() > self._deadline:
+        if self._begun():
+            return
+        if not self._needs["GPU"]:  # said each time, since a head that is still starting does not hear it
+            self._head.wait_for.remote(max(sum(each.count for each in self._placed), self._least))
+        if time.monotonic() > self._deadline:
             raise SilenceError(
                 f"the first workers did not start within {self._start_timeout_s:g} s: {self._least} were expected, and "
                 f"{len(self._placed)} nodes have an agent; look at Ray's log, or raise start_timeout_s"
@@ -340,26 +344,16 @@ class _Guest:
             if refused:
                 raise ConfigError(f"node {agent.node[:8]}: {said}")
             self._use_room()
-            self._wait_for_placed()
         self._view.say(f"the agent on node {agent.node[:8]} has ended: {said}")
 
     def _use_room(self) -> None:
         """Place agents where there is room, for as many workers as are missing."""
-        stuck = [each for each in self._placed if each.is_stuck]
-        for each in stuck:
-            self._placed.remove(each)
-            each.remove()
+        for stuck in [each for each in self._placed if each.is_stuck]:
+            self._placed.remove(stuck)
+            stuck.remove()
         missing = self._most - sum(each.count for each in self._placed)
-        if missing > 0:
-            self._fill(missing)
-        if stuck and not self._begun():
-            self._wait_for_placed()
-
-    def _wait_for_placed(self) -> None:
-        """Let the first step wait for those who may come, not for those who cannot."""
-        self._head.wait_for.remote(max(sum(each.count for each in self._placed), self._least))
-
-    def _fill(self, missing: int) -> None:
+        if missing <= 0:
+            return
         nodes = {node: free for node, free in _nodes().items() if node not in self._refused}
         shares = share_out([_room(free, self._needs) for free in nodes.values()], 0, missing)
         for node, count in zip(nodes, shares, strict=True):

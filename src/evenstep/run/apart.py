@@ -184,9 +184,9 @@ class Some:
         """See `Samples`."""
         self.whole.check()
 
-    def contents(self) -> dict[str, str]:
+    def contents(self, *, alone: bool = False) -> dict[str, str]:
         """See `Samples`."""
-        return self.whole.contents()
+        return self.whole.contents(alone=alone)
 
 
 def _name(env: Environment) -> str:

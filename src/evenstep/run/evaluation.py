@@ -13,6 +13,7 @@ from evenstep.core.errors import ConfigError
 from evenstep.data.batch import Batch
 from evenstep.engine import structure
 from evenstep.engine.randomness import derive, preserved, seed_all
+from evenstep.engine.reports import compare_contents
 from evenstep.engine.results import Mean, add
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import Group
@@ -119,7 +120,7 @@ def call_parts(engine: Engine, batch: Batch, function: Function) -> dict[int, An
 def mean_metrics(engine: Engine, batches: Iterator[Batch], metrics: Function) -> dict[str, float]:
     """The mean of each metric over all samples: tree sums over shards, then over batches in order."""
     mine: list[dict[str, Any]] = []
-    for batch in batches:
+    for batch in _compared(engine, batches):
         row = {}
         for shard, found in call_parts(engine, batch, metrics).items():
             if not isinstance(found, dict):
@@ -151,7 +152,7 @@ def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function
         Their structure, and the tensors in it, as `fill` takes them.
     """
     found: list[Any] = []
-    for batch in batches:
+    for batch in _compared(engine, batches):
         values = list(call_parts(engine, batch, function).values())
         shares = [sum(batch.sizes[first:end]) for first, end in engine.sharing.evaluated]
         found.append(_gather_nested(engine.group, f"predict batch {batch.number}", values, shares))
@@ -159,6 +160,21 @@ def collect_outputs(engine: Engine, batches: Iterator[Batch], function: Function
     shape = structure.describe(_join(found), leaves, "what the model gave predict")
     engine.group.barrier("predict is over")
     return shape, {f"{n:06}": leaf for n, leaf in enumerate(leaves)}
+
+
+def _compared(engine: Engine, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches, in the first of which workers see that they have the same data.
+
+    Raises:
+        NondeterminismError: They have not.
+    """
+    group = engine.group
+    for batch in batches:
+        if batch.probes is not None and group.num_workers > 1:
+            of_all = group.gather_json("samples", batch.contents())
+            contents = list(zip(group.members, of_all, strict=True))
+            compare_contents(engine.version, contents, strict=engine.config.on_nondeterminism == "error")
+        yield batch
 
 
 def fill(shape: Any, tensors: dict[str, Tensor]) -> Any:

@@ -1,7 +1,7 @@
 """The batches of a run: which epochs of the data, from which position, and loading them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -9,7 +9,7 @@ from evenstep.core.env import Environment
 from evenstep.core.errors import ConfigError
 from evenstep.data.batch import Batch, Position
 from evenstep.data.loader import Collate, Loader, num_samples
-from evenstep.data.order import Deal, Order
+from evenstep.data.order import BatchRequest, Deal, Order
 from evenstep.data.sampling import Sampling
 from evenstep.data.streams import Streamed, StreamLoader
 from evenstep.engine.step import Engine
@@ -107,6 +107,7 @@ class Feed:
         self._config, self._ledger = engine.config, engine.ledger
         self._saving, self._meter, self._perform = saving, meter, perform
         self._begun = 0  # how many epochs were begun, or skipped, so far
+        self._has_fed = False
 
     def batches(self, dataset: Any, arrangement: Arrangement, epochs: int, loading: Loading) -> Batches:
         """The batches of a data set or stream; see `Run.batches`."""
@@ -143,7 +144,9 @@ class Feed:
             self._saving.begin_data(order.num_samples, order.batch_size, num_workers)
             skip, span = lambda: self._ledger.catching_up, lambda: self._engine.sharing.mine
             loader = self._loader(dataset, "sample", span, loading, skip=skip)
-            return loader.load(request for epoch, at in coming for request in order.requests(epoch, at["batch"]))
+            requests = (request for epoch, at in coming for request in order.requests(epoch, at["batch"]))
+            is_first, self._has_fed = not self._has_fed, True
+            return loader.load(_compared(requests, is_first))
 
         return Batches(
             lambda: self._go_through(load, epochs),
@@ -266,7 +269,9 @@ class Feed:
     def once(self, dataset: Any, order: Order, loading: Loading) -> Iterator[Batch]:
         """The batches of a data set to be evaluated, each once."""
         span = range(*self._engine.sharing.evaluated[self._rank])
-        return self._loader(dataset, "evaluate", lambda: span, loading).load(order.requests(0))
+        return self._loader(dataset, "evaluate", lambda: span, loading).load(
+            _compared(order.requests(0), is_first=True)
+        )
 
     def _loader(
         self, dataset: Any, purpose: str, span: Callable[[], range], loading: Loading, **options: Any
@@ -283,6 +288,17 @@ class Feed:
             timeout_s=self._config.timeout_s,
             **options,
         )
+
+
+def _compared(requests: Iterable[BatchRequest], is_first: bool) -> Iterator[BatchRequest]:
+    """Requests, of which all workers compare a few: the first of epochs 0, 1, 2, 4, 8 ..., and the very first.
+
+    Whoever joins later compares them too, so there should not be many.
+    """
+    for request in requests:
+        epoch, begins = request.position.epoch, request.position.before == 0
+        yield replace(request, is_compared=is_first or (begins and epoch & (epoch - 1) == 0))
+        is_first = False
 
 
 def _nobody_knows() -> int:

@@ -64,6 +64,7 @@ def _compare(engine: Engine, batch: Batch) -> None:
 
     Raises:
         MismatchError: They do not.
+        NondeterminismError: They have different data.
     """
     group = engine.group
     of_all = group.gather_json("collect (batch)", [batch.name, batch.sizes, batch.contents()])
@@ -74,7 +75,8 @@ def _compare(engine: Engine, batch: Batch) -> None:
                 f"{group.members[0]} has {of_all[0][0]} with parts of {of_all[0][1]}: all workers must go through the "
                 "same batches"
             )
-    compare_contents(engine.version, [(w, theirs[2]) for w, theirs in zip(group.members, of_all, strict=True)])
+    contents = [(worker, theirs[2]) for worker, theirs in zip(group.members, of_all, strict=True)]
+    compare_contents(engine.version, contents, strict=engine.config.on_nondeterminism == "error")
 
 
 def exchange(engine: Engine, perform: Perform, tag: str, rows: Rows) -> Tensor:

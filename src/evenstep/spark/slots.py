@@ -50,7 +50,7 @@ class _Head(Protocol):
     @property
     def has_begun(self) -> bool: ...
 
-    def wait_for(self, num_workers: int) -> None: ...
+    def wait_for(self, num_workers: int) -> bool: ...
 
 
 class _Tasks(Protocol):
@@ -95,8 +95,8 @@ class FirstWorkers:
         if waited_s < min(_PATIENCE_S, self._timeout_s):
             return
         if self._least <= ours < self._awaited:
-            self._awaited = ours
-            self._head.wait_for(ours)
+            if self._head.wait_for(ours):
+                self._awaited = ours
         elif self._most_seen < self._least and not self._was_said:
             self._was_said = True
             self._view.warn(f"{self._lack(ours, others)}; waiting for up to {self._timeout_s:g} s")
