@@ -2,8 +2,8 @@
 
 What most of them need has been imported once, before the forks, and is in memory once. Whoever is free takes the next
 file. The folders of frameworks and engines are put aside: a lane collects one when it comes to it, runs it and ends,
-so that nobody else's forks drag along what only these tests import. What a lane finds is reported here, as if it had
-been found here.
+so that nobody else's forks drag along what only these tests import. A lane that has come to weigh much for another
+reason is replaced too. What a lane finds is reported here, as if it had been found here.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+import pages
 import processes
 from evenstep.native import core
 
@@ -35,6 +36,7 @@ _LONG = (
     "tests/agents",
     "tests/launch/",
 )
+_MUCH = 32 << 20  # bytes that a lane may come to have more than when it began
 _ASIDE = pytest.StashKey[list["Aside"]]()
 
 
@@ -237,8 +239,9 @@ def _be_lane(session: pytest.Session, number: int, connection: Connection) -> No
 def _assigned(session: pytest.Session, connection: Connection) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
     """The tests that a lane runs, each with the one of the same file or folder that follows."""
     known = {item.nodeid: item for item in session.items}
+    light = pages.private_bytes() + _MUCH
     is_last = False
-    while not is_last:
+    while not is_last and pages.private_bytes() < light:  # or else another lane takes its place, and forks are cheap
         connection.send(("free", None))
         work = connection.recv()
         if work is None:

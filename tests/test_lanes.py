@@ -122,6 +122,20 @@ def test_a_folder_that_is_put_aside_is_collected_by_a_lane_of_its_own(outcome):
     assert re.search(r"test_heavy\.py::test_dies_once\[2\]: lane \d ended in this test, with exit code 4", said)
 
 
+GROWS = """
+    import sys
+
+    def test_keeps_much():
+        sys.heavy = b"x" * (100 << 20)
+"""
+
+
+def test_a_lane_that_has_come_to_weigh_much_is_replaced(outcome):
+    said, code = outcome(test_0=GROWS, **{f"test_{number}": OTHER for number in range(1, 9)})
+    assert code == 0, said
+    assert " 9 passed in " in said
+
+
 def test_what_cannot_be_collected_there_is_an_error_and_what_need_not_is_skipped(outcome):
     skipped = "import pytest\npytest.skip('not here', allow_module_level=True)"
     said, code = outcome(aside__test_broken="import nobody_has_this", aside__test_skipped=skipped, test_other=OTHER)
