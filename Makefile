@@ -56,7 +56,7 @@ types: setup
 	$(BIN)/mypy
 
 # Tests run in this many processes at a time, one more than there are cores: many wait. Those that are started often are compiled once.
-LANES ?= 3
+LANES ?= 4
 # WITHOUT="ray spark": those in the folders tests/ray and tests/spark, which start clusters, are left out.
 WITHOUT ?=
 $(foreach folder,$(WITHOUT),$(if $(wildcard tests/$(folder)/.),,$(error WITHOUT=$(folder), expected the name of a folder in tests)))

@@ -214,6 +214,14 @@ def test_a_newcomer_that_fails_before_it_has_caught_up_is_left_out():
     assert roster.wanted == 2
 
 
+def test_a_newcomer_that_fails_when_the_others_have_ended_well_is_left_out_too():
+    roster, _ = working(1).scale(2, 8)
+    roster = roster.started(1).speaks(0, Script.CLOSED)
+    roster, _ = roster.ended(0, 0, 5)
+    roster, decisions = roster.faults(1, LastWord.ERROR).ended(1, 4, 5)
+    assert decisions == [LeaveOut(1)]
+
+
 def test_a_worker_that_ends_well_without_the_run_that_the_others_are_in_ends_it():
     roster, decisions = begun(2).ended(0, 0, 0)
     assert (stages(roster)[0], decisions) == (Stage.MISSING, [])

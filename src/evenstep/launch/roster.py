@@ -343,8 +343,9 @@ class Roster(NamedTuple):
             return roster._lose(worker, code)
         if worker.fault is LastWord.BEGINS_AGAIN:
             return roster._lose(worker, code)
-        if worker.is_late and not (worker.closed or worker.final) and code >= 0 and roster.alive:
-            return roster._replace(wanted=min(self.wanted, len(roster.alive))), [LeaveOut(place)]
+        late = worker.is_late and not (worker.closed or worker.final) and code >= 0
+        if late and (roster.alive or self.is_over):
+            return roster._replace(wanted=min(self.wanted, max(len(roster.alive), 1))), [LeaveOut(place)]
         return roster._fall(worker, code, committed)
 
     def _fall(self, worker: Worker, code: int, committed: int) -> Turn:
