@@ -53,7 +53,8 @@ class BatchRequest:
     def probes(self, count: int) -> Indices:
         """So many samples of it, from its first to its last; fewer if it is smaller."""
         everything = np.concatenate(self.shards)
-        return everything[np.unique(np.linspace(0, len(everything) - 1, count).astype(np.int64))]
+        count = min(count, len(everything))
+        return everything[np.arange(count) * (len(everything) - 1) // max(count - 1, 1)]
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Parquet(Tabular):
             part.update({name: _take(column, chosen) for name, column in self._decode(0).items()})
             return
         numbers = np.searchsorted(self._firsts, chosen, side="right") - 1
-        for number in np.unique(numbers).tolist():
+        for number in sorted(set(numbers.tolist())):
             places = np.flatnonzero(numbers == number)
             rows = chosen[places] - self._firsts[number]
             for name, column in self._decode(number).items():
