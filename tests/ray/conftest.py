@@ -16,7 +16,7 @@ __all__ = ["fingerprint", "nothing_is_left_behind"]
 
 HERE = Path(__file__).parent
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_log_monitor": False}
-PATIENT = {"health_check_failure_threshold": 100}  # a node is not lost because a machine is busy
+PATIENT = {"health_check_failure_threshold": 8}  # a node is not lost because a machine is busy, within 24 s
 
 
 @contextmanager

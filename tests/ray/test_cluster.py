@@ -55,7 +55,29 @@ def test_workers_on_nodes_end_on_the_fingerprint_of_one_process(ray, fingerprint
     found, epoch, num_agents = ray.call(run_it, str(tmp_path))
     assert found == (fingerprint, 2)
     assert epoch == guests.STEPS // 4 - 1
-    assert num_agents == 2, "none is placed once the run is over"
+    assert num_agents == 1, "the head has the workers of its node, and no agent is placed once the run is over"
+
+
+def run_elsewhere(cluster, directory):
+    """Another job has the driver's node."""
+    import ray
+
+    import evenstep.ray
+
+    home = ray.get_runtime_context().get_node_id()
+    group = ray.util.placement_group([{"CPU": 1}], bundle_label_selector=[{"ray.io/node-id": home}])
+    assert group.wait(60)
+    seen = []
+    try:
+        evenstep.ray.run(guests.put_script(directory), f"{directory}/out", workers=1, on_progress=seen.append)
+    finally:
+        ray.util.remove_placement_group(group)
+    left()
+    return Path(directory, "out").read_text(), bool(seen)
+
+
+def test_if_the_driver_has_no_room_the_head_only_keeps_the_state(ray, tmp_path):
+    assert ray.call(run_elsewhere, str(tmp_path)) == (guests.fingerprint_of_script(tmp_path), True)
 
 
 def look_as_a_client(cluster):
@@ -75,6 +97,8 @@ def test_room_is_found_through_ray_client(ray):
 
 
 def lose_and_find(cluster, directory):
+    import ray
+
     import evenstep.ray
 
     extra = cluster.add_node(**NODE)
@@ -89,6 +113,8 @@ def lose_and_find(cluster, directory):
     )
     left(3.0)
     cluster.remove_node(cluster.list_all_nodes()[-1])
+    dead = lambda: [each["NodeID"] for each in ray.nodes() if not each["Alive"]]  # noqa: E731
+    assert processes.until(lambda: extra.node_id in dead(), 100.0), "until then Ray would send it tasks"
     return found
 
 
@@ -226,7 +252,7 @@ def command(cluster, directory):
     where = {**os.environ, "RAY_ADDRESS": cluster.address}
     script, out = guests.put_script(directory), f"{directory}/out"
     figures = ["--trace", "trace.json", "--log-json", "steps.jsonl", "--tensorboard", "board", "--page", "0"]
-    words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "1", *figures, str(script), out]
+    words = [sys.executable, "-m", "evenstep", "run", "--on", "ray", "-n", "2", *figures, str(script), out]
     with forker.closed():
         done = subprocess.run(words, env=where, cwd=directory, capture_output=True, text=True, check=False, timeout=100)
     return done.returncode, done.stdout, done.stderr
@@ -236,12 +262,12 @@ def test_the_command_line_runs_a_script_with_what_lies_beside_it(ray, tmp_path):
     code, out, err = ray.call(command, str(tmp_path))
     assert code == 0, err
     assert "leaked" not in err, "as libraries say at the end of a process whose objects are kept from them"
-    assert f"on 1 {tmp_path}/out" in out
+    assert f"on 2 {tmp_path}/out" in out
     assert (tmp_path / "out").read_text() == guests.fingerprint_of_script(tmp_path)
     assert f"fingerprint {(tmp_path / 'out').read_text()}" in out
     found = timeline.read(events := events_of(tmp_path / "trace.json"))[0]
-    assert found.steps[0] == found.steps[1] > 0, "every step, of the worker that keeps the state and of the node's"
-    assert found.spent[1]["forward"] > found.spent[0].get("forward", 0.0) == 0.0, "who computes"
+    assert found.steps[0] == found.steps[1] > 0, "every step, of the head's worker and of the other node's"
+    assert all(found.spent[worker]["forward"] > 0.0 for worker in (0, 1)), "both compute"
     machines = [(e["pid"], e["args"]["name"][:9]) for e in events if e["name"] == "process_name"]
     assert sorted(machines) == [(1, "machine 0"), (2, "machine 1")]
     assert any("joined with 1" in e["name"] for e in events if e["ph"] == "i"), "what the head said"
@@ -306,6 +332,43 @@ def test_a_node_with_another_torch_ends_the_start_in_one_sentence():
     (outcome,) = run_outcomes(1, body)
     assert outcome.kind == "ConfigError"
     assert f"node abababab: {said}" in outcome.text
+
+
+def test_room_for_the_head_that_another_job_has_taken_meanwhile_is_looked_for_again():
+    pytest.importorskip("ray", reason="Ray is not there: pip install 'evenstep[ray]'")
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from workers import run_workers
+
+    def body(worker):
+        import warnings
+
+        warnings.simplefilter("default")  # those of Ray are no errors
+        from evenstep.agents.view import RunView
+        from evenstep.core.errors import SilenceError
+        from evenstep.ray import cluster
+
+        def reserve(answers, timeout_s):
+            """Of two workers, one on the driver's node; what is found, and how many reservations were given up."""
+            guest = cluster._Guest(None, 2, 2, {"CPU": 1, "GPU": 0}, timeout_s, RunView(None, quiet=True))
+            guest._find_room = lambda: {"home": 1, "other": 1}
+            guest._reserve = lambda node, count: (SimpleNamespace(wait=lambda _: answers.pop(0)), {"CPU": count})
+            with (
+                mock.patch.object(cluster, "_node_of_driver", return_value="home"),
+                mock.patch.object(cluster, "remove_placement_group") as remove,
+            ):
+                try:
+                    return guest._reserve_home(), guest._on_head, remove.call_count
+                except SilenceError as error:
+                    return str(error), guest._group, remove.call_count
+
+        return reserve([False, False, True], 60.0), reserve([False], 0.0)
+
+    ((found, late),) = run_workers(1, body)
+    assert found == (({"other": 1}, "home", {"CPU": 1}), 1, 2)
+    assert late[0].startswith("the room that was found on node home went to others each time, for 0 s")
+    assert late[1:] == (None, 1)
 
 
 def test_the_first_step_waits_for_those_who_may_come_even_if_the_head_hears_it_late():

@@ -2,9 +2,9 @@
 
 Each machine adds up its own shards, which leaves it with the tree nodes that cover its span, and updates all parameters
 for itself. In between, every *piece* of the gradients has a *home*: the machine that adds up the nodes of all and sends
-the sum to the others. Two machines with a node each are both the home of everything: they send each other as many bytes
-as if they shared out the pieces, and neither waits for a sum. Parameters travel in buckets, alike on all machines;
-a large one is cut into several pieces.
+the sum to the others. If there are only two nodes, every machine is the home of everything: the two that have them send
+each other as many bytes as if they shared out the pieces, and nobody waits for a sum. Parameters travel in buckets,
+alike on all machines; a large one is cut into several pieces.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ EVERY = -1
 _ALIGNMENT = 64
 _MOST_BYTES = 9 << 18  # of a piece: every message costs, and larger ones would hold up those behind them
 _LEAST_BYTES = 9 << 15  # a little more than a power of two, so that a matrix and its bias travel together
-_TINY_BYTES = 5 << 18  # two machines send up to this much as one piece, and up to twice as much as two:
+_TINY_BYTES = 5 << 18  # if two machines send, up to this much is one piece, and up to twice as much two:
 _SMALL_BYTES = 5 << 19  # a message costs more than waiting for the last gradient
 _PIECES_EACH = 8  # how many pieces each machine should have at least, so that their shares are nearly equal
 
@@ -107,7 +107,8 @@ def plan_across(
     """
     num_shards, here = spans[-1][1], machines[rank]
     workers = range(machines.index(here), machines.index(here) + machines.count(here))
-    piece_bytes = _piece_bytes(sizes, 1 + max(machines))
+    covers = [tree.cover(span, num_shards) for span in machine_spans(spans, machines)]
+    piece_bytes = _piece_bytes(sizes, sum(bool(cover) for cover in covers))
     buckets = buckets_of(sizes, piece_bytes)
     mine = [spans[worker] for worker in workers]
     local = plan_summing(sizes, mine, rank - workers.start, buckets, whole=whole, num_shards=num_shards)
@@ -119,7 +120,6 @@ def plan_across(
             offsets[i], end = end, end + _aligned(sizes[i])
         bucket_bytes.append(end)
     cut = [(b, begin, end) for b, size in enumerate(bucket_bytes) for begin, end in _cut(size, piece_bytes)]
-    covers = [tree.cover(span, num_shards) for span in machine_spans(spans, machines)]
     nodes = tuple((machine, node) for machine, cover in enumerate(covers) for node in cover)
     homes = [EVERY] * len(cut)
     if len(nodes) > 2:
@@ -148,7 +148,7 @@ def most_pieces(sizes: Sequence[int]) -> int:
 
 
 def _piece_bytes(sizes: Sequence[int], num_machines: int | None) -> int:
-    """How large a piece is; None: at least, on any number of machines.
+    """How large a piece is if so many machines have nodes; None: at least, however many have.
 
     What a machine sends grows with what it adds up, except between two machines, where it does not depend on the share.
     """

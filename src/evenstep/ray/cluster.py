@@ -35,6 +35,7 @@ _LOOK_S = 0.25  # how long to wait for something to happen
 _NODES_S = 1.0  # how often to look whether there is room for more workers
 _PLACING_S = 20.0
 _PATIENCE_S = 5.0  # until the user is told what is waited for
+_RETURNING_S = 1.5  # until what tasks have had is free again, as Ray sees it
 _KNOCKING_S = 10.0
 
 
@@ -62,10 +63,11 @@ def run(
 ) -> Any:
     """Train on the nodes of a Ray cluster.
 
-    Ray places one agent on every node that is used; the workers of a node share memory. They join a head on the
-    driver's node, which keeps the state. Losing a node costs the current step: the others carry on, and while there are
-    fewer workers than were asked for, agents are placed wherever there is room, including nodes that appear later.
-    Nothing is left in the cluster afterwards.
+    The head is on the driver's node, with the workers of that node. Ray places one agent on every other node that is
+    used; the workers of a node share memory. If the driver's node has no room, the head has one worker that takes no
+    CPU and only keeps the state. Losing a node costs the current step: the others carry on, and while there are fewer
+    workers than were asked for, agents are placed wherever there is room, including nodes that appear later. Nothing is
+    left in the cluster afterwards.
 
     Args:
         function_or_script: What every worker runs: a function, which is shipped as Ray ships functions, or the path of
@@ -156,24 +158,22 @@ class _Guest:
         self._token = secrets.token_hex(16)
         self._head: Any = None
         self._group: PlacementGroup | None = None  # of a head that has workers itself
+        self._on_head = 0  # how many it has
         self._placed: list[_Placed] = []
         self._refused: set[str] = set()  # nodes
         self._looked_at = 0.0
         self._has_begun = False
-        self._deadline = time.monotonic() + start_timeout_s
+        self._begin = time.monotonic()
+        self._deadline = self._begin + start_timeout_s
         self._code: int | None = None
         self._is_stopping = False
         self._is_over = False  # as an agent has heard: then there is nothing to place agents for
 
     def run(self, options: dict[str, Any]) -> Any:
         """Carry out the run; returns what the function returned."""
-        shares = self._find_room()
-        if self._needs["GPU"]:
-            self._start_head_with_workers(shares, options)
-        else:
-            self._start_head({**options, "awaited": sum(shares.values())}, _beside_driver(), {})
-            for node, count in shares.items():
-                self._place(node, count)
+        shares = self._start_head(options)
+        for node, count in shares.items():
+            self._place(node, count)
         while self._code is None:
             try:
                 self._turn()
@@ -196,27 +196,27 @@ class _Guest:
     # ---- where ----
 
     def _find_room(self) -> dict[str, int]:
-        """How many workers each node gets at first; waits for room that others have taken.
+        """How many workers each node gets at first; waits for room that others have, briefly for the driver's node.
 
         Raises:
             ConfigError: There would be too little room even if nobody else had any, and no node appears for a while.
             SilenceError: Others have not left enough of it in time.
         """
-        begin, was_said = time.monotonic(), False
+        was_said = False
         while True:
-            nodes = _nodes()
-            room = self._rooms(nodes)
-            if sum(room) >= self._least:
+            nodes, waited_s = _nodes(), time.monotonic() - self._begin
+            room, could = self._rooms(nodes), self._rooms(_nodes(whole=True))
+            if sum(room) >= self._least and (room[0] >= min(could[0], self._most) or waited_s > _RETURNING_S):
                 self._deadline = time.monotonic() + self._start_timeout_s
                 shares = share_out(room, self._least, self._most)
                 return {node: count for node, count in zip(nodes, shares, strict=True) if count}
-            waited_s, could = time.monotonic() - begin, sum(self._rooms(_nodes(whole=True))) >= self._least
-            if waited_s > (self._start_timeout_s if could else min(_PLACING_S, self._start_timeout_s)):
+            enough = sum(could) >= self._least
+            if waited_s > (self._start_timeout_s if enough else min(_PLACING_S, self._start_timeout_s)):
                 remedy = "ask for fewer or smaller workers, or add nodes"
-                if could:
+                if enough:
                     remedy = f"others did not leave the rest within {self._start_timeout_s:g} s (start_timeout_s)"
-                raise (SilenceError if could else ConfigError)(f"{self._lacks(room, nodes)}; {remedy}")
-            if could and waited_s > _PATIENCE_S and not was_said:
+                raise (SilenceError if enough else ConfigError)(f"{self._lacks(room, nodes)}; {remedy}")
+            if enough and waited_s > _PATIENCE_S and not was_said:
                 was_said = True
                 self._view.warn(f"{self._lacks(room, nodes)}; waiting for up to {self._start_timeout_s:g} s")
             time.sleep(_LOOK_S)
@@ -240,20 +240,47 @@ class _Guest:
             f"{there} free: {free or 'nothing'}"
         )
 
-    def _start_head(self, options: dict[str, Any], where: Any, takes: dict[str, float]) -> None:
+    def _start_head(self, options: dict[str, Any]) -> dict[str, int]:
+        """Start the head, with the workers of its node; returns how many workers the other nodes get."""
+        shares, home, takes = self._reserve_home()
+        where: Any = NodeAffinitySchedulingStrategy(home, soft=False)
+        if self._group is not None:
+            where = PlacementGroupSchedulingStrategy(self._group, 0)
         actor = HeadActor.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
             scheduling_strategy=where, **_as_options(takes)
         )
-        self._head = actor.remote(self._work, {**options, "token": self._token})
+        order = {"token": self._token, "workers": self._on_head, "awaited": sum(shares.values())}
+        self._head = actor.remote(self._work, {**options, **order})
         self._address = self._head.address.remote()  # a reference, which Ray resolves for the agents
         self._asked = self._head.reports.remote(_LOOK_S)
+        return shares
 
-    def _start_head_with_workers(self, shares: dict[str, int], options: dict[str, Any]) -> None:
-        """Start a head that has all workers, since GPUs of several machines are not used together."""
-        ((node, count),) = shares.items()
-        self._group, takes = self._reserve(node, count)
-        where = PlacementGroupSchedulingStrategy(self._group, 0)
-        self._start_head({**options, "awaited": 0, "workers": count}, where, takes)
+    def _reserve_home(self) -> tuple[dict[str, int], str, dict[str, float]]:
+        """Find room, and reserve that of the head, which another job may take first: then look for room again.
+
+        Returns:
+            How many workers the other nodes get, the head's node, and what its workers take.
+
+        Raises:
+            ConfigError: There is too little room; see `_find_room`.
+            SilenceError: Others have it, or took it each time.
+        """
+        while True:
+            shares = self._find_room()
+            home = next(iter(shares)) if self._needs["GPU"] else _node_of_driver()
+            self._on_head = shares.pop(home, 0)
+            if not self._on_head:
+                return shares, home, {}
+            self._group, takes = self._reserve(home, self._on_head)
+            if self._group.wait(_PLACING_S):
+                return shares, home, takes
+            remove_placement_group(self._group)
+            self._group = None
+            if time.monotonic() > self._begin + self._start_timeout_s:
+                raise SilenceError(
+                    f"the room that was found on node {home[:8]} went to others each time, for "
+                    f"{self._start_timeout_s:g} s (start_timeout_s); ask for fewer workers, or wait until there is more"
+                )
 
     def _reserve(self, node: str, count: int) -> tuple[PlacementGroup, dict[str, float]]:
         takes = {kind: amount * count for kind, amount in self._needs.items() if amount}
@@ -294,7 +321,7 @@ class _Guest:
         if self._begun():
             return
         if not self._needs["GPU"]:  # said each time, since a head that is still starting does not hear it
-            self._head.wait_for.remote(max(sum(each.count for each in self._placed), self._least))
+            self._head.wait_for.remote(max(sum(each.count for each in self._placed), self._least - self._on_head))
         if time.monotonic() > self._deadline:
             raise SilenceError(
                 f"the first workers did not start within {self._start_timeout_s:g} s: {self._least} were expected, and "
@@ -351,7 +378,7 @@ class _Guest:
         for stuck in [each for each in self._placed if each.is_stuck]:
             self._placed.remove(stuck)
             stuck.remove()
-        missing = self._most - sum(each.count for each in self._placed)
+        missing = self._most - self._on_head - sum(each.count for each in self._placed)
         if missing <= 0:
             return
         nodes = {node: free for node, free in _nodes().items() if node not in self._refused}
@@ -361,9 +388,9 @@ class _Guest:
                 self._place(node, count)
 
 
-def _beside_driver() -> Any:
-    """The driver's node: if it is lost, so is the caller of the run."""
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+def _node_of_driver() -> str:
+    """The node where the head is: if it is lost, so is the caller of the run."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _connect(address: str | None, working_dir: str | None) -> bool:
@@ -429,14 +456,16 @@ def _refuse_far(**options: Any) -> None:
 
 
 def _nodes(*, whole: bool = False) -> dict[str, dict[str, float]]:
-    """The free resources of every living node, by node id; or all that it has, free or not."""
+    """The free resources of every living node, by node id, the driver's first; or all that it has, free or not."""
+    home = _node_of_driver()
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != home)
     if whole:
-        return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        return {node["NodeID"]: node["Resources"] for node in alive}
     if _is_client():  # then only the cluster's own processes can ask for that
         free = ray.get(ray.remote(num_cpus=0)(available_resources_per_node).remote())
     else:
         free = available_resources_per_node()
-    return {node["NodeID"]: free.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]}
+    return {node["NodeID"]: free.get(node["NodeID"], {}) for node in alive}
 
 
 def _needs(cpus: float, gpus: float, others: Mapping[str, float]) -> dict[str, float]:
