@@ -66,6 +66,13 @@ def test_rows_of_plain_files_are_gathered_where_they_lie(
             found.part([0, wrong])
 
 
+def test_rows_are_in_the_memory_of_the_cpu_whatever_the_default_device(tmp_path):
+    pq.write_table(pa.table({"x": [1.0, 2.0]}), tmp_path / "f.parquet", **PLAIN)
+    with torch.device("meta"):
+        part = evenstep.data.parquet(tmp_path).part([1, 0])
+    assert part["x"].tolist() == [2.0, 1.0]
+
+
 def test_what_is_not_laid_out_so_is_left_to_pyarrow(tmp_path):
     def mapped(values, **options):
         pq.write_table(pa.table({"x": values}), tmp_path / "f.parquet", **{**PLAIN, **options})

@@ -77,7 +77,7 @@ class MappedColumn:
         if not parts:
             return []
         rows = np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0])
-        taken = torch.empty(len(rows), *self._shape, dtype=self._dtype)
+        taken = torch.empty(len(rows), *self._shape, dtype=self._dtype, device="cpu")
         if not core.gather(taken.data_ptr(), *self._where, rows):
             raise IndexError(f"rows {rows.min()} to {rows.max()} of {self._num_rows}")
         return list(torch.unsafe_split_with_sizes(taken, counts))  # no views: each counts its own changes
