@@ -12,6 +12,7 @@ CORE = [
     "checksum",
     "reduce",
     "rows",
+    "permutation",
     "ways",
     "collective",
     "mail",

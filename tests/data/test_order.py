@@ -76,7 +76,9 @@ def dealt(order: Order) -> list[list[list[int]]]:
     return [[shard.tolist() for shard in request.shards] for request in order.requests(0)]
 
 
-def test_the_order_of_a_given_seed_never_changes():
+@pytest.mark.parametrize("most", [2**27, 9], ids=["drawn here", "drawn by torch"])
+def test_the_order_of_a_given_seed_never_changes(monkeypatch, most):
+    monkeypatch.setattr("evenstep.data.order._MOST_BY_32_BITS", most)
     order = Order(10, 4, 2, seed=0, shuffle=True, drop_last=False)
     assert dealt(order) == [[[6, 2], [9, 5]], [[1, 3], [8, 4]], [[7], [0]]]
 

@@ -6,15 +6,19 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from evenstep.core.checksum import checksum
 from evenstep.core.errors import ConfigError
 from evenstep.data.batch import Position
 from evenstep.data.sampling import Sampling
 from evenstep.engine.randomness import derive
+from evenstep.native import core
 from evenstep.plan.placement import cut
 
 __all__ = ["BatchRequest", "Deal", "Indices", "Order"]
+
+_MOST_BY_32_BITS = 2**27  # torch draws 64 bits for each of 2**32 / 20 samples or more
 
 Deal = Literal["position", "round-robin"]
 """How the samples of a batch are dealt to its shards: neighbours together, or sample r to shard r mod K."""
@@ -173,8 +177,7 @@ class Order:
             return batches, f"{checksum(flat):016x}"
         if not self.shuffle:
             return self._chop(range(self.num_samples)), str(self.num_samples)
-        generator = torch.Generator().manual_seed(derive("order", self.seed, epoch))
-        order = torch.randperm(self.num_samples, generator=generator)
+        order = _permutation(self.num_samples, derive("order", self.seed, epoch))
         return self._chop(order.numpy()), f"{checksum(order):016x}"
 
     def _chop(self, indices: Sequence[int] | Indices) -> list[Sequence[int] | Indices]:
@@ -187,3 +190,12 @@ class Order:
         if self.deal == "round-robin":
             return tuple(numbers[shard :: self.num_shards].copy() for shard in range(self.num_shards))
         return tuple(numbers[a:b] for a, b in cut(len(numbers), self.num_shards))
+
+
+def _permutation(count: int, seed: int) -> Tensor:
+    """What `torch.randperm` gives after this seed, sooner."""
+    if count > _MOST_BY_32_BITS:
+        return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    order = torch.empty(count, dtype=torch.int64, device="cpu")
+    core.permutation(order.data_ptr(), count, seed & 0xFFFFFFFF)
+    return order

@@ -14,6 +14,7 @@
 #include "core.h"
 #include "mail.h"
 #include "norm.h"
+#include "permutation.h"
 #include "posts.h"
 #include "reduce.h"
 #include "rows.h"
@@ -182,6 +183,16 @@ static PyObject *gather(PyObject *self, PyObject *args) {
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&rows);
     return PyBool_FromLong(found);
+}
+
+static PyObject *permutation(PyObject *self, PyObject *args) {
+    unsigned long long target, count;
+    unsigned seed;
+    ARGS("KKI", &target, &count, &seed);
+    Py_BEGIN_ALLOW_THREADS
+    es_permutation(AT(target), count, seed);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }
 
 static PyObject *levels_are(PyObject *self, PyObject *args) {
@@ -473,7 +484,7 @@ static PyMethodDef methods[] = {
     {"die_with_parent", die_with_parent, METH_NOARGS, NULL},  {"copy", copy, METH_VARARGS, NULL},
     {"interrupt", interrupt, METH_VARARGS, NULL},
     {"checksum", checksum, METH_VARARGS, NULL},           {"gather", gather, METH_VARARGS, NULL},
-    {"levels_are", levels_are, METH_VARARGS, NULL},
+    {"levels_are", levels_are, METH_VARARGS, NULL},       {"permutation", permutation, METH_VARARGS, NULL},
     {"norm_statistics", norm_statistics, METH_VARARGS, NULL}, {"norm_apply", norm_apply, METH_VARARGS, NULL},
     {"norm_reduce", norm_reduce, METH_VARARGS, NULL},     {"norm_backward", norm_backward, METH_VARARGS, NULL},
     {"norm_merge", norm_merge, METH_VARARGS, NULL},       {"norm_move", norm_move, METH_VARARGS, NULL},
