@@ -191,11 +191,7 @@ class Loader:
         def load(shard: int) -> Any:
             return self._parts_of(range(shard, shard + 1)).parts(request)[shard]
 
-        @cache
-        def probe() -> dict[str, str]:
-            return self._probe(request) if probes is None else probes
-
-        compared = probe if request.is_compared else None
+        compared = cache(lambda: self._probe(request) if probes is None else probes) if request.is_compared else None
         return Batch(request.name, request.sizes, load, parts, self._device, request.position, probes=compared)
 
     def _probe(self, request: BatchRequest) -> dict[str, str]:

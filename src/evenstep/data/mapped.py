@@ -52,18 +52,19 @@ class MappedColumn:
     def __init__(
         self, pages: Sequence[_Page], shape: tuple[int, ...], dtype: torch.dtype, buffers: Sequence[Any]
     ) -> None:
+        self._row_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         self._firsts = np.cumsum([0, *(page.num_rows for page in pages)], dtype=np.int64)
-        self._bases = np.array([page.address for page in pages], np.uint64)
+        before = self._firsts[:-1] * self._row_bytes
+        self._bases = np.array([page.address for page in pages], np.uint64) - before.astype(np.uint64)
         self._num_rows, self._shape, self._dtype, self._buffers = int(self._firsts[-1]), shape, dtype, buffers
         shift = (self._num_rows // (_STARTS_OF_A_PAGE * len(pages))).bit_length()
         starts = np.searchsorted(self._firsts, np.arange(0, self._num_rows, 1 << shift), side="right") - 1
         self._starts = starts.astype(np.uint32)
         bases, firsts, begins = (each.ctypes.data for each in (self._bases, self._firsts, self._starts))
-        self._row_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         self._where = (bases, firsts, begins, shift, self._row_bytes, self._num_rows)
 
-    def take(self, parts: Sequence[Indices]) -> list[Tensor]:
-        """The rows of several parts, each as a tensor ``[len(part), *shape]``.
+    def take(self, rows: Indices, counts: Sequence[int]) -> list[Tensor]:
+        """The given rows as tensors ``[count, *shape]``, one after the other.
 
         Where each then begins at a line of the cache, as a tensor by itself does, they are gathered together, and share
         a storage.
@@ -71,16 +72,15 @@ class MappedColumn:
         Raises:
             IndexError: One of the rows is not there.
         """
-        counts = [len(rows) for rows in parts]
         if any(count * self._row_bytes % _LINE_BYTES for count in counts[:-1]):
-            return [self.take([rows])[0] for rows in parts]
-        if not parts:
-            return []
-        rows = np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0])
+            return [self._gathered(part) for part in np.split(rows, np.cumsum(counts[:-1]))]
+        return list(torch.unsafe_split_with_sizes(self._gathered(rows), counts))  # no views: each counts its changes
+
+    def _gathered(self, rows: Indices) -> Tensor:
         taken = torch.empty(len(rows), *self._shape, dtype=self._dtype, device="cpu")
         if not core.gather(taken.data_ptr(), *self._where, rows):
             raise IndexError(f"rows {rows.min()} to {rows.max()} of {self._num_rows}")
-        return list(torch.unsafe_split_with_sizes(taken, counts))  # no views: each counts its own changes
+        return taken
 
 
 def map_column(files: Sequence[pq.ParquetFile], buffers: Sequence[pa.Buffer], name: str) -> MappedColumn | None:

@@ -130,8 +130,10 @@ class Parquet(Tabular):
         Raises:
             IndexError: There is no such sample.
         """
-        mapped = self._map()
-        taken = [column.take(indices) for column in mapped.values()]
+        if not indices:
+            return []
+        mapped, rows, counts = self._map(), np.concatenate(indices), [len(chosen) for chosen in indices]
+        taken = [column.take(rows, counts) for column in mapped.values()]
         parts: list[dict[str, Any]] = [dict(zip(mapped, columns, strict=True)) for columns in zip(*taken, strict=True)]
         if len(mapped) == len(self.columns):
             return parts

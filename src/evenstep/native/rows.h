@@ -5,7 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Rows that lie in pieces, one after the other in each: piece p begins with row firsts[p], at bases[p]. */
+/* Rows that lie in pieces, one after the other in each: piece p begins with row firsts[p], and
+ * row 0 would lie at bases[p] if the piece had all rows. */
 typedef struct {
     const uint64_t *bases;
     const int64_t *firsts; /* ascending, from 0 on; after the last one, num_rows */
