@@ -38,30 +38,36 @@ int es_gather(void *target, const es_pieces *pieces, const int64_t *rows, size_t
 }
 
 typedef struct {
-    unsigned top;
-    uint64_t length, place; /* of a list, and in it */
-} expected;
+    uint64_t length, until; /* of a list, and how many levels come before the next one begins */
+    uint64_t begins; /* the bits of a word in which lists begin, if one does in the first */
+} lists;
 
-/* Whether this many levels of one value are expected next. */
-static inline int takes(expected *next, unsigned value, uint64_t count) {
-    if (!next->length) return value == next->top;
-    for (; count; count--) {
-        if (value != (next->place ? next->top : 0)) return 0;
-        next->place = next->place + 1 == next->length ? 0 : next->place + 1;
-    }
+/* Whether this many levels of one value come next. */
+static inline int take_run(lists *next, unsigned value, uint64_t count) {
+    if (value > 1 || (value ? count > next->until : next->until || (count > 1 && next->length > 1))) return 0;
+    next->until = value ? next->until - count : next->length - 1;
     return 1;
 }
 
-/* Whether eight levels of a bit each are expected next, in lists of eight or more. */
-static inline int takes_byte(expected *next, unsigned byte) {
-    uint64_t until = next->place ? next->length - next->place : 0; /* the next zero */
-    next->place = (next->place + 8) % next->length;
-    return byte == (until < 8 ? 0xFFu & ~(1u << until) : 0xFFu);
+/* Whether up to 64 levels of a bit each come next. */
+static inline int take_bits(lists *next, uint64_t levels, unsigned count) {
+    uint64_t zeros = next->until < 64 ? next->begins << next->until : 0;
+    while (next->until < count) next->until += next->length;
+    next->until -= count;
+    return (levels ^ ~zeros) << (64 - count) == 0;
+}
+
+static inline int all_are(unsigned top, uint64_t packed, unsigned bits, unsigned count) {
+    for (; count; count--, packed >>= bits)
+        if ((packed & ((1u << bits) - 1)) != top) return 0;
+    return 1;
 }
 
 int es_levels_are(const void *data, size_t num_bytes, unsigned bits, uint64_t count, unsigned top, uint64_t length) {
     const uint8_t *at = data, *end = at + num_bytes;
-    expected next = {top, length, 0};
+    lists next = {length, 0, 1};
+    for (uint64_t n = length; n && n < 64; n += length) next.begins |= 1ull << n;
+    if (length && (bits != 1 || top != 1)) return 0;
     while (count) {
         uint64_t header = 0;
         unsigned shift = 0;
@@ -71,21 +77,20 @@ int es_levels_are(const void *data, size_t num_bytes, unsigned bits, uint64_t co
             shift += 7;
         } while (*at++ & 128);
         if (header & 1) {
-            for (uint64_t groups = header >> 1; groups && count; groups--, at += bits) {
-                if ((size_t)(end - at) < bits) return 0;
-                if (bits == 1 && top == 1 && length >= 8 && count >= 8) {
-                    if (!takes_byte(&next, *at)) return 0;
-                    count -= 8;
-                    continue;
-                }
+            for (uint64_t groups = header >> 1, some; groups && count; groups -= some) { /* of eight levels */
+                some = !length ? 1 : groups < 8 ? groups : 8;
+                unsigned levels = (unsigned)(count < 8 * some ? count : 8 * some);
+                if (8 * (size_t)(end - at) < levels * bits) return 0;
                 uint64_t packed = 0;
-                memcpy(&packed, at, bits);
-                for (unsigned n = 0; n < 8 && count; n++, count--)
-                    if (!takes(&next, packed >> n * bits & ((1u << bits) - 1), 1)) return 0;
+                memcpy(&packed, at, end - at < 8 ? (size_t)(end - at) : 8);
+                if (!(length ? take_bits(&next, packed, levels) : all_are(top, packed, bits, levels))) return 0;
+                at += some * bits;
+                count -= levels;
             }
         } else {
             uint64_t run = header >> 1 < count ? header >> 1 : count;
-            if (at == end || !run || !takes(&next, *at++, run)) return 0;
+            if (at == end || !run || !(length ? take_run(&next, *at, run) : *at == top)) return 0;
+            at++;
             count -= run;
         }
     }

@@ -20,7 +20,7 @@ typedef struct {
 int es_gather(void *target, const es_pieces *pieces, const int64_t *rows, size_t count);
 
 /* Whether levels of a Parquet page (runs, and bits packed between them) are what lists of one length without nulls have:
- * 0 at every multiple of length, and top elsewhere; with length 0, top everywhere. */
+ * 0 at every multiple of length, and top elsewhere, which must be 1; with length 0, top everywhere. */
 int es_levels_are(const void *data, size_t num_bytes, unsigned bits, uint64_t count, unsigned top, uint64_t length);
 
 #endif
