@@ -80,22 +80,6 @@ def test_if_the_driver_has_no_room_the_head_only_keeps_the_state(ray, tmp_path):
     assert ray.call(run_elsewhere, str(tmp_path)) == (guests.fingerprint_of_script(tmp_path), True)
 
 
-def look_as_a_client(cluster):
-    """What every node has free, as a driver sees it that is connected by `ray://`."""
-    from unittest import mock
-
-    from evenstep.ray import cluster as ours
-
-    left()
-    with mock.patch.object(ours, "_is_client", return_value=True):
-        of_client = ours._nodes()
-    return of_client == ours._nodes(), len(of_client)
-
-
-def test_room_is_found_through_ray_client(ray):
-    assert ray.call(look_as_a_client) == (True, 2)
-
-
 def lose_and_find(cluster, directory):
     import ray
 
@@ -355,7 +339,7 @@ def test_room_for_the_head_that_another_job_has_taken_meanwhile_is_looked_for_ag
             guest._find_room = lambda: {"home": 1, "other": 1}
             guest._reserve = lambda node, count: (SimpleNamespace(wait=lambda _: answers.pop(0)), {"CPU": count})
             with (
-                mock.patch.object(cluster, "_node_of_driver", return_value="home"),
+                mock.patch.object(cluster, "node_of_driver", return_value="home"),
                 mock.patch.object(cluster, "remove_placement_group") as remove,
             ):
                 try:

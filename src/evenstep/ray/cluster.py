@@ -1,7 +1,6 @@
 """Runs on a Ray cluster: a head beside the driver, and agents that Ray places on nodes, which may come and go."""
 
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -24,9 +22,10 @@ from evenstep.agents.head import figures_for
 from evenstep.agents.shares import limits, share_out
 from evenstep.agents.view import RunView, ScriptError
 from evenstep.agents.work import ShippedWork
-from evenstep.core import env
 from evenstep.core.errors import ConfigError, PeerError, SilenceError
 from evenstep.ray.actors import AgentActor, HeadActor
+from evenstep.ray.connection import connect, is_client, refuse_far
+from evenstep.ray.room import as_options, needs_of_worker, node_of_driver, nodes_of_cluster, room_in
 from evenstep.run.progress import Progress
 
 __all__ = ["ScriptError", "run"]
@@ -36,7 +35,6 @@ _NODES_S = 1.0  # how often to look whether there is room for more workers
 _PLACING_S = 20.0
 _PATIENCE_S = 5.0  # until the user is told what is waited for
 _RETURNING_S = 1.5  # until what tasks have had is free again, as Ray sees it
-_KNOCKING_S = 10.0
 
 
 def run(
@@ -105,7 +103,7 @@ def run(
         SilenceError: The first workers had no room in time, or were not there in time.
     """
     least, most = limits(workers)
-    needs = _needs(cpus_per_worker, gpus_per_worker, resources_per_worker or {})
+    needs = needs_of_worker(cpus_per_worker, gpus_per_worker, resources_per_worker or {})
     work, view = ShippedWork.of(function_or_script, args, options, working_dir), RunView(on_progress, quiet=quiet)
     more: dict[str, Any] = {
         "shards": shards,
@@ -116,10 +114,10 @@ def run(
     }
     with ExitStack() as stack:
         stack.enter_context(view.tracing(trace, function_or_script))  # it forks, and Ray has no threads here yet
-        if _connect(address, working_dir):
+        if connect(address, working_dir):
             stack.callback(ray.shutdown)
-        if _is_client():
-            _refuse_far(log_json=log_json, tensorboard=tensorboard, page=page)
+        if is_client():
+            refuse_far(log_json=log_json, tensorboard=tensorboard, page=page)
         guest = stack.enter_context(closing(_Guest(work, least, most, needs, start_timeout_s, view)))
         return guest.run(more)
 
@@ -204,8 +202,8 @@ class _Guest:
         """
         was_said = False
         while True:
-            nodes, waited_s = _nodes(), time.monotonic() - self._begin
-            room, could = self._rooms(nodes), self._rooms(_nodes(whole=True))
+            nodes, waited_s = nodes_of_cluster(), time.monotonic() - self._begin
+            room, could = self._rooms(nodes), self._rooms(nodes_of_cluster(whole=True))
             if sum(room) >= self._least and (room[0] >= min(could[0], self._most) or waited_s > _RETURNING_S):
                 self._deadline = time.monotonic() + self._start_timeout_s
                 shares = share_out(room, self._least, self._most)
@@ -223,7 +221,7 @@ class _Guest:
 
     def _rooms(self, nodes: dict[str, dict[str, float]]) -> list[int]:
         """How many workers fit on each node."""
-        room = [_room(free, self._needs) for free in nodes.values()]
+        room = [room_in(free, self._needs) for free in nodes.values()]
         if self._needs["GPU"]:  # all on one node
             room = [count if n == room.index(max(room)) else 0 for n, count in enumerate(room)]
         return room
@@ -247,7 +245,7 @@ class _Guest:
         if self._group is not None:
             where = PlacementGroupSchedulingStrategy(self._group, 0)
         actor = HeadActor.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
-            scheduling_strategy=where, **_as_options(takes)
+            scheduling_strategy=where, **as_options(takes)
         )
         order = {"token": self._token, "workers": self._on_head, "awaited": sum(shares.values())}
         self._head = actor.remote(self._work, {**options, **order})
@@ -267,7 +265,7 @@ class _Guest:
         """
         while True:
             shares = self._find_room()
-            home = next(iter(shares)) if self._needs["GPU"] else _node_of_driver()
+            home = next(iter(shares)) if self._needs["GPU"] else node_of_driver()
             self._on_head = shares.pop(home, 0)
             if not self._on_head:
                 return shares, home, {}
@@ -290,7 +288,7 @@ class _Guest:
     def _place(self, node: str, count: int) -> None:
         group, takes = self._reserve(node, count)
         actor = AgentActor.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0), **_as_options(takes)
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0), **as_options(takes)
         ).remote()
         over = actor.join.remote(self._address, count, self._token, self._work)
         self._placed.append(_Placed(node, count, group, actor, over))
@@ -381,117 +379,8 @@ class _Guest:
         missing = self._most - self._on_head - sum(each.count for each in self._placed)
         if missing <= 0:
             return
-        nodes = {node: free for node, free in _nodes().items() if node not in self._refused}
-        shares = share_out([_room(free, self._needs) for free in nodes.values()], 0, missing)
+        nodes = {node: free for node, free in nodes_of_cluster().items() if node not in self._refused}
+        shares = share_out([room_in(free, self._needs) for free in nodes.values()], 0, missing)
         for node, count in zip(nodes, shares, strict=True):
             if count:
                 self._place(node, count)
-
-
-def _node_of_driver() -> str:
-    """The node where the head is: if it is lost, so is the caller of the run."""
-    return str(ray.get_runtime_context().get_node_id())
-
-
-def _connect(address: str | None, working_dir: str | None) -> bool:
-    """Connect to a cluster; returns False if Ray was connected already."""
-    if ray.is_initialized():
-        there = ray.get_runtime_context().gcs_address
-        if address not in (None, "auto", there):
-            raise ConfigError(
-                f"address={address!r}, but Ray is connected already, to {there}; leave it out, or disconnect first: "
-                "ray.shutdown()"
-            )
-        if working_dir is not None:
-            raise ConfigError(
-                f"working_dir={working_dir!r}, but Ray is connected already; set it when connecting: "
-                "ray.init(runtime_env={'working_dir': ...})"
-            )
-        return False
-    where = address or env.ray_address() or "auto"
-    try:
-        _knock(where)
-        ray.init(
-            address=where,
-            log_to_driver=False,
-            logging_level="error",
-            runtime_env=None if working_dir is None else {"working_dir": working_dir},
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"no Ray cluster can be reached at {where}: {str(error).splitlines()[0]}; start one with `ray start "
-            "--head`, or set RAY_ADDRESS"
-        ) from error
-    return True
-
-
-def _knock(address: str) -> None:
-    """Check that something listens at the address: Ray itself would wait for minutes.
-
-    Raises:
-        OSError: Nothing does.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host, int(port)), _KNOCKING_S).close()
-
-
-def _is_client() -> bool:
-    """Whether we are connected by `ray://`, from outside of the cluster."""
-    return bool(ray.util.client.ray.is_connected())
-
-
-def _refuse_far(**options: Any) -> None:
-    """Refuse what the head would do on its own machine, which is not the caller's.
-
-    Raises:
-        ConfigError: One of the options is given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name}={value!s}, but by ray:// the head of the run is on another machine, in the cluster; leave it "
-                "out, or start the run there"
-            )
-
-
-def _nodes(*, whole: bool = False) -> dict[str, dict[str, float]]:
-    """The free resources of every living node, by node id, the driver's first; or all that it has, free or not."""
-    home = _node_of_driver()
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != home)
-    if whole:
-        return {node["NodeID"]: node["Resources"] for node in alive}
-    if _is_client():  # then only the cluster's own processes can ask for that
-        free = ray.get(ray.remote(num_cpus=0)(available_resources_per_node).remote())
-    else:
-        free = available_resources_per_node()
-    return {node["NodeID"]: free.get(node["NodeID"], {}) for node in alive}
-
-
-def _needs(cpus: float, gpus: float, others: Mapping[str, float]) -> dict[str, float]:
-    """What each worker takes, by the names of the cluster's resources.
-
-    Raises:
-        ConfigError: An amount is below 0, or one of the others is no resource of the cluster's own.
-    """
-    for name, amount in {"cpus_per_worker": cpus, "gpus_per_worker": gpus, **others}.items():
-        if not amount >= 0:
-            raise ConfigError(f"{name}={amount}, expected a number of at least 0")
-    for name in others:
-        if name in ("CPU", "GPU", "memory", "object_store_memory"):
-            raise ConfigError(
-                f"resources_per_worker has {name!r}; expected names that `ray start --resources` has given (CPUs and "
-                "GPUs: cpus_per_worker, gpus_per_worker)"
-            )
-    return {"CPU": cpus, "GPU": gpus, **others}
-
-
-def _as_options(takes: dict[str, float]) -> dict[str, Any]:
-    """Resources as actors are given them."""
-    others = {kind: amount for kind, amount in takes.items() if kind not in ("CPU", "GPU")}
-    return {"num_cpus": takes.get("CPU", 0), "num_gpus": takes.get("GPU", 0), "resources": others}
-
-
-def _room(free: dict[str, float], needs: dict[str, float]) -> int:
-    """How many workers fit into free resources."""
-    return min((int((free.get(kind, 0.0) + 1e-6) // amount) for kind, amount in needs.items() if amount), default=1)
