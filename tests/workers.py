@@ -4,8 +4,10 @@ All but `script_run` fork the pytest process, in which torch is imported already
 body may be any closure. Whatever a helper started is gone when it returns, however it returns.
 """
 
+import atexit
 import contextlib
 import faulthandler
+import importlib
 import os
 import pickle
 import runpy
@@ -22,11 +24,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from _pytest.pathlib import cleanup_numbered_dir
+
 import processes
 from evenstep.cli.main import main
 from evenstep.core import env
 from evenstep.native import core
 from evenstep.transport.segment import Segment
+
+for _name in (  # what a fork would import: now, and not in every one
+    "encodings.idna",
+    "evenstep.launch.groups",
+    "evenstep.launch.supervisor",
+    "evenstep.picture.machines",
+    "evenstep.picture.trace",
+    "evenstep.run.run",
+    "evenstep.server.transports.http",
+    "multiprocessing.popen_fork",
+    "multiprocessing.queues",
+    "numpy.ctypeslib",
+):
+    importlib.import_module(_name)
+with torch.autograd.profiler.record_function("as an optimizer's step does, for the same reason"):
+    pass
 
 _FINALIZERS: list[Any] = []
 _OTHERS = [0]  # how many threads Python does not know of
@@ -364,6 +385,7 @@ def fork_cli(
         os.environ.update(variables or {})
         _FINALIZERS.append(weakref.finalize._registry)  # kept: a fork that frees what it has inherited copies it first
         weakref.finalize._registry = {}  # workers run exit handlers: our folders are not theirs to remove
+        atexit.unregister(cleanup_numbered_dir)
         try:
             code = program(argv)
         except SystemExit as request:
