@@ -6,9 +6,11 @@ third of that if it is in huge ones. A suite forks thousands of times.
 
 import ctypes
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _MADV_COLLAPSE = 25  # Linux 6.1: now, and whatever the system's setting for such pages
 _SIZE = 2 << 20
@@ -20,7 +22,27 @@ def settle() -> None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     gc.freeze()
+    fill()
     collapse()
+
+
+def fill() -> None:
+    """Use up what is free between things that stay: what a fork allocates then lies together, in few pages."""
+    for size in reversed(range(16, 513, 16)):  # Python's own
+        _use_up(ctypes.pythonapi.PyObject_Malloc, size)
+    for size in range(24, 2033, 16):
+        _use_up(ctypes.CDLL(None).malloc, size)
+
+
+def _use_up(allocate: Any, size: int) -> None:
+    """Allocate, and never free, until most of what is given out lies side by side, or it is enough."""
+    allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
+    count = (16 << 10) // size
+    for _ in range(8):
+        places = [allocate(size) for _ in range(count)]
+        apart = sum(not 0 < then - now <= 4 * size for now, then in itertools.pairwise(places))
+        if apart <= 8 + count // 16:
+            return
 
 
 def private_bytes() -> int:
