@@ -1,5 +1,6 @@
 """Strangers: no token, no TLS, garbage, and bodies that never end."""
 
+import itertools
 import random
 import socket
 import struct
@@ -18,7 +19,7 @@ from evenstep.server.hosting.host import Host
 from evenstep.server.wire.slices import ServerPlace
 from evenstep.server.wire.tensors import encode
 
-FUZZ_S = 2.0
+NUM_HARMED = 1500
 
 
 @pytest.mark.parametrize("transport", ["http", "tcp"])
@@ -148,10 +149,7 @@ def mutations(seed, more=()):
 @pytest.mark.long
 def test_no_harmed_frame_brings_the_server_down():
     with serve() as server:
-        end = time.monotonic() + FUZZ_S
-        for count, data in enumerate(mutations(1)):
-            if time.monotonic() > end and count > 50:
-                break
+        for data in itertools.islice(mutations(1), NUM_HARMED):
             send(server, data)
         with connect(server.url) as client:
             assert set(client.get_parameters()) == {"weight", "bias"}
@@ -179,10 +177,7 @@ def test_no_harmed_frame_brings_a_server_of_several_down():
             assert answer in send(there, request)
         for harmed in (b"[[1,{}]]", b'[[1,{"w":[1]}]]', b"7", b'[["x",{"w":[1,"s"]}]]'):
             assert b"expected" in send(there, frame(b'{"verb":"order","order":%s}' % harmed))
-        end = time.monotonic() + FUZZ_S
-        for count, data in enumerate(mutations(3, more)):
-            if time.monotonic() > end and count > 50:
-                break
+        for data in itertools.islice(mutations(3, more), NUM_HARMED):
             send(there, data)
         assert server.store.status()["broken"] is None
         assert b'"place":[1,2,"set",true]' in send(there, more[2])
@@ -194,18 +189,17 @@ def test_no_harmed_frame_brings_a_server_of_several_down():
 def test_no_harmed_http_request_brings_the_server_down():
     limits = Limits(body_bytes=1 << 20, idle_s=0.3)
     with ParameterServer(nn.Linear(4, 3), staleness=None, transports=("http",), limits=limits) as server:
-        dice, end, count = random.Random(2), time.monotonic() + FUZZ_S, 0
+        dice = random.Random(2)
         body = b"".join(encode({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}))
         head = (
             b"POST /update?worker=w&sequence=1&kind=delta HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
             b"Content-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n" % len(body)
         )
-        while time.monotonic() < end or count <= 20:
+        for _ in range(NUM_HARMED):
             data = bytearray(head + body)
             for _ in range(dice.randint(1, 5)):
                 data[dice.randrange(len(data))] = dice.randrange(256)
             send(server, bytes(data))
-            count += 1
         with connect(server.url) as client:
             assert client.status()["version"] == 0
             assert set(client.get_parameters()) == {"weight", "bias"}
