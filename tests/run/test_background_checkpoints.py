@@ -6,6 +6,7 @@ import re
 import runpy
 import signal
 import sys
+import textwrap
 
 import pytest
 from safetensors import SafetensorError
@@ -67,10 +68,12 @@ def lines(done):
     return [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
 
 
-@pytest.fixture
-def undisturbed(script, tmp_path):
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
     """What the training ends on when nobody stops it."""
-    return lines(cli_run("run", "-n", "1", script(training()), tmp_path / "undisturbed"))
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "train.py").write_text(textwrap.dedent(training()))
+    return lines(cli_run("run", "-n", "1", folder / "train.py", folder / "saved"))
 
 
 def steps(directory):
