@@ -138,7 +138,7 @@ class Compute:
         self._hooks: list[Any] = []
         self._calling = False
         self._strangers = Strangers()
-        self._leftovers = Leftovers(models.slots.modules)
+        self._leftovers = Leftovers(models.slots.modules, models.slots.places)
         self._meeting: set[int] = set()  # the optimizers in whose steps shards were seen to meet
         self._arrivals: dict[int, tuple[Work, dict[str, int], int]] = {}  # by lane: whose gradients, of which shard
 

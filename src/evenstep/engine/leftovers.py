@@ -1,37 +1,34 @@
 """What a step function leaves behind in Python: variables and attributes that it changes from call to call.
 
 They see the shards of their own worker only, so a result that depends on them depends on the number of workers. Whether
-it does cannot be seen from outside. So a script that keeps something (a counter, a hidden state, alone or in a
-container or an object) is warned once, by name, and training goes on. What is set only once is a cache, and a list that
-grows is a record: both are left alone.
+it does cannot be seen from outside. So a script that keeps something (a counter, a hidden state, a random generator, an
+iterator; alone or in a container or an object) is warned once, by name, and training goes on. What is set only once is
+a cache, and a list that grows is a record: both are left alone.
 """
 
-import functools
-import sys
-import sysconfig
+import random
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from evenstep.engine.sight import Advanced, attributes, is_of_script, variables
 
 __all__ = ["Leftovers"]
 
 _NUMBERS = (int, float, complex)
-_STEPS = 3  # how many steps it looks at, for each step function
+_STEPS = 3  # how many steps it looks at, for each step function; later at every power of two
 _CHANGES = 2  # what changes in this many of them is kept from call to call
 _ITEMS = 64  # how far it looks into a container or an object
-_LIBRARIES = (
-    *set(sysconfig.get_paths().values()),
-    str(Path(torch.__file__).parents[1]),
-    str(Path(__file__).parents[1]),
-)
+_DEPTH = 2  # how many containers and objects it opens
+_BYTES = 1 << 20  # a larger array is data
+_PYTHONS_OWN = random.random.__self__  # type: ignore[attr-defined]  # what the functions of `random` draw from
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 Kept = dict[str, Any]
@@ -43,10 +40,11 @@ class Leftovers:
 
     Args:
         modules: All prepared modules; may grow.
+        places: Where the buffers of the state hang: by the id of a module's `_buffers`, and name; may grow.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Sequence[nn.Module], places: Collection[tuple[int, str]] = ()) -> None:
+        self._modules, self._places = modules, places
         self._steps: dict[Any, set[int]] = {}
         self._changes: dict[str, int] = {}
         self._said = False
@@ -54,7 +52,7 @@ class Leftovers:
     def before(self, function: Callable[..., Any], step: int) -> Kept | None:
         """What the function could change, before it is called; None: it is known well enough."""
         steps = self._steps.setdefault(getattr(function, "__code__", type(function)), set())
-        if self._said or len(steps) >= _STEPS or step in steps:
+        if self._said or step in steps or (len(steps) >= _STEPS and step & (step - 1)):
             return None
         steps.add(step)
         return self._look(function)
@@ -82,29 +80,18 @@ class Leftovers:
         for module in self._modules:
             for name in vars(module).keys() - _OF_EVERY_MODULE:
                 _note(found, f"attribute '{name}' of a {type(module).__name__}", vars(module)[name])
-        while isinstance(function, functools.partial):
-            function = function.func
-        if isinstance(function, types.MethodType):
-            for name, value in getattr(function.__self__, "__dict__", {}).items():
-                _note(found, f"attribute '{name}' of its {type(function.__self__).__name__}", value)
-            function = function.__func__
-        if isinstance(function, types.FunctionType):
-            for name, value in _variables(function).items():
-                _note(found, f"variable '{name}'", value)
+            for name, buffer in module._buffers.items():
+                if (id(module._buffers), name) not in self._places:
+                    _note(
+                        found, f"buffer '{name}' of a {type(module).__name__}, which run.prepare did not find,", buffer
+                    )
+        for name, value in variables(function, self._modules).items():
+            _note(found, name, value)
         return found
 
 
-def _variables(function: types.FunctionType) -> dict[str, Any]:
-    """What a function closes over, and the globals that it names."""
-    found = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # it has no value yet
-            found[name] = cell.cell_contents
-    return found
-
-
-def _note(found: Kept, name: str, value: Any, *, inside: bool = False) -> None:
-    if isinstance(value, _NUMBERS) or value is None:
+def _note(found: Kept, name: str, value: Any, depth: int = _DEPTH) -> None:
+    if isinstance(value, (*_NUMBERS, Advanced)) or value is None:
         found[name] = value
         return
     if isinstance(value, tuple) and value:  # such as the state of an LSTM
@@ -112,9 +99,26 @@ def _note(found: Kept, name: str, value: Any, *, inside: bool = False) -> None:
     if isinstance(value, Tensor):
         if value.grad_fn is None and not isinstance(value, nn.Parameter):
             found[name] = (value, value._version)  # with a graph it is an output of this very call
-    elif not inside:
+    elif isinstance(value, np.ndarray):
+        found[name] = (value, value.tobytes() if value.nbytes <= _BYTES else None)
+    elif (state := _drawn(value)) is not None:
+        found[name] = (value, state)
+    elif depth:
         for held, item in _held(value):
-            _note(found, f"{held} of {name}", item, inside=True)
+            _note(found, f"{held} of {name}", item, depth - 1)
+
+
+def _drawn(value: Any) -> Any:
+    """Where a random generator of the script stands; None: it is none, or one that every part finds seeded."""
+    if value is torch.default_generator or value is np.random.mtrand._rand or value is _PYTHONS_OWN:
+        return None
+    if isinstance(value, torch.Generator):
+        return value.get_state().cpu().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    return value.getstate() if isinstance(value, random.Random) else None
 
 
 def _held(value: Any) -> list[tuple[str, Any]]:
@@ -123,15 +127,9 @@ def _held(value: Any) -> list[tuple[str, Any]]:
         return [(f"entry {key!r}", item) for key, item in islice(value.items(), _ITEMS)]
     if isinstance(value, list | deque):
         return [(f"entry {n}", item) for n, item in enumerate(islice(value, _ITEMS))]
-    if isinstance(value, nn.Module | type | types.ModuleType) or not _is_of_script(type(value)):
+    if isinstance(value, nn.Module | type | types.ModuleType) or not is_of_script(type(value)):
         return []
-    return [(f"attribute '{key}'", item) for key, item in islice(getattr(value, "__dict__", {}).items(), _ITEMS)]
-
-
-def _is_of_script(kind: type) -> bool:
-    """Whether a class is the user's own: the objects of libraries keep what they like."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ in ("__main__", "types") or (file is not None and not file.startswith(_LIBRARIES))
+    return [(f"attribute '{key}'", item) for key, item in islice(attributes(value).items(), _ITEMS)]
 
 
 def _same(before: Any, after: Any) -> bool:

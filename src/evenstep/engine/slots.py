@@ -25,6 +25,7 @@ class ModelSlots:
         self.modules: list[nn.Module] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self._names: list[str] = []  # the name of the tensor at each place
+        self.places: set[tuple[int, str]] = set()  # the same, by the id of the dict
         self._flat: list[nn.Module] = []
         self._structure: list[tuple[str, nn.Module, list[nn.Module | None], list[str]]] = []  # children and names
 
@@ -49,6 +50,7 @@ class ModelSlots:
                         added[kind][name] = tensor
                         (self.parameters, self.buffers)[kind][name] = tensor
                     self._places.append((tensors, key))
+                    self.places.add((id(tensors), key))
                     self._names.append(name)
         return added
 

@@ -20,6 +20,7 @@ class Summed:
 
     def __init__(self, function: Callable[[Any], Any], num_samples: int) -> None:
         self._function, self._num_samples = function, num_samples
+        self.__wrapped__ = function
         self.__code__ = getattr(function, "__code__", None)  # identifies it by the function that it wraps
 
     def __call__(self, part: Any) -> Any:
