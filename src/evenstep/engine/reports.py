@@ -7,9 +7,12 @@ from math import isfinite
 from typing import Any
 
 from evenstep.core.errors import MismatchError, NondeterminismError
+from evenstep.engine.circumstances import REMEDY
 from evenstep.engine.results import ShardResult
 
 __all__ = ["Report", "compare", "compare_contents"]
+
+_OF_BATCH = ("batch", "samples", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,11 @@ def compare(version: int, reports: Sequence[Report], *, strict: bool = True) -> 
     first = reports[0]
     for report in reports:
         for key, value in report.facts.items():
-            if value != (expected := first.facts[key]):
+            if repr(value) != repr(expected := first.facts.get(key, value)):  # a NaN is not equal to itself
+                why = "" if key in _OF_BATCH else f"; {REMEDY}"
                 raise MismatchError(
                     f"in step {version} worker {report.worker} has {key} {value} but worker {first.worker} has "
-                    f"{expected}: all workers must do the same step"
+                    f"{expected}: all workers must do the same step{why}"
                 )
     compare_contents(version, [(report.worker, report.contents) for report in reports], strict=strict)
 

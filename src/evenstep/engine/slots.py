@@ -5,7 +5,8 @@ of its own over the same parameter memory, and buffers of its own. Whichever sha
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ class ModelSlots:
         self._names: list[str] = []  # the name of the tensor at each place
         self.places: set[tuple[int, str]] = set()  # the same, by the id of the dict
         self._flat: list[nn.Module] = []
+        self._found: list[bool] | None = None
         self._structure: list[tuple[str, nn.Module, list[nn.Module | None], list[str]]] = []  # children and names
 
     def add(self, model: nn.Module, prefix: str) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
@@ -80,6 +82,33 @@ class ModelSlots:
         spanning = {id(m._buffers) for m in self.modules if getattr(m, "spans_shards", False)}
         places = zip(self._places, self._names, strict=True)
         return {name for (place, _), name in places if id(place) in spanning}
+
+    def in_eval_mode(self) -> list[str]:
+        """The paths of the modules that are in eval mode."""
+        return [path for path, module, _, _ in self._structure if not module.training]
+
+    @contextmanager
+    def as_found(self) -> Iterator[None]:
+        """While this is open, every shard begins with the modules in the modes they are in now."""
+        self._found = self.modes()
+        try:
+            yield
+        finally:
+            self._found = None
+
+    def modes(self) -> list[bool]:
+        """The mode of every module: whether it is training."""
+        return [module.training for module in self.modules]
+
+    def first_modes(self) -> list[bool]:
+        """Those that a shard begins with."""
+        return self.modes() if self._found is None else self._found
+
+    def set_modes(self, modes: list[bool]) -> None:
+        """Put every module into a mode."""
+        for module, training in zip(self.modules, modes, strict=True):
+            if module.training is not training:
+                module.training = training
 
     def in_place_order(self, tensors: dict[str, Tensor]) -> list[Tensor]:
         """One tensor for every place."""
@@ -137,6 +166,7 @@ class Lane:
             self._buffers = {name: b.detach().clone() for name, b in slots.buffers.items()}
         self._copier = Copier()
         self._bound: list[Tensor] = []
+        self._modes: list[bool] = []
         self._versions: dict[str, int] = {}
 
     def begin(self, buffers: dict[str, Tensor]) -> None:
@@ -153,14 +183,16 @@ class Lane:
         self._copier.copy(buffers, self._buffers)
         self._versions = {name: buffer._version for name, buffer in self._buffers.items()}
         self._bound = self._slots.in_place_order({**self.leaves, **self._buffers})
+        self._modes = self._slots.first_modes()
 
     def resume(self) -> None:
         """Bind this lane to the model."""
         self._slots.bind(self._bound)
+        self._slots.set_modes(self._modes)
 
     def pause(self) -> None:
         """Remember what is bound now, before another lane takes its place."""
-        self._bound = self._slots.bound()
+        self._bound, self._modes = self._slots.bound(), self._slots.modes()
 
     def changed_buffers(self) -> set[str]:
         """The buffers that this shard's forward has written to."""

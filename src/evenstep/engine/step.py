@@ -26,6 +26,7 @@ from evenstep.core import points
 from evenstep.core.errors import EvenstepError, MismatchError
 from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.carries import Carried
+from evenstep.engine.circumstances import Circumstances, Facts, compare_past, digests
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Compute, Samples, StepFunction, Work
 from evenstep.engine.context import Context
@@ -109,6 +110,7 @@ class Engine:
         self._limiting, self._stopwatch = Limiting(holdings), Stopwatch(self.group)
         self._seconds: list[float] = []  # how long each worker has computed in this step, if anybody has
         self._said_without_mean = False
+        self.circumstances = Circumstances(self.models)
         self.determinism = Determinism(self.config)  # last: what fails before it leaves the process unchanged
         self.logged = Logged()
         self.told_of_changes = False
@@ -156,6 +158,8 @@ class Engine:
 
         def adopt(entry: Entry, took_part: bool) -> Outcome:
             loss, metrics, norm, news, carried, skipped = entry.value
+            if not took_part:
+                compare_past(kind, entry.aside.get("facts", {}), facts)
             if not took_part and (contents := entry.aside["contents"]):
                 both = [(0, contents), (self.group.worker, task.samples.contents())]
                 compare_contents(self.version, both, strict=self.config.on_nondeterminism == "error")
@@ -181,8 +185,13 @@ class Engine:
         for prepared in trained.optimizers:
             self.intake.take_in_added(prepared)
         operation = Operation(kind, self.version, is_step=True)
-        with self.holdings.memory.at_work(), self._stopwatch.step(lambda: self.ledger.took_part):
-            outcome = self.ledger.perform(operation, lambda: self._try(kind, task), adopt)
+        facts = self.circumstances.of(task.function, trained, task.clipping, task.scaling.scale, self.version)
+        with (
+            self.models.slots.as_found(),
+            self.holdings.memory.at_work(),
+            self._stopwatch.step(lambda: self.ledger.took_part),
+        ):
+            outcome = self.ledger.perform(operation, lambda: self._try(kind, task, facts), adopt)
         self.updates.settle(trained, task.samples)
         return outcome
 
@@ -216,7 +225,7 @@ class Engine:
             self.told_of_changes = True
             raise
 
-    def _try(self, kind: str, task: StepTask) -> Entry:
+    def _try(self, kind: str, task: StepTask, facts: Facts) -> Entry:
         """Go through a step up to its commit, which is the ledger's; see the module's docstring for its parts."""
         points.reach("step begins")
         points.touch("parameter", *task.trained.parameters)
@@ -230,7 +239,7 @@ class Engine:
         firsts = self.state.sites.first_shards(self.sharing.spans, begun.sizes)
         keeps = self.state.sites.for_each_rank(firsts)
         work = self._work(task, begun, keeps[self.group.rank])
-        report = self._compute_checked(work, begun, keeps, task.samples)
+        report = self._compute_checked(work, begun, keeps, task.samples, facts)
         results, changed = self._share(work, report)
         self.context.check()
         norm, mine, skipped = self._update(work, results, task.scaling)
@@ -239,6 +248,7 @@ class Engine:
         news, carried = self._share_news(work, mine)
         value = [results.loss, results.metrics, None if norm is None else float(norm), news, carried, skipped]
         aside = {"contents": report.contents, "samples": sum(begun.sizes), "logged": self._of_all}
+        aside["facts"] = digests(facts)
         return Entry(kind, value, aside=aside)
 
     def _work(self, task: StepTask, begun: Samples, keeps: int | None) -> Work:
@@ -257,19 +267,22 @@ class Engine:
             task.scaling.scale, keeps, part=begun.part,
         )  # fmt: skip
 
-    def _compute_checked(self, work: Work, begun: Samples, keeps: Sequence[int | None], samples: Samples) -> Report:
+    def _compute_checked(
+        self, work: Work, begun: Samples, keeps: Sequence[int | None], samples: Samples, facts: Facts
+    ) -> Report:
         """Compute this worker's shards, in some steps twice by different workers."""
         alone = self.group.num_workers == 1
         contents = {} if alone and not self.group.elastic else samples.contents(alone=alone)
         if self.recheck.is_due(self.version):
-            report = self.recheck.compute(Trial(work, begun, keeps, lambda work: self._compute(work, contents)))
+            report = self.recheck.compute(Trial(work, begun, keeps, lambda work: self._compute(work, contents, facts)))
         else:
-            report = self._compute(work, contents)
+            report = self._compute(work, contents, facts)
         begun.check()
+        self.circumstances.beside.called(work.function, work.version)
         self.models.untouched.check("inside the step function")
         return report
 
-    def _compute(self, work: Work, contents: dict[str, str]) -> Report:
+    def _compute(self, work: Work, contents: dict[str, str], facts: Facts) -> Report:
         """Forward and backward of this worker's shards."""
         gradients = work.prepared.gradients
         active = [rank for rank, (first, end) in enumerate(self.sharing.spans) if any(work.sizes[first:end])]
@@ -281,9 +294,7 @@ class Engine:
             "batch": list(work.sizes),
             "samples": work.samples,
             "optimizer": [self.optimizers.index(each) for each in work.prepared.optimizers],
-            "options": [each.hyperparameters() for each in work.prepared.optimizers],
-            "clipping": [work.clipping.norm, work.clipping.value, work.clipping.order],
-            "scale": work.scale,
+            **facts,
         }
         changed = [] if self.state.sites.are_one else self.models.changed_buffers()
         return Report(self.group.worker, facts, contents, results(), lap.seconds, changed, self.logged.values)
