@@ -1,5 +1,8 @@
 """An optimizer may do in its step what others can share, and nothing else."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,3 +116,15 @@ def test_hooks_see_all_parameters_or_are_refused(when):
     with pytest.raises(UnsupportedError, match=rf"SGD has a hook \(register_step_{when}_hook\).*whole=True"):
         Conduct(made, whole=False)
     Conduct(made, whole=True)
+
+
+def test_options_may_be_numpys_and_nothing_that_cannot_be_kept():
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([weight], lr=np.float32(0.5))
+    optimizer.param_groups[0]["betas"] = (np.float32(0.5), torch.tensor(0.25))
+    (found,) = options_of(optimizer)
+    assert json.loads(json.dumps(found))["betas"] == [0.5, 0.25]
+    assert (found["lr"], type(found["lr"])) == (0.5, float)
+    optimizer.param_groups[0]["chosen"] = {1, 2}
+    with pytest.raises(UnsupportedError, match="group of Adam has a set as 'chosen'"):
+        options_of(optimizer)

@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from evenstep.core.errors import ConfigError
 from evenstep.engine.loss import Loss, split
-from evenstep.engine.results import Mean, ShardResult, add, merge
+from evenstep.engine.results import Mean, Note, ShardResult, add, merge
 
 
 def result(value, rows, **metrics):
@@ -78,3 +79,15 @@ def test_a_shard_without_a_mean_is_found_where_others_have_one():
     assert merge({0: result(number, 1), 1: result(torch.tensor(math.inf), 1)}, [1, 1]).without_mean is None
     weighted = {0: result(Loss(number, weight=1), 1), 1: result(Loss(none, weight=2), 1)}
     assert merge(weighted, [1, 1]).without_mean is None, "it has said how many"
+
+
+def test_a_metric_may_be_an_array_or_a_number_of_numpys():
+    for value in (np.array([1.0, 2.0, 3.0]), np.array([1, 2, 3]), np.float32(2), np.array(2.0)):
+        assert Mean.of("m", value, 3) == Mean(6.0, 3)
+    assert Mean.of("m", np.array([True, False]), 2) == Mean(1.0, 2)
+
+
+@pytest.mark.parametrize("value", ["2", None, [1.0, 2.0], Note(1), np.array(["a"])])
+def test_a_metric_that_is_no_number_is_named(value):
+    with pytest.raises(ConfigError, match=rf"metric 'm' is a {type(value).__name__}; expected a tensor with one value"):
+        Mean.of("m", value, 2)

@@ -6,6 +6,7 @@ import signal
 import time
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -511,3 +512,53 @@ def test_a_batch_that_the_step_function_changes_in_place_is_refused(num_workers)
     for outcome in run_outcomes(num_workers, body):
         assert outcome.kind in ("UnsupportedError", "PeerError")
         assert "changed the batch in place" in outcome.text
+
+
+NESTED = {
+    "a step": lambda run, model: step(run, model),
+    "an evaluation": lambda run, model: run.evaluate(images(8), 8, lambda part: {"one": part[1] * 0 + 1}),
+    "once": lambda run, model: run.once(lambda: 1),
+}
+
+
+@pytest.mark.parametrize("inner", NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("outer", ["step 0", "once"])
+def test_an_operation_inside_another_is_refused(inner, outer):
+    with evenstep.Run(shards=4, quiet=True) as run:
+        model = prepare(run, flat())
+
+        def both(part=None):
+            inner(run, model)
+            return None if part is None else F.cross_entropy(model(part[0]), part[1])
+
+        with pytest.raises(evenstep.ConfigError, match=f"was begun inside '{outer}'"):
+            run.once(both) if outer == "once" else step(run, model, both)
+        step(run, model)  # it is not inside any more
+
+
+def test_a_part_whose_loss_depends_on_nothing_adds_nothing():
+    def body(worker, given):
+        with evenstep.Run(shards=4, quiet=True) as run:
+            model = prepare(run, flat())
+
+            def loss(part):
+                mean = F.cross_entropy(model(part[0]), part[1])
+                return mean if run.rows.start == 4 else given(mean)
+
+            step(run, model, loss)
+            return run.fingerprint()
+
+    zeros = (lambda mean: torch.tensor(0.0)), (lambda mean: mean * 0)
+    found = [o.value for given in zeros for n in (1, 2, 3) for o in run_outcomes(n, partial(body, given=given))]
+    assert None not in found
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.BatchNorm2d(3)])
+def test_a_loss_that_depends_on_nothing_in_any_part_is_refused(norm):
+    with evenstep.Run(shards=4, quiet=True) as run:
+        model = prepare(run, nn.Sequential(norm, flat()))
+        with pytest.raises(evenstep.ConfigError, match=r"no part depends on a parameter that is trained.*detach"):
+            step(run, model, lambda part: F.cross_entropy(model(part[0]), part[1]).detach())
+        model.requires_grad_(False)  # then it is no surprise
+        step(run, model)

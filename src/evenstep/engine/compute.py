@@ -284,6 +284,7 @@ class Compute:
         own = [
             p for p in prepared.parameters if p.requires_grad and lanes[0].leaves is not self._models.slots.parameters
         ]
+        losses = [loss for loss in losses if loss.requires_grad]
         if not leaves or not losses:
             return
         points.reach("backward")

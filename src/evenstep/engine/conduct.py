@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -55,9 +56,25 @@ def check_kind(optimizer: Optimizer, *, whole: bool) -> None:
 def options_of(optimizer: Optimizer) -> Options:
     """The options of the parameter groups, such as learning rates, as plain values."""
     return [
-        {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        {key: _option(optimizer, key, value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def _option(optimizer: Optimizer, key: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return float(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        items = [_option(optimizer, key, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if not isinstance(value, int | float | str | bool | dict | None):
+        raise UnsupportedError(
+            f"a parameter group of {type(optimizer).__name__} has a {type(value).__name__} as '{key}', which workers "
+            "cannot compare and checkpoints not keep; expected numbers and texts, alone or in lists"
+        )
+    return value
 
 
 class Conduct:

@@ -46,15 +46,18 @@ class PartLoss:
     Attributes:
         value: A tensor without dimensions.
         loss: The `Loss` it came in; None: it is the mean over the rows of the part.
+        has_graph: Whether it depends on anything that is trained. It need not in every part: one without any positive
+            sample may give a plain zero.
     """
 
     value: Tensor
     loss: Loss | None
+    has_graph: bool = True
 
     def detached(self) -> "PartLoss":
         """The same without its graph."""
         value = self.value.detach()
-        return PartLoss(value, self.loss and self.loss.of(value))
+        return PartLoss(value, self.loss and self.loss.of(value), self.has_graph)
 
     def share(self, num_rows: int, num_all_rows: int) -> Tensor | None:
         """What backward starts from: this part's share in the batch; None: it has none.
@@ -88,4 +91,4 @@ def split(value: Any) -> tuple[PartLoss, dict[str, Any]]:
             f"the step function returned a {type(value).__name__}{shape}; expected the mean loss of its part "
             "as a tensor with one element or evenstep.Loss(mean, weight=n), or (loss, {'metric': value})"
         )
-    return PartLoss(found.reshape(()), loss), metrics
+    return PartLoss(found.reshape(()), loss, found.requires_grad), metrics

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from evenstep.core.errors import ConfigError
@@ -75,12 +77,14 @@ class ShardResult:
         weighted: Whether the function says over what.
         metrics: By name.
         notes: By name, as JSON.
+        has_graph: Whether the loss depends on anything that is trained.
     """
 
     loss: Mean
     weighted: bool
     metrics: dict[str, Mean]
     notes: dict[str, str] = field(default_factory=dict)
+    has_graph: bool = True
 
     @classmethod
     def of(cls, loss: PartLoss, metrics: Mapping[str, Any], num_rows: int) -> "ShardResult":
@@ -90,13 +94,15 @@ class ShardResult:
 
     def pack(self) -> list[Any]:
         """As JSON."""
-        return [self.loss.pack(), self.weighted, {name: mean.pack() for name, mean in self.metrics.items()}, self.notes]
+        metrics = {name: mean.pack() for name, mean in self.metrics.items()}
+        return [self.loss.pack(), self.weighted, metrics, self.notes, self.has_graph]
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> "ShardResult":
         """The inverse of `pack`."""
-        loss, weighted, metrics, notes = packed
-        return cls(Mean.unpack(loss), weighted, {name: Mean.unpack(mean) for name, mean in metrics.items()}, notes)
+        loss, weighted, metrics, notes, has_graph = packed
+        means = {name: Mean.unpack(mean) for name, mean in metrics.items()}
+        return cls(Mean.unpack(loss), weighted, means, notes, has_graph)
 
 
 class Reading:
@@ -116,7 +122,7 @@ class Reading:
 
     def __init__(self, loss: PartLoss, metrics: Mapping[str, Any], num_rows: int) -> None:
         self.tensors: list[Tensor] = []
-        self._weighted = loss.loss is not None
+        self._weighted, self._has_graph = loss.loss is not None, loss.has_graph
         self._loss = _mean("loss", loss.value if loss.loss is None else loss.loss, num_rows, self.tensors)
         self._metrics = {
             name: _mean(name, metric, num_rows, self.tensors)
@@ -128,7 +134,7 @@ class Reading:
     def result(self, numbers: Sequence[float]) -> ShardResult:
         """The result, from the numbers in `tensors`."""
         metrics = {name: make(numbers) for name, make in self._metrics.items()}
-        return ShardResult(self._loss(numbers), self._weighted, metrics, self._notes)
+        return ShardResult(self._loss(numbers), self._weighted, metrics, self._notes, self._has_graph)
 
 
 def _text(name: str, value: Any) -> str:
@@ -145,11 +151,14 @@ def _mean(name: str, value: Any, num_rows: int, tensors: list[Tensor]) -> Callab
 
     def number(value: Any) -> Callable[[Sequence[float]], float]:
         if not isinstance(value, Tensor):
-            return lambda _: float(value)
+            plain = _plain(name, value)
+            return lambda _: plain
         place = len(tensors)
         tensors.append(value.detach().double().reshape(()))
         return lambda numbers: numbers[place]
 
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.from_numpy(value)
     if isinstance(value, Loss):
         amount, weight = number(value.value), number(value.weight)
         return lambda numbers: _weighted(amount(numbers), weight(numbers), is_total=value.is_total)
@@ -163,6 +172,18 @@ def _mean(name: str, value: Any, num_rows: int, tensors: list[Tensor]) -> Callab
         return lambda numbers: Mean(total(numbers), num_rows)
     mean = number(value)
     return lambda numbers: Mean(mean(numbers) * num_rows, num_rows)
+
+
+def _plain(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"metric '{name}' is a {type(value).__name__}; expected a tensor with one value for each sample, their "
+            "mean, evenstep.Loss(mean, weight=n), or in a step evenstep.Note(value)"
+        ) from None
 
 
 def _weighted(amount: float, weight: float, *, is_total: bool) -> Mean:
@@ -180,12 +201,14 @@ class Results:
         metrics: The mean of each metric, or the list of what the parts noted.
         scale: The factor for the summed gradients; None: no scaling; 0: there are none to use.
         without_mean: A shard whose loss, a plain mean, is not a number although another's is.
+        has_graph: Whether any shard's loss depends on something that is trained; or none has any weight.
     """
 
     loss: float
     metrics: dict[str, Any]
     scale: float | None
     without_mean: int | None = None
+    has_graph: bool = True
 
     def scale_gradients(self, sums: dict[int, Tensor | None]) -> None:
         """Scale, in place, the gradients of a loss that is weighted by something other than rows."""
@@ -228,7 +251,8 @@ def merge(by_shard: Mapping[int, ShardResult], sizes: Sequence[int]) -> Results:
         metrics[name] = [json.loads(by_shard[k].notes[name]) for k in sorted(by_shard)]
     missing = [] if like.weighted else [k for k, result in sorted(by_shard.items()) if math.isnan(result.loss.total)]
     odd = missing[0] if 0 < len(missing) < len(by_shard) else None
-    return Results(loss.value, metrics, _scale(loss, sizes) if like.weighted else None, odd)
+    has_graph = not loss.weight or any(result.has_graph for result in by_shard.values())
+    return Results(loss.value, metrics, _scale(loss, sizes) if like.weighted else None, odd, has_graph)
 
 
 def _names(result: ShardResult) -> list[str]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core import points
-from evenstep.core.errors import EvenstepError, MismatchError
+from evenstep.core.errors import ConfigError, EvenstepError, MismatchError
 from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.carries import Carried
 from evenstep.engine.circumstances import Circumstances, Facts, compare_past, digests
@@ -309,6 +309,12 @@ class Engine:
         self._seconds = [report.busy_s for report in reports]
         self._of_all = mean_of_all([report.logged for report in reports])
         results = merge({shard: result for report in reports for shard, result in report.results.items()}, work.sizes)
+        if not results.has_graph and any(p.requires_grad for p in work.prepared.parameters):
+            raise ConfigError(
+                f"in step {work.version} the loss of no part depends on a parameter that is trained; expected the loss "
+                "as a tensor that the model's output leads to (.detach(), .item(), torch.no_grad() and "
+                "torch.inference_mode() cut it off)"
+            )
         if results.scale is not None:
             self.updates.refuse("weighted loss")
         if results.without_mean is not None and self.group.rank == 0 and not self._said_without_mean:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from evenstep.core import points
-from evenstep.core.errors import BeginsAgain, MismatchError, NondeterminismError, PeerError
+from evenstep.core.errors import BeginsAgain, ConfigError, MismatchError, NondeterminismError, PeerError
 from evenstep.exchange.board import Asked
 from evenstep.exchange.group import Group
 from evenstep.exchange.journal import Entry, Journal
@@ -80,6 +80,7 @@ class Ledger:
         self.holder: Undecided | None = None
         self.prelude: Callable[[], None] | None = None
         self.took_part = True
+        self._doing: str | None = None
         self._next = 0
         self._has = -1  # how many operations this worker's state contains; -1: it has no state
         self.volatile = False
@@ -124,15 +125,24 @@ class Ledger:
                 catching up, and the state may be ahead of the entry); returns the result.
 
         Raises:
-            ConfigError: This process is a copy of the worker.
+            ConfigError: This process is a copy of the worker, or it is inside another operation.
             PeerError: Another worker failed, and there is nobody to replace it.
             MismatchError: This worker does another operation than the others did.
         """
         self.group.check_process()
+        if self._doing is not None:
+            raise ConfigError(
+                f"'{operation.kind}' was begun inside '{self._doing}', by a function that not every worker calls, or "
+                "not equally often; expected one after the other: let such a function only compute and return"
+            )
         if self.prelude is not None:
             prelude, self.prelude = self.prelude, None
             prelude()
-        entry, self.took_part = self._obtain(operation, attempt)
+        self._doing = operation.kind
+        try:
+            entry, self.took_part = self._obtain(operation, attempt)
+        finally:
+            self._doing = None
         if self.took_part:
             self._has = self._next + 1 + len(entry.followers)
         elif self._has <= self._next:
