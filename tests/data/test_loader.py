@@ -16,6 +16,7 @@ from evenstep.core.errors import ConfigError, SilenceError
 from evenstep.data import loader as loader_module
 from evenstep.data.loader import Loader, num_samples
 from evenstep.data.order import Order
+from evenstep.engine.reports import UNSTEADY
 from workers import run_outcomes, run_workers
 
 ORDER = Order(num_samples=37, batch_size=10, num_shards=4, seed=3, shuffle=True, drop_last=False)
@@ -328,4 +329,19 @@ def test_samples_are_compared_only_if_somebody_asks():
     assert dataset.seen == []
     first.contents()
     first.contents()
-    assert len(dataset.seen) == 3
+    assert len(dataset.seen) == 6, "three samples, each of them twice"
+
+
+class WithItsOwnGenerator(Watched):
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        return index, self.generator.random()
+
+
+def test_a_sample_that_is_another_one_when_drawn_again_is_marked():
+    loader = Loader(WithItsOwnGenerator(), lambda: range(0), ORDER.seed, "sample")
+    (first, *_) = loader.load(replace(request, is_compared=True) for request in ORDER.requests(0))
+    assert [*first.contents().values()] == [UNSTEADY] * 3

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from evenstep.core.errors import MismatchError, NondeterminismError
-from evenstep.engine.reports import Report, compare, compare_contents
+from evenstep.engine.reports import UNSTEADY, Report, compare, compare_contents
 from evenstep.engine.results import Mean, ShardResult
 
 
@@ -54,3 +54,12 @@ def test_who_has_other_samples_is_named_with_the_remedy_and_may_only_be_warned()
         compare_contents(1, both)
     with pytest.warns(UserWarning, match="sort what a directory or a set gives"):
         compare_contents(1, both, strict=False)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_sample_that_is_another_one_when_drawn_again_is_refused_even_where_all_have_it(workers):
+    found = [(worker, {"sample 3[0]": "int64 () 5", "sample 3[1]": UNSTEADY}) for worker in range(workers)]
+    with pytest.raises(NondeterminismError, match=r"sample 3\[1\] is another one when it is drawn again.*of your own"):
+        compare_contents(1, found)
+    with pytest.warns(UserWarning, match="drawn again"):
+        compare_contents(1, found, strict=False)

@@ -21,6 +21,7 @@ from evenstep.data.drawing import drawing
 from evenstep.data.order import BatchRequest, Indices
 from evenstep.data.sending import sent
 from evenstep.engine.randomness import derive, seed_all
+from evenstep.engine.reports import UNSTEADY
 from evenstep.native import core
 
 __all__ = ["Collate", "Loader", "Tabular", "num_samples"]
@@ -65,11 +66,15 @@ class _Parts(Dataset[_Loaded]):
             return {k: self._collate(self._draw(request, indices)) for k, indices in chosen.items()}
 
     def probes(self, request: BatchRequest) -> dict[str, str]:
-        """Descriptions of a few samples of the whole batch, which every worker draws."""
+        """Descriptions of a few samples of the whole batch, which every worker draws, twice."""
         if self._rows is not None:
             (rows,) = self._rows([request.probes(_SOME)])
             return shortened(contents_of(rows, "samples"), "samples")
         chosen = request.probes(_FEW)
+        found, again = self._described(request, chosen), self._described(request, chosen)
+        return {path: what if again.get(path) == what else UNSTEADY for path, what in found.items()}
+
+    def _described(self, request: BatchRequest, chosen: Indices) -> dict[str, str]:
         with drawing():
             drawn = zip(chosen, self._draw(request, chosen), strict=True)
             found = [shortened(contents_of(sample, f"sample {i}"), f"sample {i}") for i, sample in drawn]

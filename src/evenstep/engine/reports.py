@@ -10,7 +10,10 @@ from evenstep.core.errors import MismatchError, NondeterminismError
 from evenstep.engine.circumstances import REMEDY
 from evenstep.engine.results import ShardResult
 
-__all__ = ["Report", "compare", "compare_contents"]
+__all__ = ["UNSTEADY", "Report", "compare", "compare_contents"]
+
+UNSTEADY = "another one when it is drawn again"
+"""Among contents: of a sample that depends on more than its index and its seed."""
 
 _OF_BATCH = ("batch", "samples", "optimizer")
 
@@ -82,8 +85,17 @@ def compare_contents(version: int, of_workers: Sequence[tuple[int, Mapping[str, 
 
     Raises:
         MismatchError: They have another batch.
-        NondeterminismError: They have other samples.
+        NondeterminismError: They have other samples, or samples that change.
     """
+    unsteady = next((path for _, found in of_workers for path, what in found.items() if what == UNSTEADY), None)
+    if unsteady is not None:
+        _say(
+            f"{unsteady} is {UNSTEADY}, with the same seed, so it depends on what was drawn before, and with it on the "
+            "number of workers: in __getitem__ draw from torch, np.random or random, which are seeded for every "
+            "sample, not from a generator of your own, and change nothing there",
+            strict=strict,
+        )
+        return
     (first, expected), *others = of_workers
     for worker, found in others:
         for where in [*expected, *found]:
@@ -105,7 +117,11 @@ def compare_contents(version: int, of_workers: Sequence[tuple[int, Mapping[str, 
                 "seeds torch, NumPy and random, draw from no generator of your own in __getitem__, and have the same "
                 "files on every machine"
             )
-            if strict:
-                raise NondeterminismError(f"{text}; Run(on_nondeterminism='warn') goes on anyway")
-            warnings.warn(text, stacklevel=2)
+            _say(text, strict=strict)
             return
+
+
+def _say(text: str, *, strict: bool) -> None:
+    if strict:
+        raise NondeterminismError(f"{text}; Run(on_nondeterminism='warn') goes on anyway")
+    warnings.warn(text, stacklevel=3)

@@ -6,10 +6,11 @@ takes next to none of the time.
 
 Buffers are copies, and every step begins with what the last one left. What a forward outside a step does to them
 does not count, but what user code does by hand was meant to. So if one was changed between steps that the forward of
-the next step does not change, that was done by hand.
+the next step does not change, that was done by hand. If it does, either may be meant, and a warning says so once.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
@@ -109,6 +110,7 @@ class Strays:
         self._left: dict[str, tuple[Tensor, int]] = {}
         self._suspects: set[str] = set()
         self._moving: set[str] = set()
+        self._said = False
 
     def remember(self, buffers: Mapping[str, Tensor]) -> None:
         """These hold what is committed."""
@@ -124,7 +126,7 @@ class Strays:
         }
 
     def check(self, moved: set[str]) -> None:
-        """Report it if one was changed by hand.
+        """Report it if one was changed by hand, and warn if it may have been.
 
         Args:
             moved: Those that the forward of a step has changed.
@@ -133,10 +135,18 @@ class Strays:
             UnsupportedError: One was.
         """
         self._moving |= moved
-        by_hand, self._suspects = self._suspects - self._moving, set()
+        by_hand, dropped, self._suspects = self._suspects - self._moving, self._suspects & self._moving, set()
         if by_hand:
             raise UnsupportedError(
                 f"buffer '{min(by_hand)}' was changed between steps, which has no effect: every worker has a copy of "
                 "it, and a step begins with what the last one left. Let one worker change it for all: "
                 "run.edit(lambda: model.buffer.copy_(...)), or keep it as a plain attribute"
+            )
+        if dropped and not self._said:
+            self._said = True
+            warnings.warn(
+                f"buffer '{min(dropped)}' was changed between steps, by a forward in train mode or by hand, which has "
+                "no effect: a step begins with what the last one left. Call model.eval() before a forward of your own; "
+                "to reset or replace buffers use run.edit(lambda: model.buffer.copy_(...))",
+                stacklevel=2,
             )
