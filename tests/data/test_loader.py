@@ -345,3 +345,16 @@ def test_a_sample_that_is_another_one_when_drawn_again_is_marked():
     loader = Loader(WithItsOwnGenerator(), lambda: range(0), ORDER.seed, "sample")
     (first, *_) = loader.load(replace(request, is_compared=True) for request in ORDER.requests(0))
     assert [*first.contents().values()] == [UNSTEADY] * 3
+
+
+def test_a_part_that_is_put_together_otherwise_the_second_time_is_marked():
+    generator, sizes = np.random.default_rng(0), []
+
+    def collate(samples):
+        sizes.append(len(samples))
+        return generator.random()
+
+    loader = Loader(Watched(), lambda: range(0), ORDER.seed, "sample", collate=collate)
+    (first, *_) = loader.load(replace(request, is_compared=True) for request in ORDER.requests(0))
+    assert first.contents()["samples of a part"] == UNSTEADY
+    assert sizes == [first.sizes[0]] * 2

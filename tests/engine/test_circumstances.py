@@ -88,6 +88,28 @@ def test_a_resumed_run_that_comes_to_other_circumstances_is_refused(change, when
         run_it(4)
 
 
+@pytest.mark.parametrize("kind", ["evaluate", "predict"])
+def test_a_resumed_run_that_evaluates_another_average_is_refused(kind, tmp_path):
+    def run_it(steps):
+        with evenstep.Run(shards=4, quiet=True) as run:
+            script = Script(run)
+            average = copy.deepcopy(script.model)
+            run.checkpoint(tmp_path, every=1, resume=True)
+            data = torch.utils.data.TensorDataset(*BATCH)
+            for _ in range(steps):
+                run.step(BATCH, lambda part: F.cross_entropy(script.model(part[0]), part[1]))
+                for mine, theirs in zip(average.parameters(), script.model.parameters(), strict=True):
+                    mine.data.lerp_(theirs.data, 0.5)
+                if kind == "evaluate":
+                    run.evaluate(data, 4, lambda part: {"loss": F.cross_entropy(average(part[0]), part[1])})
+                else:
+                    run.predict(data, 4, lambda part: average(part[0]))
+
+    run_it(3)
+    with pytest.raises(MismatchError, match=rf"{kind} 1 was done with variable 'average' other than now"):
+        run_it(4)
+
+
 def test_options_that_are_no_number_are_the_same_again(tmp_path):
     for steps in (2, 3):
         with evenstep.Run(shards=4, quiet=True) as run:

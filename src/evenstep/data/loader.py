@@ -78,6 +78,9 @@ class _Parts(Dataset[_Loaded]):
         with drawing():
             drawn = zip(chosen, self._draw(request, chosen), strict=True)
             found = [shortened(contents_of(sample, f"sample {i}"), f"sample {i}") for i, sample in drawn]
+            if self._collate is not default_collate:  # it may draw too, and expect as many samples as a part has
+                part = self._collate(self._draw(request, next(filter(len, request.shards))))
+                found.append(shortened(contents_of(part, "samples of a part"), "samples of a part"))
         return {path: what for each in found for path, what in each.items()}
 
     def _draw(self, request: BatchRequest, indices: Indices) -> list[Any]:

@@ -10,7 +10,7 @@ from evenstep.core.errors import MismatchError, NondeterminismError
 from evenstep.engine.circumstances import REMEDY
 from evenstep.engine.results import ShardResult
 
-__all__ = ["UNSTEADY", "Report", "compare", "compare_contents"]
+__all__ = ["UNSTEADY", "Report", "compare", "compare_contents", "compare_facts"]
 
 UNSTEADY = "another one when it is drawn again"
 """Among contents: of a sample that depends on more than its index and its seed."""
@@ -63,16 +63,29 @@ def compare(version: int, reports: Sequence[Report], *, strict: bool = True) -> 
         MismatchError: They do not. All workers see the same reports, so all raise alike.
         NondeterminismError: They have different data.
     """
-    first = reports[0]
-    for report in reports:
-        for key, value in report.facts.items():
-            if repr(value) != repr(expected := first.facts.get(key, value)):  # a NaN is not equal to itself
+    compare_facts(f"step {version}", [(report.worker, report.facts) for report in reports])
+    compare_contents(version, [(report.worker, report.contents) for report in reports], strict=strict)
+
+
+def compare_facts(what: str, of_workers: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    """Check that all workers do something under the same circumstances.
+
+    Args:
+        what: What they do, in words.
+        of_workers: Workers, and what must be the same on them, by name, as far as each knows it.
+
+    Raises:
+        MismatchError: They do not.
+    """
+    first, known = of_workers[0]
+    for worker, facts in of_workers:
+        for key, value in facts.items():
+            if repr(value) != repr(expected := known.get(key, value)):  # a NaN is not equal to itself
                 why = "" if key in _OF_BATCH else f"; {REMEDY}"
                 raise MismatchError(
-                    f"in step {version} worker {report.worker} has {key} {value} but worker {first.worker} has "
-                    f"{expected}: all workers must do the same step{why}"
+                    f"in {what} worker {worker} has {key} {value} but worker {first} has {expected}: all workers must "
+                    f"do the same{' step' if what.startswith('step') else ''}{why}"
                 )
-    compare_contents(version, [(report.worker, report.contents) for report in reports], strict=strict)
 
 
 def compare_contents(version: int, of_workers: Sequence[tuple[int, Mapping[str, str]]], *, strict: bool = True) -> None:
@@ -91,8 +104,8 @@ def compare_contents(version: int, of_workers: Sequence[tuple[int, Mapping[str, 
     if unsteady is not None:
         _say(
             f"{unsteady} is {UNSTEADY}, with the same seed, so it depends on what was drawn before, and with it on the "
-            "number of workers: in __getitem__ draw from torch, np.random or random, which are seeded for every "
-            "sample, not from a generator of your own, and change nothing there",
+            "number of workers: in __getitem__ and collate_fn draw from torch, np.random or random, which are seeded "
+            "for every sample, not from a generator of your own, and change nothing there",
             strict=strict,
         )
         return

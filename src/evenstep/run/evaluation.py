@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from evenstep.core.errors import ConfigError
 from evenstep.data.batch import Batch
 from evenstep.engine import structure
+from evenstep.engine.circumstances import compare_past, digests
 from evenstep.engine.randomness import derive, preserved, seed_all
-from evenstep.engine.reports import compare_contents
+from evenstep.engine.reports import compare_contents, compare_facts
 from evenstep.engine.results import Mean, add
 from evenstep.engine.step import Engine
 from evenstep.exchange.group import Group
@@ -26,6 +28,7 @@ from evenstep.run.saving import Perform
 __all__ = ["Evaluation", "call_parts", "collect_outputs", "evaluating", "fill", "mean_metrics"]
 
 Function = Callable[[Any], Any]
+T = TypeVar("T")
 
 
 class Evaluation:
@@ -68,7 +71,7 @@ class Evaluation:
                 means = mean_metrics(self._engine, self._feed.once(dataset, order, loading), metrics)
             return Entry("evaluate", self._others.merge(tag, means, order.num_dealt))
 
-        return self._perform("evaluate", attempt, _value)
+        return self._perform_alike(tag, metrics, "evaluate", attempt, _value)
 
     def predict(self, dataset: Any, batch_size: int, function: Function, loading: Loading) -> Any:
         """See `Run.predict`."""
@@ -80,7 +83,35 @@ class Evaluation:
                 shape, tensors = collect_outputs(self._engine, self._feed.once(dataset, order, loading), function)
                 return Entry("predict", shape, safetensors.torch.save(tensors))
 
-        return self._perform("predict", attempt, lambda entry, _: fill(entry.value, safetensors.torch.load(entry.blob)))
+        def adopt(entry: Entry, _: bool) -> Any:
+            return fill(entry.value, safetensors.torch.load(entry.blob))
+
+        return self._perform_alike(tag, function, "predict", attempt, adopt)
+
+    def _perform_alike(
+        self, tag: str, function: Function, kind: str, attempt: Callable[[], Entry], adopt: Callable[[Entry, bool], T]
+    ) -> T:
+        """Do an operation in which every worker's function sees the same tensors besides the models, whenever it runs.
+
+        Raises:
+            MismatchError: They are others on another worker, or when the script was run before.
+        """
+        beside, group = self._engine.circumstances.beside, self._engine.group
+        facts = beside.look(function, step=0)
+
+        def checked() -> Entry:
+            found = list(zip(group.members, group.gather_json(f"{kind}: facts", facts), strict=True))
+            compare_facts(tag, found)
+            entry = attempt()
+            beside.called(function, step=0)
+            return replace(entry, aside={"facts": digests(facts)})
+
+        def compared(entry: Entry, took_part: bool) -> T:
+            if not took_part:
+                compare_past(tag, (entry.aside or {}).get("facts", {}), facts)
+            return adopt(entry, took_part)
+
+        return self._perform(kind, checked, compared)
 
 
 def _value(entry: Entry, _: bool) -> dict[str, float]:
