@@ -26,7 +26,7 @@ from evenstep.core import points
 from evenstep.core.errors import ConfigError, EvenstepError, MismatchError
 from evenstep.engine.capture import CudaRecorder
 from evenstep.engine.carries import Carried
-from evenstep.engine.circumstances import Circumstances, Facts, compare_past, digests
+from evenstep.engine.circumstances import Circumstances, Facts, compare_past
 from evenstep.engine.clipping import Clipping
 from evenstep.engine.compute import Compute, Samples, StepFunction, Work
 from evenstep.engine.context import Context
@@ -248,7 +248,7 @@ class Engine:
         news, carried = self._share_news(work, mine)
         value = [results.loss, results.metrics, None if norm is None else float(norm), news, carried, skipped]
         aside = {"contents": report.contents, "samples": sum(begun.sizes), "logged": self._of_all}
-        aside["facts"] = digests(facts)
+        aside["facts"] = self.circumstances.digests(facts)
         return Entry(kind, value, aside=aside)
 
     def _work(self, task: StepTask, begun: Samples, keeps: int | None) -> Work:
