@@ -304,3 +304,28 @@ def test_a_worker_that_comes_later_with_other_data_is_left_out(script, tmp_path)
     assert done.code == 0, done.stderr
     assert "have different data: samples[0] is float32 (5, 3)" in done.stderr
     assert "the others go on without it" in done.stderr
+
+
+def test_what_was_saved_between_loops_that_take_turns_does_not_say_where_each_goes_on(tmp_path):
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+
+    def prepared(run):
+        run.prepare(nn.Linear(1, 1))
+        return run.batches(data, 4, epochs=2), run.batches(data, 4, epochs=2)
+
+    with evenstep.Run(shards=2, quiet=True) as run:
+        one, other = map(iter, prepared(run))
+        next(one), next(other)
+        run.save(tmp_path / "apart")
+        next(one)
+        run.save(tmp_path / "turns")
+    with evenstep.Run(shards=2, quiet=True) as run:
+        one, other = prepared(run)
+        run.load(tmp_path / "apart")
+        assert [len(list(each)) for each in (one, other)] == [0, 3], "the first was begun, and is over"
+    with evenstep.Run(shards=2, quiet=True) as run:
+        one, other = prepared(run)
+        run.load(tmp_path / "turns")
+        with pytest.raises(evenstep.ConfigError, match=r"has the position of only one.*\.at\(epoch, batch\)"):
+            next(iter(one))
+        assert len(list(one.at(0, 1))) == 1

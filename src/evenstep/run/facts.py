@@ -162,6 +162,7 @@ _FIELDS: dict[str, tuple[Check, str]] = {
     "seed": (lambda value: type(value) is int, "a whole number"),
     "optimizers": (_is_count, "a number of optimizers"),
     "position": (_is_position, "an epoch and a batch, or nothing"),
+    "interleaved": (lambda value: value in (None, False, True), "whether loops took turns, or nothing"),
     "data": (_is_list(_is_sizes), "pairs of sizes"),
     "values": (lambda value: isinstance(value, dict), "values by name"),
     "groups": (_is_list(_is_packed), "options of optimizers"),

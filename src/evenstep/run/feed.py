@@ -108,6 +108,7 @@ class Feed:
         self._saving, self._meter, self._perform = saving, meter, perform
         self._begun = 0  # how many epochs were begun, or skipped, so far
         self._has_fed = False
+        self._loops, self._last_loop = count(), -1  # which loop over batches gave the last one
 
     def batches(self, dataset: Any, arrangement: Arrangement, epochs: int, loading: Loading) -> Batches:
         """The batches of a data set or stream; see `Run.batches`."""
@@ -222,7 +223,17 @@ class Feed:
         return self._show(load([(epoch, {"epoch": epoch, "batch": first})]), epoch, 1)
 
     def _coming(self, epochs: int) -> Iterator[tuple[int, Place]]:
-        """The epochs that iterating would give now, and where in each it would begin."""
+        """The epochs that iterating would give now, and where in each it would begin.
+
+        Raises:
+            ConfigError: What was loaded does not say where.
+        """
+        if self._saving.ambiguous:
+            raise ConfigError(
+                "what was loaded was saved between two loops over batches that took turns (as zip lets them), and has "
+                "the position of only one; let run.checkpoint keep them all (evenstep run --resume), or say where each "
+                "goes on: run.batches(...).at(epoch, batch)"
+            )
         beginning: Place = {"epoch": 0, "batch": 0}
         start = self._saving.position or beginning
         for epoch in range(max(self._begun, start["epoch"]), self._begun + epochs):
@@ -231,7 +242,10 @@ class Feed:
     def _show(self, batches: Iterator[Batch], base: int, epochs: int) -> Iterator[Batch]:
         """Hand on the batches, and show where they are."""
         before: Position | None = None
+        loop = next(self._loops)
         for batch in batches:
+            self._saving.interleaved |= before is not None and self._last_loop != loop
+            self._last_loop = loop
             if self._env.max_steps is not None and self._engine.version >= self._env.max_steps:
                 return
             at = batch.position

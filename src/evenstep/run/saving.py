@@ -44,6 +44,8 @@ class Saving:
         tracked: What else the user wants to keep, by name.
         position: Where the loaded checkpoint was in the data.
         next: Where batches would go on after the current one.
+        interleaved: Whether loops over batches have taken turns, so that one position does not say where they are.
+        ambiguous: The same of the loaded checkpoint.
     """
 
     def __init__(self, engine: Engine, others: Others, perform: Perform, job: str | None) -> None:
@@ -53,6 +55,7 @@ class Saving:
         self.tracked: dict[str, Any] = {}
         self.position: dict[str, int] | None = None
         self.next: dict[str, int] | None = None
+        self.interleaved = self.ambiguous = False
         self._data: list[list[int | None]] = []  # the sizes of the data used so far
         self._past: list[list[int | None]] = []  # the same in the loaded checkpoint
         self._checkpoints: Checkpoints | None = None
@@ -156,6 +159,7 @@ class Saving:
         for name, value in self.tracked.items():
             value.load_state_dict(unpack(facts["tracked"][name]))
         self.position = self.next = facts["position"]
+        self.ambiguous = self.interleaved = facts.get("interleaved", False)
         self._past = facts["data"]
 
     def begin(self, directory: Path, every: int | str, keep: int, *, resume: bool) -> None:
@@ -254,6 +258,7 @@ class Saving:
             **self._identity(),
             "version": self._engine.version,
             "position": self.next,
+            "interleaved": self.interleaved,
             "data": list(self._data),
             "values": dict(self._engine.state.values),
             "groups": [pack(prepared.hyperparameters()) for prepared in self._engine.optimizers],
