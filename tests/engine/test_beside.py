@@ -78,10 +78,27 @@ def test_what_the_function_itself_changes_is_left_alone(beside, first):
         last = part * 2
 
     looks(beside, function, range(first, first + 2))
-    assert beside.look(function, 16).keys() <= {"variable 'kept'"}
+    assert beside.look(function, 16) == {}
+
+
+@pytest.mark.parametrize("first_miss", [0, 7])
+def test_what_may_be_a_cache_of_the_function_is_left_alone(beside, model, first_miss):
+    calls, masks, alone = [], {}, {}
+
+    def function(part):
+        calls.append(None)
+        if len(calls) > first_miss:
+            masks.setdefault(len(calls) // 5, torch.ones(2))
+            alone.setdefault("mask", torch.ones(2))
+            model.mask = part * 2
+        return part
+
+    assert all(seen == {} for seen in looks(beside, function, range(40)).values())
 
 
 def test_data_sparse_tensors_and_outputs_are_not_compared(beside, model, monkeypatch):
     monkeypatch.setattr("evenstep.engine.beside._BYTES", 64)
     data, sparse, output = torch.zeros(100), torch.eye(2).to_sparse(), model(torch.ones(2))
     assert looks(beside, lambda part: (data, sparse, output), [0]) == {0: {}}
+    large = nn.Parameter(data)
+    assert looks(beside, lambda part: large, [0])[0].keys() == {"variable 'large'"}

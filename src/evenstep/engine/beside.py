@@ -3,7 +3,8 @@
 Each worker has its own, so they must be the same everywhere. They are not if the script makes them from parameters
 between steps: a worker that joins later, or a run that is resumed, does so when the parameters are others. So checksums
 of them are compared: in the first steps, in every 16th, and whenever torch says that one was changed. Those that the
-function itself changes are left to `leftovers.py`.
+function itself changes are left to `leftovers.py`; so is what may be its cache: what appeared after its first call, and
+the attributes of the models.
 """
 
 import hashlib
@@ -24,8 +25,7 @@ __all__ = ["Beside"]
 
 _FIRST, _EVERY = 4, 16
 _DEPTH, _ITEMS = 2, 64
-_BYTES = 1 << 28  # a larger tensor is data
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
+_BYTES = 1 << 25  # a larger tensor is data, unless it is a parameter
 
 _Marks = list[tuple[int, int, int]]
 """Which tensors, of which versions, where in memory."""
@@ -58,8 +58,10 @@ class Beside:
             known = self._found[code] = self._find(function)
         sums: dict[str, str] = {}
         for words, held in known.items():
-            marks = _marks(held)
-            if words not in self._own and (is_due or marks != self._marks.get(words)):
+            marks, before = _marks(held), self._marks.get(words, [])
+            if code in self._calls and len(marks) != len(before):
+                self._own.add(words)
+            if words not in self._own and (is_due or marks != before):
                 numbers = [checksum(tensor) for each in held if (tensor := each()) is not None]
                 sums[words] = hashlib.blake2b(repr(numbers).encode(), digest_size=8).hexdigest()
             self._marks[words] = marks
@@ -71,18 +73,14 @@ class Beside:
         self._calls[code] = calls = 1 + self._calls.get(code, 0)
         found = self._find(function) if calls <= _FIRST or _is_due(step) else self._found[code]
         for words, held in found.items():
-            if words in self._marks and _marks(held) != self._marks[words]:
+            if _marks(held) != self._marks.get(words):
                 self._own.add(words)
 
     def _find(self, function: Callable[..., Any]) -> dict[str, list[ref[Tensor]]]:
         shared = {p.untyped_storage().data_ptr() for p in self._slots.parameters.values()}
         prepared = set(map(id, self._slots.modules))
-        seen = variables(function, self._slots.modules)
-        for module in self._slots.modules:
-            for name in vars(module).keys() - _OF_EVERY_MODULE:
-                seen[f"attribute '{name}' of a {type(module).__name__}"] = vars(module)[name]
         found = {}
-        for words, value in seen.items():
+        for words, value in variables(function, self._slots.modules).items():
             tensors = [ref(t) for t in _tensors(value, prepared) if t.untyped_storage().data_ptr() not in shared]
             if tensors:
                 found[words] = tensors
@@ -106,7 +104,7 @@ def _tensors(value: Any, prepared: set[int], depth: int = _DEPTH) -> Iterator[Te
     """The tensors in a value, as far as they can be compared."""
     if isinstance(value, Tensor):
         plain = value.layout == torch.strided and value.is_cpu and not value.is_inference()
-        if plain and value.grad_fn is None and 0 < value.nbytes <= _BYTES:
+        if plain and value.grad_fn is None and (0 < value.nbytes <= _BYTES or isinstance(value, nn.Parameter)):
             yield value
     elif isinstance(value, nn.Module):
         if id(value) not in prepared:
