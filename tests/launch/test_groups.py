@@ -177,7 +177,7 @@ def test_the_first_group_that_fails_is_the_one_that_is_heard(script):
     assert done.code == 1
     assert done.stderr.splitlines()[-1] == "ValueError: mine"
     assert "Unreachable" not in done.stderr
-    assert not processes.descendants()
+    assert processes.until(lambda: not processes.descendants(), 5.0), "what is killed is gone in a moment"
 
 
 def test_a_server_that_dies_ends_the_run(script):
@@ -192,7 +192,7 @@ def test_a_server_that_dies_ends_the_run(script):
         r"evenstep: server 0 was killed by SIGKILL, and its parameters are gone; the run cannot go on",
         done.stderr.splitlines()[-1],
     )
-    assert not processes.descendants()
+    assert processes.until(lambda: not processes.descendants(), 5.0), "what is killed is gone in a moment"
 
 
 @pytest.mark.parametrize(("which", "name"), [(min, "server 0"), (max, "the supervisor of group 0")])
@@ -206,7 +206,7 @@ def test_one_that_cannot_be_replaced_and_is_stopped_ends_the_run(script, which, 
         done = cli.wait()
     assert done.code == 6
     assert f"evenstep: {name} (pid {pid}) has been stopped; the run cannot go on" in done.stderr.splitlines()
-    assert not processes.descendants()
+    assert processes.until(lambda: not processes.descendants(), 5.0), "what is killed is gone in a moment"
 
 
 def parent(pid):
@@ -224,7 +224,7 @@ def test_a_signal_stops_all_groups_after_their_steps(script, pause):
         done = cli.wait()
     assert done.code == 75
     assert done.stderr.count("stopped by SIGTERM after step") == 2
-    assert not processes.descendants()
+    assert processes.until(lambda: not processes.descendants(), 5.0), "what is killed is gone in a moment"
 
 
 def test_when_the_launcher_is_killed_nobody_is_left(script):
