@@ -23,7 +23,7 @@ EVERY = -1
 _ALIGNMENT = 64
 _MOST_BYTES = 9 << 18  # of a piece: every message costs, and larger ones would hold up those behind them
 _LEAST_BYTES = 9 << 15  # a little more than a power of two, so that a matrix and its bias travel together
-_TINY_BYTES = 5 << 18  # if two machines send, up to this much is one piece, and up to twice as much two:
+_TINY_BYTES = 5 << 18  # if one or two machines send, up to this much is one piece, and up to twice as much two:
 _SMALL_BYTES = 5 << 19  # a message costs more than waiting for the last gradient
 _PIECES_EACH = 8  # how many pieces each machine should have at least, so that their shares are nearly equal
 
@@ -150,13 +150,13 @@ def most_pieces(sizes: Sequence[int]) -> int:
 def _piece_bytes(sizes: Sequence[int], num_machines: int | None) -> int:
     """How large a piece is if so many machines have nodes; None: at least, however many have.
 
-    What a machine sends grows with what it adds up, except between two machines, where it does not depend on the share.
+    What a machine sends grows with what it adds up, unless only one or two have nodes: then it is the same anyway.
     """
     total = sum(sizes)
     least = min(max(total // 256, _LEAST_BYTES), _MOST_BYTES)
     if num_machines is None:
         return least
-    if num_machines == 2 and total <= _SMALL_BYTES:
+    if num_machines <= 2 and total <= _SMALL_BYTES:
         return max(total if total <= _TINY_BYTES else total // 2 + total // 16, least)
     return min(max(total // (_PIECES_EACH * max(num_machines - 1, 1)), least), _MOST_BYTES)
 
