@@ -36,7 +36,7 @@ class Anchors:
         self.values = [p.detach().clone() for p in model.parameters()]
 
     def __call__(self, part):
-        return part.mean()
+        return part.mean() + self.values[0].sum()
 
 
 def test_a_copy_of_the_model_a_list_and_a_tensor_are_seen_and_the_model_is_not(beside, model):

@@ -25,6 +25,20 @@ class Slotted:
         self.first = 1
 
 
+class Trainer:
+    def __init__(self):
+        self.weight, self.scale, self.average = 1.0, 2.0, 3.0
+
+    def loss(self, part):
+        return self.weight * self._scaled(part)
+
+    def _scaled(self, part):
+        return part * self.scale * SCALE
+
+    def evaluate(self, part):
+        return part * self.average
+
+
 class Layer(nn.Module):
     def forward(self, x):
         return x * SCALE
@@ -51,6 +65,15 @@ def test_functions_that_call_each_other_are_looked_at_once():
         return even(part) * SCALE
 
     assert variables(even)["variable 'SCALE'"] == 2.0
+
+
+def test_of_an_object_only_what_its_method_and_those_that_it_calls_name_is_seen():
+    seen = variables(Trainer().loss)
+    assert seen == {
+        "attribute 'weight' of its Trainer": 1.0,
+        "attribute 'scale' of its Trainer": 2.0,
+        "variable 'SCALE'": 2.0,
+    }
 
 
 def test_what_the_forward_of_a_layer_names_is_seen():

@@ -21,10 +21,10 @@ Facts = dict[str, Any]
 """What must be the same, by name."""
 
 REMEDY = (
-    "a worker that joins later, and a run that is resumed, run the script again, when parameters are others: what it "
-    "takes from them between steps (a validation of its own, a copy, an average) belongs in run.evaluate or run.once, "
-    "or in a model that is prepared too and changed in run.edit; layers are frozen and switched between steps, not in "
-    "the step function"
+    "a worker that joins later, and a run that is resumed, run the script again, when parameters are others: copy a "
+    "model before run.prepare; what is taken from parameters between steps (a validation of the script's own, an "
+    "average) belongs in run.evaluate or run.once, or in a model that is prepared too and changed in run.edit; layers "
+    "are frozen and switched between steps, not in the step function"
 )
 _MOST_NAMES = 8
 

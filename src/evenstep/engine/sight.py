@@ -90,9 +90,17 @@ class _Seeing:
             self._known.add(function.__code__)
             names = frozenset(_names(function.__code__))
             if owner is not None and not isinstance(owner, nn.Module):
-                for name, value in attributes(owner).items():
-                    self._note(f"attribute '{name}' of its {type(owner).__name__}", value, depth, names)
+                self._members(owner, depth, names)
             self._variables(function, depth, names)
+
+    def _members(self, owner: Any, depth: int, names: frozenset[str]) -> None:
+        """Note what a method sees of its object: the attributes that it names, and what methods that it names see."""
+        for name, value in attributes(owner).items():
+            if name in names:
+                self._note(f"attribute '{name}' of its {type(owner).__name__}", value, depth, names)
+        for name in sorted(names) if depth else ():
+            if isinstance(method := getattr(type(owner), name, None), types.FunctionType):
+                self.call(types.MethodType(method, owner), depth - 1)
 
     def _variables(self, function: types.FunctionType, depth: int, names: frozenset[str]) -> None:
         for name in sorted(names & function.__globals__.keys()):
