@@ -111,7 +111,12 @@ def test_the_search_box_finds_a_page_from_a_server_and_from_a_folder_and_asks_no
             browser.js(f"document.querySelector('{box}').value = 'portable arithmeti'")  # each key is a search
             browser.type(box, "c")
             links = "[...document.querySelectorAll('.md-search-result__link')].map(each => each.href)"
-            browser.until(lambda links=links: any("processors.html" in link for link in browser.js(links)), place)
+            again = f"document.querySelector('{box}').dispatchEvent(new Event('keyup'))"  # it may not have listened yet
+
+            def found(links=links, again=again):
+                return browser.js(again) and any("processors.html" in link for link in browser.js(links))
+
+            browser.until(found, place)
             asked = browser.js("performance.getEntriesByType('resource').map(each => each.name)")
             assert asked or place != url, "of files the browser keeps no list"
             assert all(each.startswith((place, "data:", "blob:")) for each in asked), place
