@@ -108,21 +108,3 @@ def test_arguments_that_make_no_sense_are_refused():
         SparkModel(build).evaluate(np.zeros((2, 3)), [0])
     with pytest.raises(CheckpointError, match="holds no model"):
         load_spark_model("/nowhere")
-
-
-def test_rows_of_another_kind_than_the_first_are_refused():
-    pytest.importorskip("pyspark", reason="Spark is not there: pip install 'evenstep[spark]'")
-    from evenstep.core.errors import ConfigError
-    from evenstep.spark.spark_model import _as_row, _kinds
-
-    kinds = _kinds(([1, 2], 0))
-    assert kinds == ("array<bigint>", "bigint")
-    assert _as_row((np.array([3, 4]), 1), kinds) == ([3, 4], 1)
-    with pytest.raises(
-        ConfigError, match="the features of a row are of the kind array<double>, and those of the first"
-    ):
-        _as_row(([1.5, 2.0], 0), kinds)
-    for row, said in ((7, "a row is 7; expected a pair"), (("a", 0), "a row has 'a'; expected a number or an array")):
-        with pytest.raises(ConfigError, match=said):
-            _as_row(row, kinds)
-    assert _as_row((None, 0), _kinds(([1.5], 0))) == (None, 0), "the column is named where it is written"

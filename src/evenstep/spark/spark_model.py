@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from evenstep.server import ParameterServer
 from evenstep.spark.apart import Meeting, merged_buffers, train_apart
 from evenstep.spark.estimator import divide
 from evenstep.spark.names import check_functions, is_classification, name_of, resolve
+from evenstep.spark.pairs import FEATURES, LABEL, as_row, kinds_of
 from evenstep.spark.rows import folder_in, write_into
 from evenstep.spark.said import said_in
 from evenstep.spark.stage import run
@@ -30,7 +31,6 @@ __all__ = ["SparkModel", "load_spark_model"]
 Mode = Literal["synchronous", "asynchronous", "hogwild"]
 _MODES = ("synchronous", "asynchronous", "hogwild")
 _FREQUENCIES = ("epoch", "batch")
-_X, _Y = "features", "label"
 
 
 class SparkModel:
@@ -104,7 +104,7 @@ class SparkModel:
         names = {m.rpartition(":")[2] if isinstance(m, str) else m.__name__: m for m in metrics}
         is_classes = is_classification(loss) if classification is None else classification
         self._job = Training(
-            model, loss, optimizer, options, names, (_X,), _Y, is_classes, "", None, 1,
+            model, loss, optimizer, options, names, (FEATURES,), LABEL, is_classes, "", None, 1,
             batch_size, shards, seed,
         )  # fmt: skip
         self.weights: bytes | None = None
@@ -154,13 +154,17 @@ class SparkModel:
 
     def _fit_together(self, rdd: RDD, job: Training, validation_split: float) -> None:
         session = SparkSession(rdd.context)
-        kinds = _kinds(rdd.first())
-        frame = session.createDataFrame(rdd.map(lambda pair: _as_row(pair, kinds)), f"{_X} {kinds[0]}, {_Y} {kinds[1]}")
+        kinds = kinds_of(rdd.first())
+        rows, schema = rdd.map(lambda pair: as_row(pair, kinds)), f"{FEATURES} {kinds[0]}, {LABEL} {kinds[1]}"
+        frame = session.createDataFrame(rows, schema, verifySchema=False).persist()  # it is read several times
         with folder_in(self._storage) as folder:
-            train_rows, validation_rows = divide(frame, [_X, _Y], None, validation_split)
-            train_files, validation_files = write_into(folder / "training", train_rows, [_X, _Y]), None
-            if validation_rows is not None:
-                validation_files = write_into(folder / "validation", validation_rows, [_X, _Y])
+            try:
+                train_rows, validation_rows = divide(frame, [FEATURES, LABEL], None, validation_split)
+                train_files, validation_files = write_into(folder / "training", train_rows, [FEATURES, LABEL]), None
+                if validation_rows is not None:
+                    validation_files = write_into(folder / "validation", validation_rows, [FEATURES, LABEL])
+            finally:
+                frame.unpersist()
             job = replace(job, train=train_files, validation=validation_files)
             most = min(self._num_workers or rdd.getNumPartitions(), job.shards)
             workers = most if self._num_workers else (1, most)
@@ -221,7 +225,7 @@ class SparkModel:
         """
         if len(x) != len(y):
             raise ConfigError(f"{len(x)} rows of features and {len(y)} labels, expected as many of both")
-        part = {_X: torch.as_tensor(np.asarray(x)), _Y: torch.as_tensor(np.asarray(y))}
+        part = {FEATURES: torch.as_tensor(np.asarray(x)), LABEL: torch.as_tensor(np.asarray(y))}
         model = self.module().eval()
         with torch.inference_mode():
             found = figures_of(self._job, model, part)
@@ -282,43 +286,6 @@ def _check_counts(**counts: int | None) -> None:
             raise ConfigError(f"{name}={count!r}, expected a whole number above 0")
 
 
-def _as_row(pair: Any, kinds: Sequence[str]) -> tuple[Any, Any]:
-    """A pair as Spark takes it.
-
-    Raises:
-        ConfigError: It is not of the kinds that the first one is of.
-    """
-    for name, found, expected in zip((_X, _Y), _kinds(pair), kinds, strict=True):
-        if ("bigint" in expected) != ("bigint" in found):
-            raise ConfigError(
-                f"the {name} of a row are of the kind {found}, and those of the first row {expected}; expected one "
-                "kind: make all of them floats, or all whole numbers"
-            )
-    features, label = (np.asarray(value) for value in pair)
-    return features.tolist(), label.tolist()
-
-
-def _kinds(pair: Any) -> tuple[str, str]:
-    """The kinds of features and label, as Spark calls them.
-
-    Raises:
-        ConfigError: It is not a pair of numbers or arrays of numbers.
-    """
-
-    def kind(value: Any) -> str:
-        array = np.asarray(value)
-        if array.dtype.kind not in "biuf" and value is not None:
-            raise ConfigError(f"a row has {value!r:.80}; expected a number or an array of numbers")
-        text = "bigint" if array.dtype.kind in "biu" else "double" if array.dtype == np.float64 else "float"
-        for _ in range(array.ndim):
-            text = f"array<{text}>"
-        return text
-
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise ConfigError(f"a row is {pair!r:.80}; expected a pair: features and label")
-    return kind(pair[0]), kind(pair[1])
-
-
 def _outputs(job: Training, weights: bytes, rows: Iterator[Any]) -> Iterator[np.ndarray[Any, Any]]:
     torch.set_num_threads(1)
     model: nn.Module = resolve("model", job.model)()
@@ -327,8 +294,8 @@ def _outputs(job: Training, weights: bytes, rows: Iterator[Any]) -> Iterator[np.
     waiting: list[Any] = []
 
     def flush() -> Iterator[np.ndarray[Any, Any]]:
-        (given,) = inputs_of({_X: torch.as_tensor(np.stack(waiting))}, (_X,))
-        with torch.inference_mode(), noting({_X: given}):
+        (given,) = inputs_of({FEATURES: torch.as_tensor(np.stack(waiting))}, (FEATURES,))
+        with torch.inference_mode(), noting({FEATURES: given}):
             yield from model(given).numpy()
         waiting.clear()
 
