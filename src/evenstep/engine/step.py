@@ -159,10 +159,7 @@ class Engine:
         def adopt(entry: Entry, took_part: bool) -> Outcome:
             loss, metrics, norm, news, carried, skipped = entry.value
             if not took_part:
-                compare_past(kind, entry.aside.get("facts", {}), facts)
-            if not took_part and (contents := entry.aside["contents"]):
-                both = [(0, contents), (self.group.worker, task.samples.contents())]
-                compare_contents(self.version, both, strict=self.config.on_nondeterminism == "error")
+                self._compare_past(entry, task, facts)
             trained.adopt(news, took_part)
             self.holdings.carries.adopt(carried)
             task.scaling.settle(skipped=skipped)
@@ -194,6 +191,13 @@ class Engine:
             outcome = self.ledger.perform(operation, lambda: self._try(kind, task, facts), adopt)
         self.updates.settle(trained, task.samples)
         return outcome
+
+    def _compare_past(self, entry: Entry, task: StepTask, facts: Facts) -> None:
+        """Check that a step which others have done is the one that the script comes to here."""
+        compare_past(entry.kind, entry.aside.get("facts", {}), facts)
+        if contents := entry.aside["contents"]:
+            both = [(0, contents), (self.group.worker, task.samples.contents())]
+            compare_contents(self.version, both, strict=self.config.on_nondeterminism == "error")
 
     def _check(self, task: StepTask) -> None:
         """Check that a step can be done, and that nothing was changed since the last."""
